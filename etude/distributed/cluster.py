@@ -16,7 +16,7 @@ from typing import Any
 from etude.errors import ConfigError, WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
-_HEAD_SECONDS, _LOOK_SECONDS = 20.0, 2.0
+_HEAD_SECONDS, _LOOK_SECONDS, _KNOCK_SECONDS = 20.0, 2.0, 5.0
 
 
 class _HeadWatch(threading.Thread):
@@ -30,11 +30,10 @@ class _HeadWatch(threading.Thread):
 
     def run(self) -> None:
         """Until `close`, or until the head is lost."""
-        host, _, port = self._address.rpartition(":")
         answered = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS) and self.lost is None:
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS).close()
+                _knock(self._address)
                 answered = time.monotonic()
             except OSError as error:
                 if time.monotonic() - answered >= _HEAD_SECONDS:
@@ -44,6 +43,11 @@ class _HeadWatch(threading.Thread):
         """Ends the thread."""
         self._closed.set()
         self.join()
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 _watch: _HeadWatch | None = None  # of the connection, of which a process has one
@@ -81,8 +85,10 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     elif address.startswith("ray://"):
         raise ConfigError(f"ray.address={address}: a Ray client cannot drive a run; start it on a node of the cluster")
     try:
+        if ":" in address:  # where nobody is, `ray.init` waits for minutes
+            _knock(address)
         ray.init(**given)
-    except (ConnectionError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = "a cluster cannot be started here" if address == "local" else f"ray.address={address}"
         raise ConfigError(f"{what}: {one_line(error)}") from error
     return _watch_head(ray.shutdown)

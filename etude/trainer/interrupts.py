@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from etude.distributed.plane import LostSamplesError
 from etude.errors import TrainingStopped, WorkerLost
 from etude.events import EventSink, Notice, ignore_event
 
+LOSSES = (WorkerLost, LostSamplesError)
+"""After which a run could go on with new workers."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -50,7 +53,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._held.items():
             signal.signal(number, handler)
-        if self.stop and isinstance(error, WorkerLost):  # it was to end anyway
+        if self.stop and isinstance(error, LOSSES):  # it was to end anyway
             raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from etude.distributed.plane import LostSamplesError
 from etude.errors import (
     EtudeError,
     InfrastructureError,
@@ -29,11 +28,11 @@ from etude.errors import (
 from etude.options import RunOptions
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.groups import Groups
+from etude.trainer.interrupts import LOSSES
 from etude.trainer.resume import run_lock
 
 logger = logging.getLogger(__name__)
 
-LOSSES = (WorkerLost, LostSamplesError)
 _MAX_PAUSE_SECONDS = 60.0
 _LOG_CHARACTERS = 1500  # of a loss, which has the last log lines of its process
 _MEMORY_ADVICE = (
@@ -99,11 +98,12 @@ class Restarts:
     def __init__(self, most: int) -> None:
         self._most, self._done = most, 0
         self.newest: Path | None = None
-        self._last: Exception | None = None
+        self._last = ""
 
     def end(self, error: Exception) -> WorkerLost:
         """The last loss, after which the workers could not start again because of `error`."""
-        return WorkerLost(f"{self._last}; the workers cannot start again: {error}; the same command resumes the run")
+        why = one_line(error, _LOG_CHARACTERS)
+        return WorkerLost(f"{self._last}; the workers cannot start again: {why}; the same command resumes the run")
 
     def note(self, error: Exception, newest: Path | None = None) -> None:
         """Logs a loss, and waits a while, longer each time in a row.
@@ -113,7 +113,7 @@ class Restarts:
         """
         if newest is not None and newest != self.newest:
             self.newest, self._done = newest, 0
-        self._last = error
+        self._last = str(error)  # the error itself would keep the old trainer
         if self._done >= self._most:
             raise error
         pause = min(_MAX_PAUSE_SECONDS, 2.0**self._done)

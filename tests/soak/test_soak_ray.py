@@ -151,6 +151,7 @@ def test_a_cluster_that_loses_its_head_is_one_line_and_the_run_resumes(tiny, tmp
     with ray_cluster(4, connect=False) as nodes:
         run = Goes(tiny, tmp_path, f"ray.address={nodes.address}")
         nodes.head_node.kill_gcs_server()
+        until(lambda: not run.launched.process.is_alive(), run.launched.text())
         assert run.launched.wait() == 2
     said = run.launched.text().splitlines()
     assert said[-1].startswith("error: ")

@@ -165,7 +165,7 @@ def test_rollouts_may_have_fewer_nodes_than_asked_for(tiny, tmp_path, cluster, m
 
 
 def test_no_cluster_at_the_address_is_one_line(tiny, tmp_path):
-    for address, what in (("ray://127.0.0.1:9", "a Ray client cannot"),):
+    for address, what in (("ray://127.0.0.1:9", "a Ray client cannot"), ("127.0.0.1:9", "Connection refused")):
         with pytest.raises(ConfigError, match=what):
             prepare(tiny.config(tmp_path, "trainer.backend=ray", f"ray.address={address}"))
 

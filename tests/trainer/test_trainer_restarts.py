@@ -1,8 +1,11 @@
 """A run that loses a worker or its samples resumes by itself from its last checkpoint: it ends as one that lost nothing, and
 accounts for every prompt. Here losses are raised; `test_trainer_ray.py` kills processes."""
 
+import copy
+import gc
 import os
 import signal
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +53,7 @@ def loses(monkeypatch, *when, error=LOST, method="_update_actor", trainer=PPOTra
         found = inner(self, *args, **kwargs)
         if left and (self.step if trainer is SFTTrainer else self.global_step) == left[0]:
             del left[0]
-            raise error
+            raise copy.copy(error)  # whose traceback keeps the trainer
         return found
 
     monkeypatch.setattr(trainer, method, doing)
@@ -128,6 +131,15 @@ def test_nodes_that_do_not_answer_yet_are_asked_again_and_those_that_are_gone_en
         return begin(config, restarts=restarts)
 
     monkeypatch.setattr(run, "prepare", prepare)
+    begun, open_trainer = [], PPOTrainer.__init__
+
+    def opened(self, *given):
+        gc.collect()
+        assert not any(each() for each in begun)  # the ones before hold no rows any more
+        begun.append(weakref.ref(self))
+        open_trainer(self, *given)
+
+    monkeypatch.setattr(PPOTrainer, "__init__", opened)
     loses(monkeypatch, 2, 3)
     with pytest.raises(WorkerLost) as ended:
         train(tiny.config(tmp_path / "run", "trainer.save_freq=1"))
@@ -135,6 +147,7 @@ def test_nodes_that_do_not_answer_yet_are_asked_again_and_those_that_are_gone_en
         f"{LOST}; the workers cannot start again: the cluster has 1 CPU; the same command resumes the run"
     )
     assert told == [False, True, True, True, True]
+    assert len(begun) == 2
     assert pauses == [1, 2, 4, 1]
 
 
