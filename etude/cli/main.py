@@ -34,6 +34,11 @@ class LazyCommand:
 COMMANDS = {
     "quickstart": LazyCommand("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
     "train": LazyCommand("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
+    "check": LazyCommand("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
+    "doctor": LazyCommand("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),
+    "new": LazyCommand("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
+    "env": LazyCommand("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
+    "play": LazyCommand("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
     "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
     "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
     "export": LazyCommand("etude.cli.export:export", "Write a run's model as a folder for any Hugging Face program."),

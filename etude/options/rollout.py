@@ -304,6 +304,11 @@ class RolloutOptions:
     nnodes: Natural = key(
         "Nodes that the rollout workers are on, where they are a group of their own.", default=0, when=STANDALONE
     )
+    min_nnodes: Count | None = key(
+        "Roll out on fewer nodes, at least these, where the cluster does not have nnodes (any more). Null: nnodes.",
+        default=None,
+        when=STANDALONE,
+    )
     n_gpus_per_node: Count | None = key(
         "Rollout workers on each of those. Null: as many as trainer.n_gpus_per_node.",
         default=None,

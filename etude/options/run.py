@@ -390,7 +390,8 @@ class RunOptions:
         verl_default="checkpoints/verl_examples/gsm8k",
     )
     logger: Texts = key(
-        "Where metrics go: console, jsonl, tensorboard, wandb, mlflow (the last two need their extras).",
+        "Where metrics go: console, jsonl (or file), tensorboard; with the extras of their names wandb, mlflow, swanlab, "
+        "trackio, clearml.",
         default=("console", "jsonl", "tensorboard"),
         names=Names("etude.trainer.tracking:TRACKERS"),
         verl_default="[console, wandb]",
