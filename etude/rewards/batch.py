@@ -19,9 +19,8 @@ from etude.bounded import gather
 from etude.errors import InfrastructureError
 from etude.options.declare import key, options
 from etude.options.types import Count, NonNegative
-from etude.options.validate import to_options
 from etude.rewards.default import BATCH_ARGUMENTS, Score, Scorer, user_function
-from etude.rewards.manager import KEY, BoundedScorer, NaiveRewardManager, register
+from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 
 Waiting = list[tuple[dict[str, Any], asyncio.Future[Score]]]
 
@@ -98,9 +97,4 @@ class BatchScorer(BoundedScorer):
 class BatchRewardManager(NaiveRewardManager):
     """Its `reward_kwargs`: `batch_size` (null: all that wait) and `max_wait` seconds (0.05)."""
 
-    takes_batches = True
-
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        given = to_options(BatchOptions, self.reward_kwargs, KEY)
-        self.compute_score = BatchScorer(self.scorer, self.timeout, given)
+    takes_batches, runs = True, (BatchScorer, BatchOptions)

@@ -11,12 +11,13 @@ import asyncio
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
 from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
+from etude.options.validate import to_options
 from etude.registry import Registry
 from etude.renamed import renamed_imports
 from etude.rewards import default
@@ -273,8 +274,11 @@ class NaiveRewardManager(RewardManagerBase):
     """Passes the text of one trajectory to `compute_score`.
 
     `score_text`: "assistant", the model's own words, turns joined by a newline; "final_turn", those of its last turn;
-    "full", all that followed the prompt, tools' answers included.
+    "full", all that followed the prompt, tools' answers included. A subclass that runs functions its own way names in `runs`
+    its `BoundedScorer` and the section of that one's options.
     """
+
+    runs: ClassVar[tuple[Callable[..., BoundedScorer], type[Any]] | None] = None
 
     def __init__(self, *parts: Any, score_text: ScoreText = "assistant", **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -282,6 +286,9 @@ class NaiveRewardManager(RewardManagerBase):
         if self.scorer is default.compute_score:
             self.scorer = default.score_row  # the same, and the answer that was read
             self.compute_score = BoundedScorer(self.scorer, self.timeout)
+        if self.runs is not None:
+            bounded, section = self.runs
+            self.compute_score = bounded(self.scorer, self.timeout, to_options(section, self.reward_kwargs, KEY))
         if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have its own
             raise ConfigError(f"the reward manager 'naive' has no {KEY}.{next(iter(self.reward_kwargs))}")
 

@@ -15,9 +15,8 @@ from etude.limits import require_ray
 from etude.limits.cluster import is_connected
 from etude.options.declare import key, options
 from etude.options.types import Count
-from etude.options.validate import to_options
 from etude.rewards.default import Score, Scorer, user_function
-from etude.rewards.manager import KEY, BoundedScorer, NaiveRewardManager, register
+from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 from etude.rewards.processes import ScorerProcesses
 
 
@@ -66,10 +65,7 @@ class ProcessScorer(BoundedScorer):
 class PrimeRewardManager(NaiveRewardManager):
     """Scores in `num_processes` processes (default 8), each killed and replaced when a score takes more than `timeout`."""
 
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        given = to_options(ProcessOptions, self.reward_kwargs, KEY)
-        self.compute_score = ProcessScorer(self.scorer, self.timeout, given)
+    runs = (ProcessScorer, ProcessOptions)
 
 
 class RemoteWorker:
@@ -132,7 +128,4 @@ class RemoteScorer(BoundedScorer):
 class RemoteRewardManager(NaiveRewardManager):
     """Scores in `num_workers` workers (default 8) of the Ray cluster."""
 
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        given = to_options(WorkerOptions, self.reward_kwargs, KEY)
-        self.compute_score = RemoteScorer(self.scorer, self.timeout, given)
+    runs = (RemoteScorer, WorkerOptions)

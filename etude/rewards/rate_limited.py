@@ -11,9 +11,8 @@ from typing import Any
 from etude.limits import Limit, open_limiter
 from etude.options.declare import key, options
 from etude.options.types import Count, Positive, Text
-from etude.options.validate import to_options
 from etude.rewards.default import Score, Scorer
-from etude.rewards.manager import KEY, BoundedScorer, NaiveRewardManager, register
+from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 
 
 @options
@@ -52,7 +51,7 @@ class RateLimitedScorer(BoundedScorer):
 class RateLimitedRewardManager(NaiveRewardManager):
     """`max_concurrent` requests at once (default 1), `max_rpm` and `max_tpm` a minute, `timeout` (300) seconds each."""
 
+    runs = (RateLimitedScorer, RateOptions)
+
     def __init__(self, *parts: Any, timeout: float = 300.0, **named: Any) -> None:
         super().__init__(*parts, timeout=timeout, **named)
-        given = to_options(RateOptions, self.reward_kwargs, KEY)
-        self.compute_score = RateLimitedScorer(self.scorer, self.timeout, given)

@@ -17,6 +17,7 @@ from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
+from etude.errors import ConfigError
 from etude.inference import ProbeDraws, evaluates_only
 from etude.metrics import Metrics
 from etude.protocol import DataProto
@@ -53,8 +54,18 @@ class RolloutWorker(RoleWorker):
 
     @cached_property
     def context(self) -> AgentContext:
-        """Tools, interactions, environment, tokenizer and parser."""
-        return replace(load_context(self.options, self.bundle), reward_model=self.reward_model)
+        """Tools, interactions, environment, tokenizer and parser.
+
+        Raises:
+            ConfigError: one of them cannot be loaded, or an environment's judge is no language model.
+        """
+        judge = self.reward_model if isinstance(self.reward_model, GenerativeRewardModel) else None
+        if self.reward_model is not None and judge is None and not self.options.reward.enable:
+            raise ConfigError(
+                f"reward_model.model.path={self.options.reward.model.path}: an environment's judge is a language model, and "
+                "this is a classifier, which scores with another reward_manager than parallel"
+            )
+        return replace(load_context(self.options, self.bundle), reward_model=judge)
 
     @cached_property
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:

@@ -209,6 +209,12 @@ def test_rl_factorys_judge_hooks_run_as_they_are_documented(model_path, judge_pa
         assert ("etude/arithmetic", "\n".join(said), str(row + 3), row) in seen
 
 
+def test_an_environments_judge_is_a_language_model(model_path, classifiers):
+    reward = RewardOptions(enable=False, model=RewardModelOptions(path=classifiers["pad"]))
+    with pytest.raises(ConfigError, match="is a language model, and this is a classifier"):
+        policy(model_path, env=EnvOptions("base"), reward=reward)
+
+
 def test_a_prompt_that_fills_the_judges_context_is_broken_not_wrong(model_path, judge_path):
     from etude.workers.generative import GenerativeRewardModel
 
