@@ -98,6 +98,7 @@ def test_the_command_prints_tokens_and_finds_the_weights_by_itself(run_dir, caps
     record = read_row(run_dir / "rollouts" / "2.jsonl", 1)
     assert out.count("sampled\n") + out.count("sampled ") >= sum(record["response_mask"])
     assert out.count("✓") == 5
+    assert all(name in out for name in ("advantage", "in update", "entropy"))
     assert "global_step_1" in out.replace("\n", "")
 
 
