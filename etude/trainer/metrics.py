@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from etude.trainer.signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
+    from etude.distributed.usage import Usage
     from etude.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -250,11 +251,10 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
 
 
 class Timings:
-    """Wall seconds by name in `seconds`; CPU seconds of the process, all threads, in `cpu()`."""
+    """Wall seconds by name in `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._cpu = time.process_time()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -264,13 +264,24 @@ class Timings:
         finally:
             self.seconds[name] += time.perf_counter() - started
 
-    def cpu(self) -> float:
-        """CPU seconds since construction."""
-        return time.process_time() - self._cpu
-
     def of_work(self) -> dict[str, float]:
         """`seconds` without activities that did nothing."""
         return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
+
+
+class CostMeter:
+    """What each step takes of CPUs and GPUs, over all processes of a run."""
+
+    def __init__(self, usage: Callable[[], Usage]) -> None:
+        self._usage, self._spent, self._began = usage, usage().total, time.perf_counter()
+
+    def measure(self) -> Metrics:
+        """`perf/cpu_seconds` and `perf/gpu_seconds` (GPUs held times seconds) since the last call, or construction."""
+        now, usage = time.perf_counter(), self._usage()
+        metrics = {"perf/cpu_seconds": max(usage.total - self._spent, 0.0)}
+        metrics["perf/gpu_seconds"] = len(usage.gpus) * (now - self._began)
+        self._spent, self._began = usage.total, now
+        return metrics
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:

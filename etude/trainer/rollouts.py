@@ -23,7 +23,7 @@ from etude.distributed import BatchRef, WorkerGroup
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.jsonl import JsonValue, json_line
-from etude.metrics import Metrics, add_metrics, finish_metrics
+from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
@@ -113,18 +113,6 @@ class Rollouts:
             scored = self._reward.compute_scores(self.run(objects_of, prompts, rolled))
         return self.run(scored_batch, prompts, rolled, scored, self._setup.roles.reward)
 
-    def step_metrics(
-        self, made: Sequence[Batch], baselines: Sequence[Batch], engine: Sequence[Metrics]
-    ) -> dict[str, float]:
-        """The metrics of all rollouts of a training step, and of its greedy ones.
-
-        Raises:
-            TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
-        """
-        fraction, reward = self._setup.trainer.min_valid_fraction, self._setup.roles.reward
-        found: dict[str, float] = self.run(metrics_of_rollouts, list(made), list(baselines), reward, fraction)
-        return found | finish_metrics(add_metrics(engine))
-
 
 # -- what runs where the batches are -------------------------------------------------------------------------------------
 
@@ -154,7 +142,11 @@ def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataPro
 def metrics_of_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], reward: RewardOptions, min_fraction: float
 ) -> dict[str, float]:
-    """Of all rollouts of a step; see `Rollouts.step_metrics`."""
+    """Of all rollouts of a step, and of its greedy ones.
+
+    Raises:
+        TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
+    """
     greedy = [rollout for batch in baselines for rollout in rollouts_of(batch)]
     check_survivors(greedy, min_fraction)
     metrics = rollout_metrics([rollout for batch in made for rollout in rollouts_of(batch)], reward)

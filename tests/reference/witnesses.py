@@ -80,6 +80,7 @@ WITNESSES = {
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
         "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
         "trainer.min_nnodes": "test_rollouts_stream_on_two_nodes_while_the_policy_learns",
+        f"{ROLLOUT}.min_nnodes": "test_rollouts_may_have_fewer_nodes_than_asked_for",
         "ray.node_timeout": "test_after_a_loss_nodes_may_take_a_while_to_come_back",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -496,19 +497,18 @@ def test_what_is_not_there_is_said(tab):
     tab.wrong = [text for text in tab.wrong if "404" not in text and "422" not in text]
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_a_job_is_followed_while_it_trains(browser, tmp_path):
-    """The quickstart itself, for twelve steps."""
-    (tmp_path / "run").mkdir()
-    command = [sys.executable, "-m", "etude.cli.main", "quickstart", "--output-dir", str(tmp_path / "run")]
-    with subprocess.Popen([*command, "trainer.total_training_steps=12"], stdout=subprocess.DEVNULL) as job:
+@pytest.mark.slow
+def test_a_job_is_followed_while_it_trains(browser, tiny, tmp_path):
+    given = ("trainer.total_training_steps=30", "trainer.rollout_token_values=true", "trainer.save_freq=5")
+    command = [sys.executable, "-m", "etude.cli.main", "train", *tiny.arguments(tmp_path / "run", *given)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as job:
         try:
             until(lambda: (tmp_path / "run" / "rollouts" / "1.jsonl").exists(), job)
+            job.send_signal(signal.SIGSTOP)  # so that it goes on only once somebody looks
             with serving(tmp_path / "run") as url:
                 follow(Tab(browser, url), job)
         finally:
-            job.terminate()
+            job.kill()
             job.wait()
 
 
@@ -519,30 +519,29 @@ def until(condition, job):
 
 
 def follow(tab, job):
-    tab.page.set_default_timeout(600_000)
+    tab.page.set_default_timeout(4 * PATIENCE)
     tab.open("overview")
-    seen = set()
-    while len(seen) < 4:  # steps that came while the page was open
-        seen.add(tab.page.get_attribute(".charts", "data-step"))
-        tab.page.wait_for_timeout(200)
-    assert job.poll() is None
-    tab.open("trajectories")
-    first = int(tab.page.get_attribute("#list", "data-total"))
-    tab.until(f"document.querySelector('#list').dataset.total > {first}")
-    job.wait()
-    tab.open("overview")
+    first = tab.page.get_attribute(".charts", "data-step")
+    job.send_signal(signal.SIGCONT)
+    tab.until(f"Number(document.querySelector('.charts').dataset.step) > {first}")
+    assert job.wait(4 * PATIENCE / 1000) == 0
+    tab.until("document.querySelector('.charts').dataset.step == 30")
     assert "complete" in tab.text("main")
     tab.shoot("overview")
-    tab.open("timeline")
-    assert len(tab.texts("a.lane")) == 128
+    tab.open("timeline?step=29")
+    assert len(tab.texts("a.lane")) == 8
+    assert {"waited", "generation", "reward"} <= set(tab.texts(".legend li"))
     assert "not when" not in tab.text("main")
     tab.shoot("timeline")
-    tab.open("trajectories?tool=calculator")
+    tab.open("trajectories")
+    assert tab.page.get_attribute("#list", "data-total") == "240"
     tab.shoot("list")
     tab.page.click("#list tbody tr >> nth=0")
     tab.page.click('.modes button:has-text("entropy")')
-    tab.page.hover(".tok >> nth=5")
-    assert "advantage" in tab.text(".numbers")
+    assert "trainer.rollout_token_values" not in tab.text(".scale")
+    tab.page.hover(".tok >> nth=1")
+    for part in ("advantage", "in the update", "entropy", "mismatch"):
+        assert part in tab.text(".numbers")
     tab.shoot("tokens")
     assert tab.wrong == []
     tab.context.close()
