@@ -39,7 +39,7 @@ register = AGENT_LOOPS.register
 class AgentContext:
     """What the trajectories of one worker share, loaded once, before any model. `config` is the whole resolved
     configuration, for users' loops; `processor` (Hugging Face's) and `images` are those of a vision model, None for a
-    text-only model."""
+    text-only model; `reward_model` judges for an environment."""
 
     config: Any
     options: RolloutOptions
@@ -52,6 +52,7 @@ class AgentContext:
     tracer: Tracer | None = None
     processor: Any = None
     images: ImageReader | None = None
+    reward_model: Any = None
 
     def with_stops(self, sampling: SamplingParams, parser: ToolParser) -> SamplingParams:
         """`sampling` with the stops of the tool-call format added; texts only where `rollout.stop` is not set."""

@@ -49,6 +49,11 @@ COMMANDS = {
     "gateway": LazyCommand("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
     "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
+    "view": LazyCommand("etude.cli.view:view", "Browse a run's rollouts: search, filter, compare, follow."),
+    "export-rollouts": LazyCommand(
+        "etude.cli.export_rollouts:export_rollouts_command",
+        "Write a run's rollouts for other programs (ATIF, Inspect …).",
+    ),
     "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
     "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
     "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),

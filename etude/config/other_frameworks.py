@@ -30,6 +30,13 @@ ALIASES = {
         f"reward.{key}": f"reward_model.reward_kwargs.{key}"
         for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
     },
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward_rollout.rollout.model_name": "reward_model.model.path",
+    **{
+        f"{section}.rollout.response_length": "reward_model.response_length"
+        for section in ("reward_model", "reward.reward_model", "reward_rollout")
+    },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "ray_init.address": "ray.address",
     "ray_init": "ray.init_kwargs",
@@ -40,17 +47,22 @@ ALIASES = {
 }
 """Key, or section with all keys below → its name here."""
 
+SWITCHES = {
+    "reward_rollout": "reward_rollout.if_use_reward_rollout",
+    "reward.reward_model": "reward.reward_model.enable",
+}
+"""Section → its switch: while it is off, none of the section's keys has an effect; on, it says no more than they do."""
+
 INERT = {
     key: why
     for why, keys in {
         "rows are packed by tokens: ppo_max_token_len_per_gpu bounds memory and changes no result": """
             *.ppo_micro_batch_size* *.log_prob_micro_batch_size* *.forward_micro_batch_size*
             *.forward_max_token_len_per_gpu actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
-            actor_rollout_ref.rollout.micro_batch_size* reward_model.micro_batch_size* *.use_dynamic_bsz
+            actor_rollout_ref.rollout.micro_batch_size* *.use_dynamic_bsz
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
             reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
@@ -141,10 +153,11 @@ INERT = {
         "figures of a validation do not depend on the order of its rows": "data.validation_shuffle",
         "the critic's mini-batches are mixed as the actor's": "critic.data_loader_seed",
         "model.lora_rank, lora_alpha and target_modules say it": "*.model.lora",
-        "scores come from functions, not from a reward model": """
-            reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
-            reward.reward_model
+        "a reward model runs where trajectories are scored, on an engine that has no such setting": """
+            reward_model.model.use_* reward_model.rollout reward_model.enable_resource_pool
+            reward.reward_model reward_rollout
         """,
+        "a reward model reads conversations in its own tokens and chat template": "reward_model.model.input_tokenizer",
         "scorers run in threads of the rollout's process; for others see reward_manager=prime and remote": """
             reward_model.num_workers reward.num_workers
         """,
@@ -160,7 +173,6 @@ _CACHE = "cache in a tool's config keeps the answers of a tool that is pure"
 _LORA = "write model.lora_rank=N, and model.lora_alpha"
 _ADAPTER = "delete it: adapters start at zero, or go on from a checkpoint of the run"
 _IMAGES_ONLY = "delete it: a model is shown images only (data.image_key)"
-_SCORER = "write custom_reward_function.path=FILE.py with a compute_score that asks it"
 _SANDBOX = (
     "write custom_reward_function.path=etude.rewards.code, and such limits as its custom_reward_function.reward_kwargs"
 )
@@ -298,9 +310,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
     "distillation.distillation_loss.*_clamp": ("delete it: no term is cut off", (None,)),
     "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
-    "reward_model.model.path": (_SCORER, (None,)),
-    "reward.reward_model.model_path": (_SCORER, (None,)),
-    "reward.reward_model.enable": (_SCORER, _OFF),
+    "reward_model.model.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
     "reward.reward_manager.source": (_PLUGIN, (None, "register")),
     "reward.reward_manager.module.path": (_PLUGIN, (None,)),
     "reward_model.reward_loop_source": (_PLUGIN, (None, "register")),

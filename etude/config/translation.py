@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from etude.config.layers import Layer, ancestors, plain
-from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED
+from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED, SWITCHES
 from etude.options import declarations
 from etude.options.types import shown
 from etude.options.validate import flatten
@@ -50,8 +50,9 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     found, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not settings.get(f"{_ROLLOUT}.server_urls")
+    off = {section: switch for section, switch in SWITCHES.items() if not settings.get(switch)}
     for layer in layers:
-        translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm)
+        translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm, off)
         unknown = table.faults(translated)
         found.faults += dict.fromkeys(unknown.values())  # a section's keys share a line
         found.layers.append(_without(translated, unknown))
@@ -67,8 +68,10 @@ def _without(layer: Layer, keys: Collection[str]) -> Layer:
     return replace(layer, values=OmegaConf.create(values))
 
 
-def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vllm: bool) -> Layer:
-    """`layer` without the keys that are not ours, which are recorded in `found`."""
+def _translate_layer(
+    layer: Layer, table: KeyTable, found: Translation, local_vllm: bool, off: Mapping[str, str]
+) -> Layer:
+    """`layer` without the keys that are not ours, which are recorded in `found`; `off`: `SWITCHES` that are off."""
     values = plain(layer)
     given = dict(flatten(values))
     for key, value in given.items():
@@ -79,6 +82,8 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
         if table.knows(key):
             continue
         ours, rule = _our_name(key), _rule(key)
+        if switch := next((off[section] for section in off if key.startswith(f"{section}.")), None):
+            ours, rule = None, f"{switch} is off"
         advice = _what_to_do(key, value, rule, local_vllm)
         if ours and value is not None and given.get(ours) not in (None, value):
             found.faults.append(f"{key} and {ours} mean the same but are set to different values ({layer.source})")

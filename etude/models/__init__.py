@@ -3,9 +3,12 @@ Nothing here trains."""
 
 from etude.models.loading import (
     check_vocabulary,
+    is_sequence_classifier,
     load_causal_lm,
+    load_sequence_classifier,
     load_tokenizer,
     load_value_model,
+    model_config,
     save_pretrained,
     torch_dtype,
 )
@@ -22,10 +25,13 @@ __all__ = [
     "build_tiny_tokenizer",
     "check_vocabulary",
     "image_input",
+    "is_sequence_classifier",
     "load_causal_lm",
     "load_processor",
+    "load_sequence_classifier",
     "load_tokenizer",
     "load_value_model",
+    "model_config",
     "save_pretrained",
     "torch_dtype",
 ]

@@ -89,6 +89,29 @@ def load_causal_lm(
     return _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
 
 
+def is_sequence_classifier(path: str | Path) -> bool:
+    """Whether the folder's or hub name's model is a sequence classifier, and not a language model."""
+    return any(str(name).endswith("SequenceClassification") for name in model_config(path).get("architectures") or ())
+
+
+def load_sequence_classifier(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The sequence classifier with one label of a local folder or hub name, in evaluation mode on `device`; errors as above,
+    and ConfigError for another number of labels."""
+    from transformers import AutoModelForSequenceClassification
+
+    load = AutoModelForSequenceClassification.from_pretrained
+    model = _load_model(load, path, dtype, device, "sdpa", trust_remote_code, None)
+    if model.config.num_labels != 1:
+        raise ConfigError(f"{path}: a reward model has one label, this classifier has {model.config.num_labels}")
+    return model
+
+
 def load_value_model(
     path: str | Path,
     *,

@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Literal
 
 from etude.options.declare import Names, When, key, options
-from etude.options.types import Flag, FreeForm, Number, Sections, Text
+from etude.options.types import Count, Flag, FreeForm, Number, Positive, Sections, Text
 
 MANAGED = When("with enable=true", lambda own, run: own.enable)
+MODEL = When("where reward_model.model.path is set", lambda own, run: run.reward_model.model.path is not None)
 CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.path is not None)
+
+
+@options
+class RewardModelOptions:
+    """The reward model."""
+
+    path: Text | None = key(
+        "Its folder, or a hub name. A sequence classifier with one label reads each conversation, in its own chat template; "
+        "a language model is asked by your function (etude.rewards.judge) or environment. Null: there is none.",
+        default=None,
+        path="model",
+    )
+    weight: Number = key("Weight of a classifier's score beside those of your functions.", default=1.0, when=MODEL)
 
 
 @options
@@ -38,6 +52,23 @@ class RewardOptions:
     )
     tool_reward_weight: Number = key("Weight of the tools' rewards (step rewards and calc_reward).", default=1.0)
     score_weight: Number = key("Weight of the manager's score.", default=1.0, when=MANAGED)
+    model: RewardModelOptions = key("", default_factory=RewardModelOptions)
+    micro_batch_size_per_gpu: Count = key("Conversations that a classifier reads at once.", default=16, when=MODEL)
+    max_length: Count | None = key(
+        "Longest conversation that a classifier reads; of a longer one, its end. Null: the model's own limit.",
+        default=None,
+        unit="tokens",
+        when=MODEL,
+    )
+    response_length: Count = key(
+        "Longest answer of a language model as reward model.", default=1024, unit="tokens", when=MODEL
+    )
+    budget: Positive | None = key(
+        "What judges may cost in this run, at the prices in their reward_kwargs: above it the run stops with a checkpoint. "
+        "Null: no limit.",
+        default=None,
+        when=MANAGED,
+    )
 
 
 @options

@@ -119,19 +119,26 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
     )
 
 
+_NONE: Mapping[str, Any] = {}
+
+
 class UserFunction:
     """A user's scorer: the function `name` of `path`, called with those of the documented arguments that it declares and
     `reward_kwargs`. Pickled as these, so that other processes load it again."""
 
-    def __init__(self, path: str, name: str, reward_kwargs: Mapping[str, Any], key: str) -> None:
-        self._made_of = (path, name, dict(reward_kwargs), key)
-        self._extra = dict(reward_kwargs)
+    def __init__(
+        self, path: str, name: str, reward_kwargs: Mapping[str, Any], key: str, offered: Mapping[str, Any] = _NONE
+    ) -> None:
+        """`offered`: further arguments, for a function that declares them and has none in `reward_kwargs`."""
+        self._made_of = (path, name, dict(reward_kwargs), key, dict(offered))
         where = f"'{name}' of {path} ({key})"
         function: Any = import_object(f"{path}:{name}")
         if not callable(function):
             raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
         self._function = function
         self.is_async = inspect.iscoroutinefunction(function)
+        self.taken = {each: offered[each] for each in inspect.signature(function).parameters if each in offered}
+        self._extra = self.taken | dict(reward_kwargs)
         self.batched = not BATCH_ARGUMENTS.keys().isdisjoint(inspect.signature(function).parameters)
         given = tuple(BATCH_ARGUMENTS) if self.batched else (*ARGUMENTS, "trajectory")
         named, takes_any = declared_arguments(function, where, given, self._extra, f"{key}.reward_kwargs")
@@ -150,17 +157,19 @@ def load_compute_score(
     name: str = "compute_score",
     reward_kwargs: Mapping[str, Any] | None = None,
     key: str = "custom_reward_function",
+    offered: Mapping[str, Any] = _NONE,
 ) -> Scorer:
     """The user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
 
     It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`), and `trajectory`
-    if it names it; a function of whole batches declares their plurals.
+    if it names it; a function of whole batches declares their plurals. What is `offered` it gets if it declares it, such as
+    `reward_model`.
 
     Raises:
         ConfigError: the file or function does not exist, is not callable, requires an argument that is not provided,
             or does not take one of `reward_kwargs`.
     """
-    function = UserFunction(path, name, reward_kwargs or {}, key)
+    function = UserFunction(path, name, reward_kwargs or {}, key, offered)
     if not function.is_async:
         return function
 
@@ -185,6 +194,7 @@ class WeightedSum:
 
     def __init__(self, functions: Sequence[tuple[str, float, Scorer]]) -> None:
         self._functions = list(functions)
+        self.taken = {name: value for *_, each in functions for name, value in getattr(each, "taken", _NONE).items()}
 
     def __call__(self, **arguments: Any) -> Score | Awaitable[Score]:
         """The sum; an awaitable where a function is asynchronous.
@@ -236,8 +246,13 @@ def _named(name: str, error: Exception) -> Exception:
     return InfrastructureError(f"the reward '{name}' failed: {describe_error(error)}")
 
 
-def load_rewards(entries: Sequence[Mapping[str, Any]]) -> WeightedSum:
-    """`custom_reward_function.rewards` as one scorer.
+def load_rewards(
+    entries: Sequence[Mapping[str, Any]],
+    offered: Mapping[str, Any] = _NONE,
+    further: Sequence[tuple[str, float, Scorer]] = (),
+) -> WeightedSum:
+    """`custom_reward_function.rewards` as one scorer, with the `further` ones of the sum, each (label, weight, scorer);
+    `offered` as in `load_compute_score`.
 
     Raises:
         ConfigError: an entry is not `{path, name, weight, label, reward_kwargs}`, two have one label, or as
@@ -247,17 +262,17 @@ def load_rewards(entries: Sequence[Mapping[str, Any]]) -> WeightedSum:
     for number, entry in enumerate(entries):
         key = f"custom_reward_function.rewards[{number}]"
         each = to_options(WeightedFunction, entry, key)
-        function = UserFunction(each.path, each.name, each.reward_kwargs, key)
+        function = UserFunction(each.path, each.name, each.reward_kwargs, key, offered)
         if function.batched:
             raise ConfigError(f"{key}: '{each.name}' of {each.path} scores whole batches, which have no weights")
         label = each.label or (
             each.name if each.name != "compute_score" else each.path.removesuffix(".py").split("/")[-1]
         )
         label = label.rpartition(".")[2]
-        if label in {name for name, *_ in functions}:
+        if label in {name for name, *_ in (*functions, *further)}:
             raise ConfigError(f"{key}: two rewards are called '{label}'; give one a label of its own")
         functions.append((label, each.weight, function))
-    return WeightedSum(functions)
+    return WeightedSum([*functions, *further])
 
 
 def declared_arguments(

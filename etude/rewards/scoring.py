@@ -16,6 +16,7 @@ import numpy as np
 
 from etude.bounded import BlockingCalls, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
+from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.rewards.view import TrajectoryView
@@ -53,7 +54,8 @@ async def score_rollout(
     for _ in range(retries + 1):
         started = time.perf_counter()
         try:
-            await within(timeout, scorer, trajectory, row)
+            with usage.counting(rollout.judge_usage):
+                await within(timeout, scorer, trajectory, row)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -63,7 +65,7 @@ async def score_rollout(
             rollout.cause = one_line(failure)
             on_failure(trajectory.request_id, failure)
             continue
-        trajectory.timings["compute_score"] = time.perf_counter() - started
+        trajectory.add_time("compute_score", time.perf_counter() - started)
         return
     rollout.drop(StopReason.INFRASTRUCTURE)
 

@@ -11,7 +11,7 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from etude.trainer.batch_functions import (
     cut_updates,
     engine_log_probs,
     judge_batch,
+    token_columns,
     uids_of,
     without_log_probs,
     without_objects,
@@ -46,6 +47,7 @@ from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
+from etude.trainer.signal import JudgeBudget
 from etude.trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class PPOTrainer:
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
         self._midstep = False  # the weights, or the accounts, are not those of `global_step`
+        self._budget = JudgeBudget(self.setup.roles.reward.budget)
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
@@ -93,10 +96,14 @@ class PPOTrainer:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
+        if groups.rollout is not groups.actor:
+            groups.rollout.init_model()
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
             teacher.init_model()
+        if groups.reward is not None:
+            groups.reward.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         feed = StreamingFeed if self.options.max_staleness else DirectFeed
         self.feed = feed(self.setup, self.rollouts, self.prompts)
@@ -105,7 +112,7 @@ class PPOTrainer:
             self._restore_weights(self.resumption)
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self._version)
+            groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -155,6 +162,7 @@ class PPOTrainer:
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
+                self._budget.note(validated)
                 tracking.log(validated, 0)
                 emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
@@ -179,6 +187,7 @@ class PPOTrainer:
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         self.checkpoints.wait(only_if_done=True)
+        self._budget.check()
         done, validated = self.global_step, Metrics()
         try:
             metrics = self.training_step(interrupts)
@@ -191,6 +200,7 @@ class PPOTrainer:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
+            self._budget.note(metrics | validated)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -259,19 +269,27 @@ class PPOTrainer:
         metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts)
+            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(batch))
         return metrics
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
-        return self.groups.batches.run(function, *args)
+        return self.groups.run(function, *args)
 
     def _expand(self, rollouts: Batch) -> Batch:
         expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
         return rollouts if expanded is None else expanded
 
-    def _dump(self, folder: str, rollouts: Batch) -> None:
-        self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward)
+    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
+        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        self.groups.run(dump, *given, with_chat=True)
+
+    def _token_values(self, batch: Batch) -> list[Batch]:
+        """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
+        if not self.options.rollout_token_values or not len(batch):
+            return []
+        updates = self.groups.actor.take_token_values()
+        return [token_columns(batch), *(part for part in updates if part is not None)]
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
@@ -341,7 +359,7 @@ class PPOTrainer:
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
         self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
+        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
@@ -354,7 +372,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
-        state = self._state | {"config": self.used_config}
+        state = self._state | {"config": self.used_config, "judge_cost": self._budget.spent}
         self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
 
@@ -378,6 +396,7 @@ class PPOTrainer:
             if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
+            self._budget.spent = float(state.get("judge_cost", 0.0))
             self.prompts.restore(state)
         if self.prompts.exhausted:
             self.total_steps = self.global_step

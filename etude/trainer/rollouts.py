@@ -20,7 +20,7 @@ from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
 from etude.distributed import BatchRef, WorkerGroup
-from etude.dumps import rollout_record, sequence_record, write_rollouts
+from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics, finish_metrics
 from etude.options import RewardOptions
@@ -28,7 +28,7 @@ from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
-from etude.trainer.signal import loss_metrics
+from etude.trainer.signal import judge_metrics, loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
@@ -43,7 +43,7 @@ class Rollouts:
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
         """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
-        self.run: Callable[..., Any] = setup.groups.batches.run
+        self.run = setup.groups.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
         """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""
@@ -175,7 +175,7 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
     broken = [call for result in results for call in result.broken_calls]
     metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
     metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-    metrics |= loss_metrics(results)
+    metrics |= loss_metrics(results) | judge_metrics(results)
     if not prefix:
         return metrics
     return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
@@ -209,6 +209,11 @@ def rollouts_of(batch: DataProto) -> list[Rollout]:
 def trajectories_of(batch: DataProto) -> list[Trajectory]:
     """The trajectories of rows that have one."""
     return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
+
+
+def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
+    """The sequences before the main one in which something was sampled."""
+    return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
@@ -329,15 +334,29 @@ def _reported(rollout: Rollout, metric: str) -> float:
     )
 
 
-def dump(chat: ChatTemplate, folder: str | Path, step: int, batch: DataProto, options: RewardOptions) -> None:
-    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`."""
+def dump(
+    chat: ChatTemplate,
+    folder: str | Path,
+    step: int,
+    batch: DataProto,
+    options: RewardOptions,
+    values: Sequence[DataProto] = (),
+) -> None:
+    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`, with what the trainer had of its tokens: `values` are
+    the judged batch, then what updates recorded of its rows."""
     records = []
     decode = chat.tokenizer.decode
+    of_rows = iter(list_token_values(values))
     for row, result in zip(rows_of(batch), rollouts_of(batch) if len(batch) else ()):
         trajectory = result.trajectory
         if trajectory is None:
             continue
         row.pop("rollout")
+        found = {id(each): next(of_rows, {}) for each in (trajectory, *sampled_earlier(result))}
+        earlier = [
+            sequence_record(sequence, found.get(id(sequence), {}), **decode_texts(sequence, decode))
+            for sequence in result.earlier
+        ]
         records.append(
             rollout_record(
                 trajectory,
@@ -345,11 +364,26 @@ def dump(chat: ChatTemplate, folder: str | Path, step: int, batch: DataProto, op
                 step=step,
                 score=trajectory.rewards.total(options.tool_reward_weight, options.score_weight),
                 reward_weights={"tool": options.tool_reward_weight, "score": options.score_weight},
-                earlier=[sequence_record(sequence, **decode_texts(sequence, decode)) for sequence in result.earlier],
+                earlier=earlier,
+                token_values=found[id(trajectory)],
                 **decode_texts(trajectory, decode),
             )
         )
     write_rollouts(folder, step, records)
+
+
+def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]]]:
+    """For each row of the judged batch, the columns of `TOKEN_VALUES` that it or the updates have, (response_len,) each."""
+    if not values:
+        return []
+    judged, *updates = values
+    columns = {name: judged.batch[name].tolist() for name in TOKEN_VALUES if name in judged.batch}
+    found = [{name: column[row] for name, column in columns.items()} for row in range(len(judged))]
+    for part in updates:
+        for name in ("log_probs", "entropys"):
+            for row, numbers in zip(part.batch["row"].tolist(), part.batch[name].tolist()):
+                found[row].setdefault(name, numbers)
+    return found
 
 
 def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

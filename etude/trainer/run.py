@@ -94,6 +94,8 @@ def evaluate(
         if dataset is None:
             raise ConfigError("data.val_files is empty: give the rows to evaluate on")
         groups.rollout.init_model()
+        if groups.reward is not None:
+            groups.reward.init_model()
         groups.rollout.update_weights(0)
         emit(RunStarted("evaluating", 0, setup.trainer))
         try:

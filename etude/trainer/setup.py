@@ -119,8 +119,9 @@ class LoadedSetup(PlainSetup):
             problems=problems,
         )
         reward = self.roles.reward
-        own = self.roles.custom_reward
-        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not (own.path or own.rewards):
+        custom = self.roles.custom_reward
+        own = custom.path or custom.rewards or reward.model.path
+        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
@@ -219,6 +220,7 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
+        standalone=options.has_rollout_group,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,
         stall_timeout=run.stall_timeout,

@@ -6,18 +6,20 @@ never a model's words.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
 from etude.trajectory import Rewards, Rollout, StopReason
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
 
+JUDGE = "reward/judge"
 TRUNCATED = (StopReason.RESPONSE_LENGTH, StopReason.TOOL_RESPONSE_OVERFLOW)
 
 
@@ -35,6 +37,32 @@ def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     if read:
         metrics["rollout/unparsed_share"] = sum(answer is None for answer in read) / len(read)
     return metrics
+
+
+def judge_metrics(results: Sequence[Rollout]) -> dict[str, float]:
+    """`reward/judge/{requests,cached,prompt_tokens,completion_tokens,cost}`: what judges used for all rollouts, dropped ones
+    too; `cost` in the currency of their prices."""
+    used: Counter[str] = sum((each.judge_usage for each in results), Counter())
+    return {f"{JUDGE}/{name}": float(amount) for name, amount in sorted(used.items())}
+
+
+class JudgeBudget:
+    """Ends a run whose judges have cost more than `limit` (None: nothing does); `spent` goes into checkpoints."""
+
+    def __init__(self, limit: float | None, spent: float = 0.0) -> None:
+        self._limit, self.spent = limit, spent
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Adds what a step's or a validation's `metrics` say."""
+        self.spent += sum(value for name, value in metrics.items() if name.endswith(f"{JUDGE}/cost"))
+
+    def check(self) -> None:
+        """Raises TrainingStopped if the budget is spent."""
+        if self._limit is not None and self.spent > self._limit:
+            raise TrainingStopped(
+                f"judges have cost {self.spent:.4g}, more than reward_model.budget={self._limit:g}: raise it, and the same "
+                "command goes on from the last checkpoint"
+            )
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:

@@ -24,7 +24,7 @@ import yaml
 from etude.dumps import list_dump_steps
 from etude.errors import ConfigError, DataError, one_line
 from etude.run_folder import CONFIG_FILE, METRICS_FILE
-from etude.viewer.rows import FLAGS, Row, parse_light, parse_line, parse_row, texts_of
+from etude.viewer.rows import Row, parse_light, parse_line, parse_row, texts_of
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_PATTERN = 500  # characters
@@ -37,8 +37,6 @@ _NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
 
 _PLAIN_RUN = re.compile(r"[A-Za-z0-9 ]+")
 
-
-__all__ = ["FLAGS", "SORTS", "BadLine", "Filter", "RolloutIndex", "Row", "Selection", "count_values", "group_rows"]
 
 SORTS: dict[str, Callable[[Row], Any]] = {
     "step": lambda row: row.step,
@@ -171,7 +169,7 @@ class RolloutIndex:
                 read |= self._files[name].end != end  # each call reads something
             if changed:
                 rows = [row for file in self._files.values() for row in file.rows]
-                self.rows = sorted(rows, key=lambda row: (row.step, row.split))
+                self.rows = sorted(rows, key=lambda row: (row.step, split_order(row.split)))
                 self.version += 1
             return changed
 
@@ -285,6 +283,11 @@ class RolloutIndex:
             except DataError:  # replaced since; the next refresh finds it
                 continue
         return found, len(rows)
+
+
+def split_order(split: str) -> tuple[bool, str]:
+    """What sorts splits: training before all others."""
+    return split not in ("", "train"), split
 
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:

@@ -1,6 +1,7 @@
 """What a run's charts show: the subjects, and the lines that records of `metrics.jsonl` have for them.
 
-Invariant: pure functions of records; only finite numbers count. The report (`charts`) and the web pages draw the same subjects.
+Invariant: pure functions of records; only finite numbers count. The report (`charts`) and the web pages draw the same
+subjects.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def find_lines(subject: Subject, records: Records) -> list[tuple[str, list[int],
     return found
 
 
-def _expand(line: Line, records: Records) -> list[tuple[str, tuple[str, ...]]]:
+def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
     if not any("*" in key for key in line.keys):
         return [(line.label, line.keys)]
     pattern = re.compile("|".join(re.escape(key).replace(r"\*", "([^/]+)") for key in line.keys))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 from etude.agents.batch import BY_GROUP, rows_of
 from etude.bounded import gather
-from etude.distributed import register
-from etude.errors import InfrastructureError, one_line
+from etude.distributed import Dispatch, register
+from etude.errors import ConfigError, InfrastructureError, one_line
+from etude.models import is_sequence_classifier
 from etude.protocol import DataProto
 from etude.rewards import (
     Scorer,
@@ -19,25 +20,50 @@ from etude.rewards import (
     load_rewards,
     score_rollout,
 )
+from etude.rewards.default import user_function
+from etude.rewards.reward_model import LABEL, RewardModel
 from etude.trajectory import Rollout
+from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions
 from etude.workers.role import RoleWorker
 
 logger = logging.getLogger(__name__)
 
 
-def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | None:
-    """The scorer that the configuration asks for; None with `reward_model.enable=false`.
+def open_reward_model(options: RoleOptions, device: Any) -> RewardModel | GenerativeRewardModel | None:
+    """The model of `reward_model.model.path`, its weights not loaded yet; None without one.
 
     Raises:
-        ConfigError: unknown reward manager, one that cannot be made, or a custom function that cannot be loaded.
+        ConfigError: the folder, its tokenizer or its chat template is missing or broken.
+    """
+    reward, path = options.reward, options.reward.model.path
+    if path is None:
+        return None
+    given: dict[str, Any] = {
+        "dtype": options.model.dtype,
+        "device": device,
+        "trust_remote_code": options.model.trust_remote_code,
+    }
+    if is_sequence_classifier(path):
+        # Alone in its batch, a conversation's score does not depend on which others end at the same time.
+        rows = 1 if options.deterministic else reward.micro_batch_size_per_gpu
+        return RewardModel(path, rows=rows, max_length=reward.max_length, **given)
+    return GenerativeRewardModel(
+        path, response_length=reward.response_length, deterministic=options.deterministic, **given
+    )
+
+
+def build_scorer(options: RoleOptions, tokenizer: Any, model: Any = None) -> TrajectoryScorer | None:
+    """The scorer that the configuration asks for, with what `open_reward_model` opened; None with
+    `reward_model.enable=false`.
+
+    Raises:
+        ConfigError: unknown reward manager, one that cannot be made, a custom function that cannot be loaded, or a
+            generative reward model that nothing asks.
     """
     if not options.reward.enable:
         return None
-    custom = options.custom_reward
-    function: Scorer | None = load_rewards(custom.rewards) if custom.rewards else None
-    if custom.path:
-        function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs))
+    function = _scorer(options, model)
     manager = build_manager(
         options.reward.reward_manager,
         config=options.user_config(),
@@ -49,12 +75,44 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     return TrajectoryScorer(manager)
 
 
+def _scorer(options: RoleOptions, model: Any) -> Scorer | None:
+    """The user's functions and a discriminative reward model; None: the built-in scorers."""
+    custom = options.custom_reward
+    offered = {"reward_model": model} if isinstance(model, GenerativeRewardModel) else {}
+    function: Any = None
+    if isinstance(model, RewardModel):
+        own = {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs}
+        entries = custom.rewards or ((own,) if custom.path else ())
+        return load_rewards(entries, further=[(LABEL, options.reward.model.weight, model)])
+    if custom.rewards:
+        function = load_rewards(custom.rewards, offered)
+    elif custom.path:
+        function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs), offered=offered)
+    if offered and not getattr(user_function(function), "taken", None):
+        raise ConfigError(
+            f"reward_model.model.path={options.reward.model.path} is a language model, and nothing asks it: write "
+            "custom_reward_function.path=etude.rewards.judge, or a function of yours with an argument reward_model"
+        )
+    return cast("Scorer | None", function)
+
+
 class RewardWorker(RoleWorker):
     """Scores batches: for lock-step rollouts (`rollout.mode=sync`) and for re-scoring."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         super().__init__(options, **place)
-        self._scorer = build_scorer(options, self.tokenizer)
+        self._model = open_reward_model(options, self.device) if options.reward.enable else None
+        self._scorer = build_scorer(options, self.tokenizer, self._model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the reward model, if there is one.
+
+        Raises:
+            ConfigError: its weights are missing or broken.
+        """
+        if self._model is not None:
+            self._model.load()
 
     @register(dispatch_mode=BY_GROUP)
     def compute_scores(self, data: DataProto) -> DataProto:

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,15 +17,17 @@ from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
-from etude.inference import evaluates_only
+from etude.inference import ProbeDraws, evaluates_only
 from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
+from etude.rewards.reward_model import RewardModel
 from etude.training import PolicyEngine
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
+from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions
-from etude.workers.reward import build_scorer
+from etude.workers.reward import build_scorer, open_reward_model
 from etude.workers.role import RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
@@ -33,7 +36,8 @@ _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop onc
 
 
 class RolloutWorker(RoleWorker):
-    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder.
+    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder; in a group
+    of its own (`standalone`) from the weights that the training group sends.
 
     Where the options say `streams`, its event loop runs in a thread of its own: groups that were submitted roll out while
     the caller trains, on weights that change only in `update_weights`.
@@ -50,12 +54,20 @@ class RolloutWorker(RoleWorker):
     @cached_property
     def context(self) -> AgentContext:
         """Tools, interactions, environment, tokenizer and parser."""
-        return load_context(self.options, self.bundle)
+        return replace(load_context(self.options, self.bundle), reward_model=self.reward_model)
+
+    @cached_property
+    def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
+        """What scores here, or judges for an environment; its weights are loaded with the policy's."""
+        own = self.options.rollout.mode == "async" and self.options.reward.enable
+        return open_reward_model(self.options, self.device) if own or self.options.env.chosen else None
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:
         """Scores trajectories as they end; None where `RewardWorker` does, or nothing."""
-        return build_scorer(self.options, self.tokenizer) if self.options.rollout.mode == "async" else None
+        if self.options.rollout.mode != "async":
+            return None
+        return build_scorer(self.options, self.tokenizer, self.reward_model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_tools(self) -> ToolCatalogue:
@@ -75,7 +87,7 @@ class RolloutWorker(RoleWorker):
             ConfigError: the model's folder, or a name in the rollout section, is wrong.
         """
         actor = None
-        if not evaluates_only(self.options.rollout.name):
+        if not (self.options.standalone or evaluates_only(self.options.rollout.name)):
             self.model = self.load_policy(self.options.model.dtype)
             actor = PolicyEngine(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
         self.start_engine(actor)
@@ -84,6 +96,8 @@ class RolloutWorker(RoleWorker):
         """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
         `update_weights`. None: it has its own."""
         options, context = self.options, self.context
+        if self.reward_model is not None:
+            self.reward_model.load()
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
@@ -95,6 +109,7 @@ class RolloutWorker(RoleWorker):
             options.model.dtype,
             options.adapter_versions,
             streams=options.streams,
+            receives=options.standalone and actor is None,
         )
         if options.stall_timeout is not None:
             self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
@@ -119,14 +134,36 @@ class RolloutWorker(RoleWorker):
         return metrics
 
     async def _push(self, version: int) -> Metrics:
-        drains = self._thread is not None and not self.options.rollout.partial_rollout
-        if drains:
-            await self._stream.drain()
-        try:
-            return await self._link.push(version)
+        await self._drain()
+        try:  # trajectories in flight stand still meanwhile
+            with nullcontext() if self._watch is None else self._watch.suspended():
+                return await self._link.push(version)
         finally:
-            if drains:
+            if self._thread is not None:
                 self._stream.resume()
+
+    async def _drain(self) -> None:
+        """Lets trajectories in flight end, where weights may not change beneath them."""
+        if self._thread is not None and not self.options.rollout.partial_rollout:
+            await self._stream.drain()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_weights(self, chunk: DataProto) -> None:
+        """Takes a chunk of the weights of another group (see `weights.py`), which `update_weights` makes the current ones.
+
+        Raises:
+            EtudeError: a tensor is not what was sent, or not one of the engine's; names it.
+        """
+        self._run(self._receive(chunk))
+
+    async def _receive(self, chunk: DataProto) -> None:
+        await self._drain()
+        await self._link.receive(chunk)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def probe_draws(self) -> list[ProbeDraws]:
+        """What the engines drew after the last update, for the group that they have their weights from."""
+        return self._link.drawn
 
     @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:

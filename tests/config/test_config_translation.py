@@ -44,7 +44,7 @@ REPLACEMENTS = {
     "actor_rollout_ref.model.lora.rank=32": "write model.lora_rank=N",
     "actor_rollout_ref.model.external_lib=my.module": "plugins=[MODULE]",
     "data.gen_batch_size=1536": "data.train_batch_size",
-    "reward.reward_model.enable=true": "custom_reward_function.path=FILE.py",
+    "reward_model.model.trust_remote_code=true": "actor_rollout_ref.model.trust_remote_code=true",
     "reward_model.sandbox_fusion.url=http://a/run_code": "ETUDE_SANDBOX_URL",
     "trainer.val_only=true": "etude eval",
 }
@@ -72,6 +72,21 @@ def test_what_is_said_to_write_instead_exists():
     table = KeyTable(TrainOptions)
     assert all(table.knows(ours) for ours in ALIASES.values())
     assert all(table.knows(key) for key in REFUSED_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("section", "switch", "model"),
+    [
+        ("reward_rollout", "if_use_reward_rollout", "rollout.model_name"),
+        ("reward.reward_model", "enable", "model_path"),
+    ],
+)
+def test_a_section_of_theirs_that_is_switched_off_has_no_effect(section, switch, model):
+    given = [f"{section}.{model}=/models/judge", f"{section}.rollout.response_length=77"]
+    for value, expected in (("false", (None, 1024)), ("true", ("/models/judge", 77))):
+        reward = compose("ppo_trainer", [*given, f"{section}.{switch}={value}"]).reward_model
+        assert (reward.model.path, reward.response_length) == expected
+    assert compose("ppo_trainer", given).reward_model.model.path is None
 
 
 @pytest.mark.parametrize("tree", [TrainOptions, SFTOptions])
@@ -124,7 +139,7 @@ def test_faults_of_a_file_and_of_the_command_line_come_together(tmp_path):
         "actor_rollout_ref.multi_turn.max_user_turns": "did you mean actor_rollout_ref.rollout.multi_turn?",
         "actor_rollout_ref.actor.lr_warmup_steps": "did you mean actor_rollout_ref.actor.optim.lr_warmup_steps?",
         "trainer.ray_kwarg": "`etude config` lists the keys",  # val_kwargs is spelled alike, and something else
-        "actor_rollout_ref.rollout.nodes": "did you mean trainer.nnodes?",  # not mode
+        "actor_rollout_ref.rollout.nodes": "did you mean actor_rollout_ref.rollout.nnodes?",  # not mode
         "data.sampler_path": "`etude config` lists the keys",
     }.items(),
 )

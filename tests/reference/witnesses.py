@@ -57,6 +57,7 @@ WITNESSES = {
     },
     "trainer/test_trainer_figures.py": {
         "trainer.max_skipped_steps": "test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on",
+        "reward_model.budget": "test_a_run_stops_when_its_judges_cost_too_much_and_goes_on_with_more",
     },
     "trainer/test_trainer_failures.py": {
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
@@ -71,12 +72,20 @@ WITNESSES = {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
     "trainer/test_trainer_ray.py": {
+        "actor_rollout_ref.hybrid_engine": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.n_gpus_per_node": "test_two_nodes_learn_what_one_process_learns",
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
         "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
+        "trainer.min_nnodes": "test_rollouts_stream_on_two_nodes_while_the_policy_learns",
+        "ray.node_timeout": "test_after_a_loss_nodes_may_take_a_while_to_come_back",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
         "ray.call_timeout": "test_a_call_has_the_configured_time",
+    },
+    "trainer/test_trainer_restarts.py": {
+        "trainer.max_restarts": "test_a_run_that_gets_no_further_ends_in_one_line_and_resumes",
     },
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
@@ -100,6 +109,7 @@ WITNESSES = {
     "trainer/test_trainer_training.py": {
         f"{ROLLOUT}.mode": "test_a_step_goes_in_the_documented_order_through_groups_alone",
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
+        "trainer.rollout_token_values": "test_a_dump_says_what_the_trainer_had_of_each_token",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
     },
@@ -129,6 +139,15 @@ WITNESSES = {
         "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
         "actor_rollout_ref.model.use_liger": "test_ligers_kernels_need_a_gpu",
         "critic.model.use_liger": "test_ligers_kernels_need_a_gpu",
+    },
+    "workers/test_workers_reward_models.py": {
+        "reward_model.model.path": "test_a_language_model_judges_in_the_same_process",
+        "reward_model.model.weight": "test_a_run_is_scored_by_the_model_and_by_functions_with_weights",
+        "reward_model.response_length": "test_a_users_function_asks_the_language_model",
+        "reward_model.max_length": "test_a_runs_reward_model_reads_the_end_of_long_conversations_a_few_at_a_time",
+        "reward_model.micro_batch_size_per_gpu": (
+            "test_a_runs_reward_model_reads_the_end_of_long_conversations_a_few_at_a_time"
+        ),
     },
     "workers/test_workers_engine_link.py": {
         f"{ROLLOUT}.weight_transfer": "test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use",

@@ -274,6 +274,32 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on(tiny, tmp_path, c
     assert not same(weights(run, 3), weights(run, 2))
 
 
+def test_a_run_stops_when_its_judges_cost_too_much_and_goes_on_with_more(tiny, tmp_path, capsys):
+    """Failed attempts are paid for, too; what was spent is in the checkpoint."""
+    (tmp_path / "paid.py").write_text(
+        "from etude.rewards import usage\n"
+        "seen = set()\n"
+        "def compute_score(solution_str, trajectory):\n"
+        "    usage.count(requests=1, prompt_tokens=100, cost=0.25)\n"
+        "    if trajectory.messages[0]['content'] not in seen and not seen.add(trajectory.messages[0]['content']):\n"
+        "        raise ConnectionError\n"
+        "    return len(solution_str)\n"
+    )
+    run = tmp_path / "run"
+    arguments = [*tiny.arguments(run), f"custom_reward_function.path={tmp_path}/paid.py"]
+    assert run_command(cli, ["train", *arguments, "reward_model.budget=1.5"]) == 2
+    assert "more than reward_model.budget=1.5: raise it" in capsys.readouterr().err
+    assert steps(run) == [1]
+    [first] = metrics(run)
+    assert first["reward/judge/requests"] > 8
+    assert first["reward/judge/cost"] == first["reward/judge/requests"] / 4
+    assert first["reward/judge/prompt_tokens"] == 100 * first["reward/judge/requests"]
+    assert run_command(cli, ["train", *arguments, f"reward_model.budget={first['reward/judge/cost'] - 0.1}"]) == 2
+    assert steps(run) == [1]  # nothing more was spent
+    assert run_command(cli, ["train", *arguments, "reward_model.budget=100"]) == 0
+    assert max(steps(run)) > 1
+
+
 def test_skipped_steps_count_in_a_row_and_for_each_model():
     guard = SkippedSteps(3)
 

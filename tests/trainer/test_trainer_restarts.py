@@ -1,79 +1,164 @@
-"""Runs on Ray that lose a worker, a node, or the head of their cluster: they go on from the last checkpoint, or end in one
-line, and account for every prompt."""
+"""A run that loses a worker or its samples resumes by itself from its last checkpoint: it ends as one that lost nothing, and
+accounts for every prompt. Here losses are raised; `test_trainer_ray.py` kills processes."""
 
-import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
-from async_stage import ASYNC, accounts, plan, trained
-from house_stage import steps, weights
-from ray_stage import is_running, ray_cluster, until
+from async_stage import ASYNC, accounts, plan, slow_tool, trained
+from house_stage import TOOLS, same, steps, weights
+from safetensors.torch import load_file
 
-from etude.distributed import cluster as connection
-from etude.errors import WorkerLost
-from etude.options import TrainOptions
-from etude.options.validate import to_options
-from etude.trainer import groups as opened
-from etude.trainer import restarts
-from etude.trainer.checkpoints import Checkpoints
+from etude.cli.main import cli
+from etude.cli.main import run as run_command
+from etude.config import compose
+from etude.distributed.plane import LostSamplesError
+from etude.errors import ConfigError, InfrastructureError, WorkerLost
+from etude.trainer import restarts, run
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import fine_tune, train
-from etude.trainer.setup import plain_config
+from etude.trainer.sft import SFTTrainer
 
-ray = pytest.importorskip("ray")
-TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+SFT = (f"multi_turn.tool_config_path={TOOLS}", "trainer.total_training_steps=4", "data.train_batch_size=4")
+SFT = (*SFT, "trainer.num_threads=1", "trainer.logger=[jsonl]", "trainer.save_freq=2", "trainer.deterministic=true")
+LOST = WorkerLost("ActorRolloutRefWorker, rank 1 of 2, on node a: died in update_actor; its last lines: none")
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(restarts, "_MAX_PAUSE_SECONDS", 0.0)
+def pauses(monkeypatch):
+    """The pauses before restarts, which take no time here."""
+    made = []
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(sleep=made.append))
+    return made
 
 
 @pytest.fixture(scope="module")
-def nodes():
-    with ray_cluster(2, 2, connect=False) as made:
-        yield made
+def whole(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(tiny.config(folder))
+    return folder
 
 
-@pytest.fixture(scope="module")
-def two(nodes):
-    return (*TWO, f"ray.address={nodes.address}")
+def loses(monkeypatch, *when, error=LOST, method="_update_actor", trainer=PPOTrainer):
+    """After `method` of each of these steps the worker is lost."""
+    left, inner = list(when), getattr(trainer, method)
+
+    def doing(self, *args, **kwargs):
+        found = inner(self, *args, **kwargs)
+        if left and (self.step if trainer is SFTTrainer else self.global_step) == left[0]:
+            del left[0]
+            raise error
+        return found
+
+    monkeypatch.setattr(trainer, method, doing)
 
 
-def kills(monkeypatch, when, rank=-1):
-    """A rank dies as the step after each of `when` begins, the first time that it does."""
-    step, left, dead = PPOTrainer.training_step, list(when), []
-
-    def stepped(self, interrupts):
-        if left and self.global_step == left[0]:
-            dead.append((left.pop(0), self.groups.actor._ranks[rank].place.pid))
-            os.kill(dead[-1][1], signal.SIGKILL)
-        return step(self, interrupts)
-
-    monkeypatch.setattr(PPOTrainer, "training_step", stepped)
-    return dead
-
-
-def losses(caplog):
-    """The lines that say what was lost."""
+def logged(caplog):
     return [record.getMessage() for record in caplog.records if record.name == restarts.__name__]
 
 
-@pytest.mark.slow
-def test_a_run_whose_ranks_are_killed_goes_on_from_its_checkpoints(tiny, tmp_path, two, monkeypatch, caplog):
-    dead = kills(monkeypatch, [0, 3])
-    run = tmp_path / "run"
-    train(tiny.config(run, *two, "trainer.save_freq=2", "trainer.max_restarts=1"))
-    assert [step for step, _ in dead] == [0, 3]
-    first, second = losses(caplog)
-    assert "ActorRolloutRefWorker, rank 1 of 2, on node " in first
-    assert first.endswith("s from where the run began (trainer.max_restarts: 1 of 1)")
-    assert second.endswith(f"s from {run}/global_step_2 (trainer.max_restarts: 1 of 1)")
-    assert not any(is_running(pid) for _, pid in dead)
-    assert steps(run) == [line["step"] for line in accounts(run)] == [1, 2, 3, 4, 5, 6]
-    assert sorted(trained(run)) == plan(6)
-    train(tiny.config(tmp_path / "whole"))
-    ours, theirs = weights(run, 6), weights(tmp_path / "whole", 6)
-    assert all((ours[name] - theirs[name]).abs().max() < 1e-3 for name in theirs)
+@pytest.mark.parametrize("saves", ["async_save=false", "async_save=true", "resume_mode=disable"])
+def test_what_is_lost_in_an_update_is_done_again_to_the_bit(tiny, tmp_path, whole, monkeypatch, caplog, pauses, saves):
+    loses(monkeypatch, 1, 4)
+    folder = tmp_path / "run"
+    train(tiny.config(folder, "trainer.save_freq=2", "trainer.max_restarts=1", f"trainer.{saves}"))
+    assert logged(caplog) == [
+        f"{LOST}; the workers start again in 1 s from where the run began (trainer.max_restarts: 1 of 1)",
+        f"{LOST}; the workers start again in 1 s from {folder}/global_step_4 (trainer.max_restarts: 1 of 1)",
+    ]
+    assert pauses == [1, 1]
+    assert same(weights(folder, 6), weights(whole, 6))
+    assert accounts(folder) == accounts(whole)
+    assert steps(folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_finished_steps_are_saved_where_the_actor_lives(tiny, tmp_path, whole, monkeypatch, caplog):
+    """The loss is of a rollout: no weights have moved since the last step."""
+    loses(monkeypatch, 3, error=LostSamplesError("held by node b, cannot be read"), method="_expand")
+    folder = tmp_path / "run"
+    train(tiny.config(folder))
+    assert f"from {folder}/global_step_3" in logged(caplog)[0]
+    assert same(weights(folder, 6), weights(whole, 6))
+
+
+def test_prompts_in_flight_are_rolled_out_again(tiny, tmp_path, monkeypatch):
+    loses(monkeypatch, 2, 3, method="_expand")
+    folder = tmp_path / "run"
+    train(tiny.config(folder, *ASYNC, "trainer.max_staleness=3", slow_tool(tmp_path / "tool", 0.02)))
+    assert sorted(trained(folder)) == plan(6)
+    assert steps(folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_gets_no_further_ends_in_one_line_and_resumes(tiny, tmp_path, whole, monkeypatch, capsys, pauses):
+    loses(monkeypatch, 2, 2, 2)
+    arguments = ["train", *tiny.arguments(tmp_path / "run", "trainer.save_freq=1", "trainer.max_restarts=2")]
+    capsys.readouterr()
+    assert run_command(cli, arguments) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("error: ")] == [f"error: {LOST}"]
+    assert pauses == [1, 2]
+    train(tiny.config(tmp_path / "run"))
+    assert same(weights(tmp_path / "run", 6), weights(whole, 6))
+
+
+def test_what_is_no_loss_and_what_fails_at_the_start_is_not_tried_again(tiny, tmp_path, monkeypatch, pauses):
+    loses(monkeypatch, 1, error=InfrastructureError("the server is down"))
+    with pytest.raises(InfrastructureError, match="the server is down"):
+        train(tiny.config(tmp_path / "one"))
+    monkeypatch.setattr(run, "prepare", lambda *given, **kwargs: (_ for _ in ()).throw(LOST))
+    with pytest.raises(WorkerLost):
+        train(tiny.config(tmp_path / "two"))
+    assert pauses == []
+
+
+def test_nodes_that_do_not_answer_yet_are_asked_again_and_those_that_are_gone_end_the_run(
+    tiny, tmp_path, monkeypatch, pauses
+):
+    begin, told = run.prepare, []
+    answers = [None, InfrastructureError("a node does not answer"), WorkerLost("a process did not start"), None]
+    answers += [ConfigError("the cluster has 1 CPU")]
+
+    def prepare(config, *, restarts):
+        told.append(restarts)
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return begin(config, restarts=restarts)
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    loses(monkeypatch, 2, 3)
+    with pytest.raises(WorkerLost) as ended:
+        train(tiny.config(tmp_path / "run", "trainer.save_freq=1"))
+    assert str(ended.value) == (
+        f"{LOST}; the workers cannot start again: the cluster has 1 CPU; the same command resumes the run"
+    )
+    assert told == [False, True, True, True, True]
+    assert pauses == [1, 2, 4, 1]
+
+
+def test_a_signal_ends_a_run_that_then_loses_a_worker(tiny, tmp_path, monkeypatch, pauses):
+    loses(monkeypatch, 0)
+    update = PPOTrainer._update_actor
+
+    def signalled(self, batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(self, batch)
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", signalled)
+    with pytest.raises(Interrupted, match=r"died in update_actor.*; the same command resumes the run"):
+        train(tiny.config(tmp_path / "run", "trainer.max_restarts=3", "trainer.total_training_steps=2"))
+    assert pauses == []
+
+
+def test_fine_tuning_goes_on_too(tiny, tmp_path, monkeypatch, caplog):
+    def tuned(folder):
+        settings = [f"data.train_files={tiny.folder}/by_heart.parquet", f"model.path={tiny.model}", *SFT]
+        return fine_tune(compose("sft", [*settings, f"trainer.default_local_dir={folder}"], root="sft"))
+
+    tuned(tmp_path / "whole")
+    loses(monkeypatch, 3, method="_step", trainer=SFTTrainer)
+    result = tuned(tmp_path / "run")
+    assert f"from {tmp_path}/run/global_step_2" in logged(caplog)[0]
+    assert same(*(load_file(folder / "model.safetensors") for folder in (result, tmp_path / "whole" / "huggingface")))
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]

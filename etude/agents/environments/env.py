@@ -1,7 +1,8 @@
 """`Env`: RL-Factory's environment: what happens between the model's turns, and their rewards.
 
 A subclass in a user's file, registered with `@register_env("name")` and chosen by `actor_rollout_ref.env.name`, overrides
-what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`.
+what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`; or, where `reward_model.model.path` is
+a language model, the two hooks of its judge, `_get_single_prompt_str` and `_compute_single_score_with_reward_rollout_wg`.
 
 Invariant: an Env is shared by all trajectories of a process; per-trajectory state is kept in its tools. `step` takes a
 batch; an agent loop calls it with a batch of one, the lockstep form with all trajectories at once.
@@ -10,7 +11,7 @@ batch; an agent loop calls it with a batch of one, the lockstep form with all tr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, RenderedPrompt, ToolManager
@@ -123,18 +124,49 @@ class Env:
         if_val: bool = False,
         use_process_reward: bool = False,
     ) -> list[list[float]]:
-        """Scores of each row of `data`: those of its turns, if any, and last the final one.
-
-        Raises:
-            ConfigError: a judge's worker group is passed: a judge is a reward manager here.
-        """
+        """Scores of each row of `data`: those of its turns, if any, and last the final one. `reward_rollout_wg` is the
+        judge, if there is one, and `reward_tokenizer` its tokenizer."""
         if reward_rollout_wg is not None:
-            raise ConfigError("a judge model is a reward manager here: see reward_model in the documentation")
+            return self._compute_score_with_reward_rollout_wg(reward_rollout_wg, reward_tokenizer, data)
         final = self._compute_score_with_rules(data, tokenizer, if_val)
         if not use_process_reward:
             return final
         steps: Any = data.non_tensor_batch.get("tool_use_scores", [[]] * len(final))
         return [[*(s for s in row if not math.isnan(s)), *scores] for row, scores in zip(steps, final)]
+
+    def get_prompt_for_reward(self, reward_tokenizer: Any, data: DataProto) -> list[list[str]]:
+        """The judge's prompt for each row of `data`, in a list of one: about the model's own words, which are the column
+        `solution_str`."""
+        said = data.non_tensor_batch["solution_str"].tolist()
+        return [
+            [self._get_single_prompt_str(source, words, truth, info, reward_tokenizer)]
+            for words, (source, truth, info) in zip(said, _judged(data))
+        ]
+
+    def _get_single_prompt_str(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, reward_tokenizer: Any
+    ) -> str:
+        """The judge's prompt about one answer, as its chat template renders it."""
+        raise ConfigError(f"reward_model.model.path: {type(self).__name__} does not define _get_single_prompt_str")
+
+    def _compute_score_with_reward_rollout_wg(
+        self, reward_rollout_wg: Any, reward_tokenizer: Any, data: DataProto
+    ) -> list[list[float]]:
+        """The judge's score of each row of `data`, from its greedy answers."""
+        prompts = self.get_prompt_for_reward(reward_tokenizer, data)
+        answers = iter(reward_rollout_wg.generate([prompt for row in prompts for prompt in row]))
+        read = self._compute_single_score_with_reward_rollout_wg
+        return [
+            [read(source, next(answers), truth, info) for _ in row]
+            for row, (source, truth, info) in zip(prompts, _judged(data))
+        ]
+
+    def _compute_single_score_with_reward_rollout_wg(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
+    ) -> float:
+        """The score in the judge's answer, which is `solution_str`."""
+        name = "_compute_single_score_with_reward_rollout_wg"
+        raise ConfigError(f"reward_model.model.path: {type(self).__name__} does not define {name}")
 
     def _compute_score_with_rules(self, data: DataProto, tokenizer: Any, if_val: bool = False) -> list[list[float]]:
         """A list of one score for each row; `data` has `prompts`, `responses`, `attention_mask`, `response_mask` and the
@@ -143,12 +175,17 @@ class Env:
 
     @property
     def scores(self) -> bool:
-        """Whether this class has rules of its own for a score."""
-        own = type(self)
-        return (
-            own._compute_score_with_rules is not Env._compute_score_with_rules
-            or own.compute_score is not Env.compute_score
-        )
+        """Whether this class has a score of its own: rules, or a judge's hooks."""
+        judging = ("_compute_score_with_reward_rollout_wg", "_compute_single_score_with_reward_rollout_wg")
+        hooks = ("compute_score", "_compute_score_with_rules", *judging)
+        return any(getattr(type(self), name) is not getattr(Env, name) for name in hooks)
+
+
+def _judged(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
+    """Data source, ground truth and `extra_info` of each row."""
+    columns = data.non_tensor_batch
+    for source, rule, info in zip(*(columns[name].tolist() for name in ("data_source", "reward_model", "extra_info"))):
+        yield source, (rule or {}).get("ground_truth"), info
 
 
 ENVIRONMENTS: Registry[Any] = Registry("environment")

@@ -36,7 +36,7 @@ from etude.protocol import DataProto
 from etude.rewards.number import as_reward
 from etude.seeds import environment_seed
 from etude.tools import BaseTool
-from etude.trajectory import StopReason, Trajectory
+from etude.trajectory import Provenance, StopReason, Trajectory
 
 SOURCE = "env"  # of the rewards
 
@@ -230,8 +230,9 @@ class EnvStage:
         """The environment's final score, if it has rules for one."""
         if not self._env.scores:
             return None
+        context = self._loop.context
         return await self._environment.call(
-            "compute_score", environment_score, self._env, data.trajectory, row, self._loop.tokenizer
+            "compute_score", environment_score, self._env, data.trajectory, row, context.tokenizer, context.reward_model
         )
 
     async def close(self) -> None:
@@ -296,8 +297,10 @@ def _steps_itself(env: Env) -> bool:
     return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
 
 
-def environment_score(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> float:
-    """The last score that `env.compute_score` returns for the trajectory.
+def environment_score(
+    env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any, judge: Any = None
+) -> float:
+    """The last score that `env.compute_score` returns for the trajectory; `judge` is passed on, with its tokenizer.
 
     Raises:
         EtudeError: it returns none.
@@ -305,8 +308,12 @@ def environment_score(env: Env, trajectory: Trajectory, row: Mapping[str, Any], 
     row = dict(row)
     if env.use_verify_tool:
         row["reward_model"] = _verified(env, trajectory, row, tokenizer)
-    data = _one_row(trajectory, row)
-    scores = env.compute_score(None, None, tokenizer, data, bool(row.get("validate")), False)
+    sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
+    said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
+    asked = {"data_source": None, "reward_model": None, "extra_info": None}
+    data = _one_row(trajectory, asked | row | {"solution_str": said})
+    read = judge and judge.tokenizer
+    scores = env.compute_score(judge, read, tokenizer, data, bool(row.get("validate")), False)
     try:
         return as_reward(scores[0][-1], f"{type(env).__name__}.compute_score")
     except (TypeError, IndexError, KeyError) as error:

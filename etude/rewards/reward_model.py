@@ -1,0 +1,153 @@
+"""`RewardModel`: a discriminative reward model, a Hugging Face sequence classifier with one label, as a scorer.
+
+Invariant: a score is what the classifier's own forward pass gives for the conversation alone, in the model's own chat
+template and tokens, whatever shares its batch. Control tokens that a message spells out are text there, so that an answer
+can neither end its turn nor write the next. A longer conversation than `max_length` keeps its end, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from etude.bounded import BlockingCalls
+from etude.chat.control import ControlTokens
+from etude.chat.placeholders import text_of
+from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
+from etude.models import load_sequence_classifier, load_tokenizer, model_config
+
+if TYPE_CHECKING:
+    from etude.rewards.view import TrajectoryView
+
+LABEL = "reward_model"
+"""Its name among the components of a score."""
+
+
+class RewardModel:
+    """Called as a scorer is; conversations that wait at the same time share forward passes of up to `rows`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        rows: int = 16,
+        max_length: int | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Reads the tokenizer; `load` loads the weights.
+
+        Raises:
+            ConfigError: the folder, its tokenizer or its chat template is missing or broken.
+        """
+        self.path, self._rows = path, rows
+        self._given: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        positions = model_config(path).get("max_position_embeddings")
+        limits = [limit for limit in (max_length, positions) if isinstance(limit, int)]
+        self._max_length = min(limits, default=None)
+        self._control = ControlTokens(self.tokenizer)
+        self._thread = BlockingCalls("etude-reward-model", limit=1)
+        self._lock, self._waiting = threading.Lock(), list[tuple[list[int], Future[float]]]()
+        self._model: Any = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a reward model stays in its process")
+
+    def load(self) -> None:
+        """Loads the weights, once.
+
+        Raises:
+            ConfigError: they are missing or broken, or the classifier has not one label.
+        """
+        with self._lock:
+            if self._model is None:
+                self._model = load_sequence_classifier(self.path, **self._given).requires_grad_(False)
+                self._model.config.use_cache = False
+                self._pad = self._model.config.get_text_config().pad_token_id
+
+    async def __call__(self, trajectory: TrajectoryView | None = None, **_: Any) -> dict[str, Any]:
+        """`score`, and whether the conversation was `truncated`.
+
+        Raises:
+            ConfigError: the chat template refuses the conversation, or the weights cannot be loaded.
+            InfrastructureError: the forward pass failed.
+        """
+        if trajectory is None:
+            raise ConfigError(f"the reward model {self.path} reads whole conversations, and is given none")
+        ids = self.encode(trajectory.messages)
+        kept = ids if self._max_length is None else ids[-self._max_length :]
+        future: Future[float] = Future()
+        with self._lock:
+            self._waiting.append((kept, future))
+        # The call that one conversation starts may score others; its own is scored by the last of them.
+        scored = asyncio.wrap_future(future)
+        await asyncio.gather(self._thread.run(self._score_waiting), scored)
+        return {"score": scored.result(), "truncated": len(kept) < len(ids)}
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The conversation in the reward model's template.
+
+        Raises:
+            ConfigError: the template refuses it.
+        """
+        shown = [
+            {**self._disarm(message), "content": self._control.disarm(text_of(message.get("content")))}
+            for message in messages
+        ]
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(shown, tokenize=True, return_dict=False)
+        except Exception as error:  # templates raise what they like
+            raise ConfigError(
+                f"{self.path}: the reward model's chat template refuses a conversation: {one_line(error)}"
+            ) from error
+        return ids
+
+    def _disarm(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._control.disarm(value)
+        if isinstance(value, Mapping):
+            return {name: self._disarm(entry) for name, entry in value.items()}
+        return [self._disarm(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    def _score_waiting(self) -> None:
+        """One forward pass over the longest conversations that wait, which are of similar length."""
+        with self._lock:
+            waiting = sorted((each for each in self._waiting if not each[1].cancelled()), key=lambda each: len(each[0]))
+            self._waiting, chosen = waiting[: -self._rows], waiting[-self._rows :]
+        chosen = [each for each in chosen if each[1].set_running_or_notify_cancel()]
+        try:
+            scores: Sequence[float | Exception] = self.forward([ids for ids, _ in chosen]) if chosen else []
+        except EtudeError as error:
+            scores = [error] * len(chosen)
+        except Exception as error:
+            scores = [InfrastructureError(f"the reward model {self.path}: {describe_error(error)}")] * len(chosen)
+        for (_, future), score in zip(chosen, scores):
+            if isinstance(score, Exception):
+                future.set_exception(score)
+            else:
+                future.set_result(score)
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each row of ids, from one batch padded on the right."""
+        import torch
+
+        self.load()
+        model, pad = self._model, self._pad
+        if pad is None:  # the last token that is no padding is read, so padding must be none of the last ones
+            pad = next(number for number in itertools.count() if number not in {row[-1] for row in rows})
+            model.config.get_text_config().pad_token_id = pad
+        ids = torch.full((len(rows), max(map(len, rows))), pad)
+        attention = torch.zeros_like(ids)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            attention[row, : len(tokens)] = 1
+        with torch.inference_mode():
+            logits = model(input_ids=ids.to(model.device), attention_mask=attention.to(model.device)).logits
+        scores: list[float] = logits[:, 0].double().tolist()
+        return scores
