@@ -82,6 +82,10 @@ class WorkerLost(EtudeError, InfrastructureError):
     more: the run starts its workers again, from its last checkpoint, or ends (`trainer.max_restarts`)."""
 
 
+class MemoryExhausted(EtudeError):
+    """A process of the run had no memory left for what it was doing."""
+
+
 class TrainingStopped(EtudeError):
     """The run ended early on purpose (too few valid trajectories, Ctrl-C); what was done is in the last checkpoint."""
 
@@ -111,6 +115,15 @@ def is_infrastructure(error: BaseException) -> bool:
     if status is not None and status >= 400:  # some clients' errors are operating-system errors whatever the status
         return status >= 500 or status in _SERVER_FAULTS
     return isinstance(error, _BROKEN) or any(each.__name__ in _CONNECTION_CLASSES for each in type(error).__mro__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or torch on a CPU or GPU, could not allocate memory; torch need not be imported to tell."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)  # torch's allocator of a CPU raises a RuntimeError
+    )
 
 
 def http_status(error: BaseException) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +28,14 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
+_TOTALS = {
+    "perf/time_per_step": ("hours", 1 / 3600),
+    "timing_s/testing": ("hours", 1 / 3600),
+    "perf/cpu_seconds": ("cpu_hours", 1 / 3600),
+    "perf/gpu_seconds": ("gpu_hours", 1 / 3600),
+    "perf/total_num_tokens": ("tokens", 1.0),
+}
+_JUDGE_TOTALS = ("requests", "prompt_tokens", "completion_tokens", "cost")
 _MAX_RECORD_BYTES = 4 * 2**20
 _MAX_CONFIG_BYTES = 2**20
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or after it was killed
@@ -68,7 +76,9 @@ def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterato
     write_json(run_dir / RUN_FILE, record)
 
     def end(how: str) -> None:
-        write_json(run_dir / RUN_FILE, record | {"ended": how, "ended_at": utc_now()})
+        metrics = run_dir / METRICS_FILE
+        totals = run_totals(read_metrics(metrics)) if metrics.is_file() else {}
+        write_json(run_dir / RUN_FILE, record | {"ended": how, "ended_at": utc_now(), "totals": totals})
 
     try:
         yield
@@ -76,6 +86,29 @@ def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterato
         end(one_line(error))
         raise
     end(COMPLETED)
+
+
+def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What the steps of a run took and used, over all its starts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `tokens`,
+    `tool_calls`, and `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`, `judge_cost` where judges scored;
+    what was lost with a killed step is not in it."""
+    sums: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and (found := _total_of(name)) is not None:
+                sums[found[0]] = sums.get(found[0], 0.0) + value * found[1]
+        sums["steps"] = sums.get("steps", 0.0) + (record.get("step") != 0)
+    return {name: round(value, 6) for name, value in sums.items()}
+
+
+def _total_of(name: str) -> tuple[str, float] | None:
+    """The total that a metric is part of, and its unit in the total's."""
+    if name in _TOTALS:
+        return _TOTALS[name]
+    if name.startswith("tool/") and name.endswith("/calls"):
+        return "tool_calls", 1.0
+    what = name.rpartition("reward/judge/")[2]
+    return (f"judge_{what}", 1.0) if what in _JUDGE_TOTALS and "reward/judge/" in name else None
 
 
 def utc_now() -> str:

@@ -91,9 +91,9 @@ def gsm8k(inputs: tuple[str, ...], output_dir: Path, tool: str) -> None:
 @_output_option("math")
 @_code
 def math(inputs: tuple[str, ...], output_dir: Path, code: bool) -> None:
-    r"""Turn MATH (or MATH-500) into rows whose answer is in \boxed{}.
+    """Turn MATH (or MATH-500) into rows whose answer is in \\boxed{}.
 
-    Reads rows {"problem", "solution", "answer"}; without "answer", it is the last \boxed{} of the solution.
+    Reads rows {"problem", "solution", "answer"}; without "answer", it is the last \\boxed{} of the solution.
 
     \b
     Example:
@@ -311,19 +311,19 @@ def _sources(inputs: Sequence[str]) -> list[Path]:
 
 def _show(paths: dict[str, Path], title: str, sources: Sequence[Path], licence: str, *, sample: bool = True) -> None:
     """Writes the data card, prints where each file went, with its number of rows, and one row of the first."""
-    from etude.data.files import read_rows, without_nulls
-    from etude.data.prepare.card import licence_beside, write_card
+    from etude.data.files import located_rows, without_nulls
+    from etude.data.prepare.card import count_rows, licence_beside, write_card
 
-    tables = {split: read_rows(path) for split, path in paths.items()}
     for split, path in paths.items():
-        click.echo(f"{split:<15} {len(tables[split]):>7,} rows  {path}")
-    if not tables:
+        click.echo(f"{split:<15} {count_rows(path):>7,} rows  {path}")
+    if not paths:
         return
     card = write_card(title, paths, sources, licence=licence_beside(sources) or licence, command=_command())
     click.echo(f"{'data card':<29} {card}" if card else "no data card: there is a README.md of another's")
-    split = next(iter(tables))
     if sample:
-        text = json.dumps(without_nulls(tables[split][0]), indent=2, ensure_ascii=False, default=_shown)
+        split, path = next(iter(paths.items()))
+        _, row = next(located_rows(path))
+        text = json.dumps(without_nulls(row), indent=2, ensure_ascii=False, default=_shown)
         click.echo(f"\nthe first row of {split}:\n{text[:_SAMPLE_CHARACTERS]}")
 
 

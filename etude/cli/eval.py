@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,25 @@ from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
 @configuration_arguments
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the metrics.")
 @click.option("--dump", "dump_folder", type=click.Path(path_type=Path), help="Folder for the trajectories.")
+@click.option("--fresh", is_flag=True, help="Roll out everything again, also what an earlier start left.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def evaluate(
     config_name: str | None,
     config_path: str | None,
     overrides: tuple[str, ...],
     output: Path | None,
     dump_folder: Path | None,
+    fresh: bool,
+    as_json: bool,
 ) -> None:
     """Roll out a model on data.val_files and score it, one data source after another.
 
     Samples of a prompt count as one: metrics are means over prompts, intervals count prompts. Where infrastructure failures
     drop more than trainer.min_valid_fraction allows, there are no metrics.
 
-    Greedy by default; sampled with  actor_rollout_ref.rollout.val_kwargs.do_sample=true
+    Greedy by default; sampled with  actor_rollout_ref.rollout.val_kwargs.do_sample=true, and val_kwargs.n above 1 also gives
+    avg@n, pass@k and maj@k. Trajectories are always kept, by default in a folder of their own in
+    trainer.default_local_dir. Killed and started again, it rolls out only what is missing.
 
     \b
     Example:
@@ -36,17 +43,28 @@ def evaluate(
     from etude.config import compose_run
 
     config = compose_run("eval", config_name, overrides, config_path)  # before torch is imported
+    from etude.jsonl import json_safe
     from etude.trainer.run import evaluate as run
     from etude.viewer.display import RolloutBar
 
-    result = run(config, RolloutBar(), output=output, dump_folder=dump_folder)
+    if as_json:
+        click.echo(json.dumps(json_safe(run(config, output=output, dump_folder=dump_folder, fresh=fresh))))
+        return
+    result = run(config, RolloutBar(), output=output, dump_folder=dump_folder, fresh=fresh)
     for source, metrics in result["sources"].items():
         click.echo(f"{source}: {_sentence(metrics)}")
-        own = f"val-core/{source}/reward/"
-        core = {name.removeprefix(own): value for name, value in result["metrics"].items() if name.startswith(own)}
-        click.echo("  " + ", ".join(f"{name} {value:.3f}" for name, value in core.items() if "/ci95_" not in name))
+        _print_estimates(metrics)
     if len(result["sources"]) > 1:
         click.echo(f"all: {_sentence(result)}")
+        _print_estimates(result)
+    click.echo(f"trajectories: {result['folder']}/0.jsonl")
+
+
+def _print_estimates(metrics: dict[str, Any]) -> None:
+    """`pass@k` and the like, where there are several samples per prompt."""
+    found = {name: value for name, value in metrics.items() if "@" in name}
+    for name, value in found.items() if len(found) > 1 else ():
+        click.echo(f"  {name} {value['value']:.3f} ({value['low']:.3f} to {value['high']:.3f})")
 
 
 def _sentence(metrics: dict[str, Any]) -> str:

@@ -45,7 +45,8 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, tokens: bool) -> int:
     """Print trajectory ROW of a rollout dump token by token, and verify it.
 
-    Each response token comes with its mask, turn, log-prob and reward; green was sampled by the policy, cyan came from a
+    Each response token comes with its mask, turn, log-prob and reward, and with what the trainer had of it where the dump
+    says (trainer.rollout_token_values); green was sampled by the policy, cyan came from a
     tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of the
     context, that the mask is provenance, that log-probs and rewards are on the right tokens, and, with the weights, that a
     full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence is printed and
@@ -114,19 +115,25 @@ def _print_sequence(console: Console, number: int, count: int, sequence: Mapping
     console.print(Text(f" · prompt {len(sequence['prompt_ids'])} tokens · stop {sequence.get('stop_reason')}"))
 
 
+_COLUMNS = {"advantages": "advantage", "old_log_probs": "trainer", "log_probs": "in update", "entropys": "entropy"}
+
+
 def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
+    listed = list(tokens)
+    values = [name for name in _COLUMNS if any(name in token.values for token in listed[:1])]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("token", "id", "mask", "turn", "log-prob", "reward"):
+    for name in ("token", "id", "mask", "turn", "log-prob", *map(_COLUMNS.__getitem__, values), "reward"):
         table.add_column(name, justify="right")
     for name in ("from", "text"):
         table.add_column(name, overflow="fold")
-    for token in tokens:
+    for token in listed:
+        numbers = [token.log_prob, *(token.values[name] for name in values)]
         table.add_row(
             str(token.position),
             str(token.id),
             str(token.mask),
             str(token.turn),
-            "" if token.log_prob is None else f"{token.log_prob:.4f}",
+            *("" if number is None else f"{number:.4f}" for number in numbers),
             f"{token.reward:g}" if token.reward else "",
             token.provenance.value,
             Text(sanitize_text(token.text).replace("\n", "⏎").replace("\t", "⇥")),

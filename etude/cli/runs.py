@@ -79,7 +79,7 @@ def compare(left: Path, right: Path) -> None:
     sides = read_run(left), read_run(right)
     first, second = (dict(_facts(run)) for run in sides)
     for name in first | second:
-        if name in ("run", "status", "steps", "reward", "validation") or first.get(name) != second.get(name):
+        if name in ("run", "status", "steps", "reward", "validation", "totals") or first.get(name) != second.get(name):
             _print_pair(name, first.get(name, ""), second.get(name, ""))
     for each in diff_configs(read_config(left), read_config(right)):
         _print_pair(each.key, each.left, each.right)
@@ -158,6 +158,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
         yield "validation", ", ".join(f"{name.split('/')[1]} {value:.4g}" for name, value in run.validation.items())
+    if totals := _totals(run.folder):
+        yield "totals", totals
     if record.get("started"):
         yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"
     if isinstance(command := record.get("command"), list):
@@ -176,6 +178,15 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     for name, each in files.items() if isinstance(files, Mapping) else ():
         if isinstance(each, Mapping):
             yield f"file {each.get('key')} {Path(name).name}", f"{name} (sha256 {str(each.get('sha256'))[:12]})"
+
+
+def _totals(folder: Path) -> str:
+    """What the run took so far."""
+    from etude.run_folder import METRICS_FILE, read_metrics, run_totals
+
+    path = folder / METRICS_FILE
+    totals = run_totals(read_metrics(path)) if path.is_file() else {}
+    return ", ".join(f"{value:,.4g} {name.replace('_', ' ')}" for name, value in totals.items() if name != "steps")
 
 
 def _print_pair(name: str, left: Any, right: Any) -> None:

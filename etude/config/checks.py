@@ -413,7 +413,7 @@ def _same_folder(one: str, other: str) -> bool:
 def _serving(run: TrainOptions) -> Iterator[Problem]:
     rollout = run.actor_rollout_ref.rollout
     on_cpu = run.trainer.device == "cpu"
-    if rollout.weight_transfer == "cuda_ipc" and (rollout.name != "vllm" or rollout.server_urls or on_cpu):
+    if rollout.weight_transfer == "cuda_ipc" and (rollout.name != "vllm" or rollout.has_servers or on_cpu):
         yield (
             f"{_ROLLOUT}.weight_transfer",
             "shares the trainer's GPU tensors with vLLM in this process: it needs rollout.name=vllm without server_urls, "
@@ -421,7 +421,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
     model = run.actor_rollout_ref.model
     if rollout.weight_transfer == "adapter" and not (
-        rollout.server_urls and model.lora_rank and not model.quantization
+        rollout.has_servers and model.lora_rank and not model.quantization
     ):
         yield (
             f"{_ROLLOUT}.weight_transfer",

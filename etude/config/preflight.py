@@ -88,7 +88,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
     if rollout.name in BUILTIN:
         engines = {*BUILTIN, *rollout.engine_kwargs} if run.plugins else {*BUILTIN}
         kind, urls = BUILTIN[rollout.name], rollout.server_urls
-        yield from serving_faults(rollout.name, kind, urls, rollout.engine_kwargs, engines)
+        yield from serving_faults(rollout.name, kind, urls, rollout.engine_kwargs, engines, rollout.server_command)
 
 
 def _training(run: TrainOptions) -> Iterator[Problem]:
@@ -180,7 +180,7 @@ def _extras(options: Options) -> Iterator[Problem]:
         value = value_of(options, key) if key in declarations(type(options)) else ()
         if name not in ((value,) if isinstance(value, str) else value or ()) or importlib.util.find_spec(package):
             continue
-        if name != "vllm" or not value_of(options, f"{_ROLLOUT}.server_urls"):  # servers need nothing here
+        if name != "vllm" or not value_of(options, f"{_ROLLOUT}.has_servers"):  # servers need nothing here
             yield key, str(MissingExtraError(f"'{name}'", extra))
     for section in ("actor_rollout_ref.model", "critic.model", "model"):
         key = f"{section}.lora_rank"

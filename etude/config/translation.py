@@ -49,7 +49,8 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     under them. Unknown keys and keys that must change are left out, too; `faults` has a line for each with what to do."""
     found, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
-    local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not settings.get(f"{_ROLLOUT}.server_urls")
+    served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
+    local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not served
     off = {section: switch for section, switch in SWITCHES.items() if not settings.get(switch)}
     for layer in layers:
         translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm, off)

@@ -151,16 +151,21 @@ class RayWorkerGroup(WorkerGroup):
         return run
 
     def interrupt(self) -> None:
-        """Asks the running calls to end early, and waits a while for it."""
+        """Asks the running calls to end early, and waits a while for it. A rank that does not end its call is not lost: it
+        can still save in the background, and `close` ends it as it stands."""
+        running, end = list(self._watches), time.monotonic() + _SETTLE_SECONDS
+        for watch in running:
+            watch.is_abandoned = True
         for rank in self._ranks:
             rank.actor.interrupt.options(concurrency_group="control").remote()
-        end = time.monotonic() + _SETTLE_SECONDS
-        for watch in list(self._watches):
+        for watch in running:
             watch.join(max(0.0, end - time.monotonic()))
+            self._gone.update(watch.waits_for())
 
     def close(self) -> None:
         """Ends the workers, which have a short while for it, and their processes."""
         ranks, self._ranks = self._ranks, []
+        self._lost = self._lost or WorkerLost(f"{self.worker_cls.__name__}: the group is closed")
         if not ranks or not self._ray.is_initialized():
             return
         closing = {rank.actor.close.remote(): rank.rank for rank in ranks if rank.rank not in self._gone}
@@ -172,7 +177,6 @@ class RayWorkerGroup(WorkerGroup):
         for rank in ranks:
             with suppress(Exception):
                 self._ray.kill(rank.actor)
-        self._lost = self._lost or WorkerLost(f"{self.worker_cls.__name__}: the group is closed")
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -184,20 +188,24 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
-        check_head()
-        if self._lost is not None:
-            raise self._lost
-        refs, called, group = [], [], self._thread_of(method_name)
+        known, refs, called, group = self._alive(), [], [], self._thread_of(method_name)
         for part, same in zip(parts, ranks, strict=True):
             shared = len(same) > 1
-            given = lend_batches(part, None if shared else self._ranks[same[0]].actor)
+            given = lend_batches(part, None if shared else known[same[0]].actor)
             given = self._ray.put(given) if shared else given
-            for number in same:
-                rank = self._ranks[number]
+            for rank in (known[number] for number in same):
                 unused = [rank.unused.popleft() for _ in range(len(rank.unused))]
                 refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store, unused))
                 called.append(rank)
         return self._watch(method_name, refs, called, keeping=parts)
+
+    def _alive(self) -> list[_Rank]:
+        """The ranks, which another thread may close meanwhile; raises WorkerLost where a call is of no use."""
+        ranks = self._ranks
+        check_head()
+        if self._lost is not None:
+            raise self._lost
+        return ranks
 
     def _thread_of(self, method_name: str) -> dict[str, str]:
         registration = self._methods[method_name]
@@ -206,7 +214,7 @@ class RayWorkerGroup(WorkerGroup):
         return {"concurrency_group": "background"} if registration.in_background else {}
 
     def _places(self, mesh: str) -> list[MeshPlace]:
-        return self._ask("mesh_place", [rank.actor.mesh_place.remote(mesh) for rank in self._ranks])
+        return self._ask("mesh_place", [rank.actor.mesh_place.remote(mesh) for rank in self._alive()])
 
     def _watch(
         self, method: str, refs: Sequence[Any], ranks: Sequence[_Rank], keeping: object = None
@@ -287,11 +295,16 @@ class _Watch(threading.Thread):
         self._failed: list[tuple[_Rank, Future[Any], BaseException | None]] = []  # None: given up because of another
         self._pings: dict[int, tuple[Any, float]] = {}
         self._settling: float | None = None  # until when, after a first failure
+        self.is_abandoned = False  # nobody wants its results any more
 
     def start(self) -> None:
         """Starts the thread, which the group knows while it runs."""
         self._group._watches.add(self)
         super().start()
+
+    def waits_for(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank.rank for rank, _ in list(self._waiting.values())]
 
     def run(self) -> None:
         """Until every future has its result or exception."""
@@ -315,7 +328,7 @@ class _Watch(threading.Thread):
             if self._pinging and now >= next_ping:
                 next_ping = now + _PING_SECONDS
                 self._ping(now)
-            if self._failed and self._settling is None and self._waiting:
+            if self._failed and self._settling is None and self._waiting and not self.is_abandoned:
                 self._settling = now + _SETTLE_SECONDS
                 for rank, _ in self._waiting.values():
                     rank.actor.interrupt.options(concurrency_group="control").remote()

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from etude.distributed.dispatch import Dispatch, register
+from etude.distributed.usage import Usage, measure_usage
+
 
 @dataclass(frozen=True)
 class MeshPlace:
@@ -50,6 +53,11 @@ class Worker:
         """This rank's place in the mesh that a method's `register` names; asked once, at the first call that is divided
         over it. By default each rank holds a shard of its own."""
         return MeshPlace(self.rank, self.world_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def usage(self) -> Usage:
+        """What this rank's process and those that it started take."""
+        return measure_usage(self.device)
 
     def interrupt(self) -> None:
         """Asks the running call to end early with an exception; called from another thread, only where ranks are

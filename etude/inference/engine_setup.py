@@ -23,7 +23,7 @@ class EngineSetup:
     """The rollout section as a serving engine sees it; fields are named after its keys.
 
     `model_path` is the folder or hub name that the trainer loads too, `max_model_len` the longest context in tokens,
-    times are in seconds. `engine_kwargs` are those of this engine only.
+    times are in seconds. `engine_kwargs` are those of this engine only; `rank` of `ranks` rollout workers has it.
     """
 
     model_path: str
@@ -35,16 +35,25 @@ class EngineSetup:
     max_num_batched_tokens: int = 8192
     seed: int = 0
     server_urls: Sequence[str] = ()
+    server_command: Sequence[str] = ()
+    rank: int = 0
+    ranks: int = 1
     server_model: str | None = None
     server_api_key_env: str | None = None
     server_timeout: float = 300.0
     weight_sync_timeout: float = 600.0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def servers(self) -> list[HttpServer]:
-        """One per configured address, with the API key from the environment in its headers."""
+    def own_urls(self) -> Sequence[str]:
+        """This rank's share of the configured addresses, so that each server gets weights from one rank; all of them where
+        there are fewer than ranks."""
+        urls = self.server_urls
+        return urls if len(urls) < self.ranks else urls[self.rank :: self.ranks]
+
+    def servers(self, urls: Sequence[str] | None = None) -> list[HttpServer]:
+        """One per address (None: those configured), with the API key from the environment in its headers."""
         key = api_key(self.server_api_key_env)
-        urls = [server_url(url) for url in self.server_urls]
+        urls = [server_url(url) for url in (self.server_urls if urls is None else urls)]
         return [HttpServer(url, timeout=self.server_timeout, api_key=key) for url in urls]
 
 
@@ -75,10 +84,11 @@ def check_serving(rollout: RolloutOptions) -> None:
         MissingExtraError: the engine would run in this process and its package is not installed.
     """
     name, urls, kwargs = rollout.name, rollout.server_urls, rollout.engine_kwargs
-    kind = kind_of(name)
-    raise_faults([f"{key}: {text}" for key, text in serving_faults(name, kind, urls, kwargs, ENGINES.names())])
+    kind, command = kind_of(name), rollout.server_command
+    faults = serving_faults(name, kind, urls, kwargs, ENGINES.names(), command)
+    raise_faults([f"{key}: {text}" for key, text in faults])
     api_key(rollout.server_api_key_env)
-    if not urls and kind.servers == "optional":
+    if not (urls or command) and kind.servers == "optional":
         ENGINES.get(name).check_installed(kwargs.get(name) or {})
 
 

@@ -4,7 +4,8 @@ A trajectory goes to the replica with the fewest trajectories and stays there, w
 cache; the others of its group (whose ids differ only in the last two parts, as in `uid/7/0`) follow it, to share their
 prompt, as long as no other replica has much less to do. A replica that fails a request and then its health check, or that
 fails a check while it should be answering, is ejected: its requests are retried on another one, from the prompt's ids. It
-returns once a check succeeds, after it has got the newest weights, because a server that died has lost them.
+returns once a check succeeds, after it has got the newest weights, because a server that died has lost them. One that this
+process started is started again when it has died.
 
 Invariant: a request returns one replica's complete answer, or raises EngineError after `request_timeout`; no replica
 answers with weights older than the last `update_weights`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,12 +26,14 @@ from etude.bounded import settle, within
 from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
+from etude.inference.server_process import ServerProcess
 from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.metrics import Mean, Metrics, add_metrics
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+_START_POLL = 0.25  # seconds between two looks at a server that starts
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class RouterOptions:
 class _Replica:
     name: str
     engine: Engine
+    process: ServerProcess | None = None
     groups: Counter[str] = field(default_factory=Counter)  # of its trajectories
     cause: str = ""  # why it is out; empty while it is in
     misfit: bool = False  # whether it answers, but not with the trainer's weights
@@ -71,8 +76,15 @@ class Router:
             is not fit (the weight probe is such a test).
     """
 
-    def __init__(self, replicas: Mapping[str, Engine], options: RouterOptions | None = None) -> None:
-        self._replicas = [_Replica(name, engine) for name, engine in replicas.items()]
+    def __init__(
+        self,
+        replicas: Mapping[str, Engine],
+        options: RouterOptions | None = None,
+        processes: Mapping[str, ServerProcess] | None = None,
+    ) -> None:
+        """`processes`: by name, those of replicas that are to be started here, at the first `update_weights`."""
+        own = processes or {}
+        self._replicas = [_Replica(name, engine, own.get(name)) for name, engine in replicas.items()]
         self.options = options or RouterOptions()
         self.admit: Callable[[Engine, int], Awaitable[object]] | None = None
         self.shares_weights = all(getattr(r.engine, "shares_weights", True) for r in self._replicas)
@@ -285,7 +297,10 @@ class Router:
         replica.ejected.set()
 
     async def _bring_back(self, replica: _Replica) -> None:
-        engine, weights = replica.engine, self._weights
+        engine, weights, process = replica.engine, self._weights, replica.process
+        if process is not None and not process.is_alive:
+            logger.warning("engine replica %s has ended, and is started again: %s", replica.name, process.last_words())
+            process.start()
         try:
             if hasattr(engine, "check"):
                 await within(self.options.check_timeout, engine.check)
@@ -302,9 +317,34 @@ class Router:
             return
         if weights is not self._weights:  # newer ones were sent meanwhile: the next round sends it those
             return
+        self._readmit(replica)
+        logger.warning("engine replica %s is back", replica.name)
+
+    def _readmit(self, replica: _Replica) -> None:
         replica.cause, replica.misfit, replica.ejected = "", False, asyncio.Event()
         self._back.set()
-        logger.warning("engine replica %s is back", replica.name)
+
+    async def _start(self, replica: _Replica, process: ServerProcess) -> None:
+        """Has a server of ours answer, so that it can take weights; one that does not, or not in time, is ejected."""
+        if not process.is_alive:
+            process.start()
+
+        async def answer() -> None:
+            while True:
+                try:
+                    return await within(self.options.check_timeout, replica.engine.check)  # type: ignore[attr-defined]
+                except Exception:
+                    if not process.is_alive:
+                        raise EngineError(f"the server has ended: {process.last_words()}") from None
+                    await asyncio.sleep(_START_POLL)
+
+        try:
+            await within(self.options.sync_timeout, answer)
+        except Exception as error:
+            self._eject(replica, error)
+        else:
+            if not replica.up:
+                self._readmit(replica)
 
     # -- all replicas --------------------------------------------------------------------------------------------
 
@@ -325,6 +365,9 @@ class Router:
             EngineError: none took them.
         """
         self._weights = (source, version)
+        await asyncio.gather(
+            *(self._start(r, r.process) for r in self._replicas if r.process and not r.process.is_alive)
+        )
         if not self._paused:  # a replica that hangs must not hold up the others until the sync's own limit
             await asyncio.gather(*(self._check(replica) for replica in self._replicas if replica.up))
         was_paused, self._paused = self._paused, True
@@ -347,6 +390,8 @@ class Router:
         for replica in self._replicas:
             if hasattr(replica.engine, "shutdown"):
                 await replica.engine.shutdown()
+            if replica.process is not None:
+                replica.process.end()
 
     async def _all(self, method: str, *args: Any) -> None:
         up = [replica for replica in self._replicas if replica.up and hasattr(replica.engine, method)]
@@ -377,13 +422,17 @@ def _group_of(request_id: str) -> str:
 
 
 def connect(setup: EngineSetup, engine_of: Callable[[HttpServer], Engine]) -> Engine:
-    """The engine of the one configured address, or a router over several."""
-    engines = {server.url: engine_of(server) for server in setup.servers()}
-    if len(engines) == 1:
+    """The engine of the one configured address, or a router over several, or over the server that is started here."""
+    process = ServerProcess(setup.server_command, setup.model_path) if setup.server_command else None
+    servers = setup.servers([process.url] if process else setup.own_urls())
+    engines = {server.url: engine_of(server) for server in servers}
+    if len(setup.server_urls) == 1:
         return next(iter(engines.values()))
-    return Router(
-        engines, RouterOptions(request_timeout=2 * setup.server_timeout, sync_timeout=setup.weight_sync_timeout)
-    )
+    options = RouterOptions(request_timeout=2 * setup.server_timeout, sync_timeout=setup.weight_sync_timeout)
+    router = Router(engines, options, {process.url: process} if process else None)
+    if process is not None:
+        weakref.finalize(router, process.end)
+    return router
 
 
 def _fresh_counters() -> dict[str, float]:

@@ -30,7 +30,7 @@ STANDALONE = When(
     "with trainer.backend=ray and actor_rollout_ref.hybrid_engine=false", lambda own, run: run.has_rollout_group
 )
 NATIVE = When("with the native engine (name=native)", lambda own, run: own.name == "native")
-SERVED = When("where server_urls are set", lambda own, run: bool(own.server_urls))
+SERVED = When("with servers (server_urls or server_command)", lambda own, run: own.has_servers)
 COPIES = When(
     "with engines that have a copy of the weights (name=vllm or sglang)",
     lambda own, run: own.name in ("vllm", "sglang"),
@@ -304,6 +304,11 @@ class RolloutOptions:
     nnodes: Natural = key(
         "Nodes that the rollout workers are on, where they are a group of their own.", default=0, when=STANDALONE
     )
+    min_nnodes: Count | None = key(
+        "Roll out on fewer nodes, at least these, where the cluster does not have nnodes (any more). Null: nnodes.",
+        default=None,
+        when=STANDALONE,
+    )
     n_gpus_per_node: Count | None = key(
         "Rollout workers on each of those. Null: as many as trainer.n_gpus_per_node.",
         default=None,
@@ -331,6 +336,12 @@ class RolloutOptions:
         "Addresses of vllm, sglang or openai servers, e.g. [http://127.0.0.1:8000]; several are replicas behind a router. "
         "Empty with vllm: vLLM runs in this process.",
         default=(),
+    )
+    server_command: RawTexts = key(
+        "Command, a list of words, by which every rollout worker starts a vllm or sglang server of its own, and starts it "
+        "again when it dies; {port} and {model} in it are filled in. Empty: none.",
+        default=(),
+        when=COPIES,
     )
     server_model: Text | None = key(
         "Model name on the openai server. Null: the only model that it serves.",
@@ -407,6 +418,11 @@ class RolloutOptions:
     agent: AgentOptions = key("", default_factory=AgentOptions)
     trace: TraceOptions = key("", default_factory=TraceOptions)
     val_kwargs: ValSamplingOptions = key("", default_factory=ValSamplingOptions)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the engine is one of servers."""
+        return bool(self.server_urls or self.server_command)
 
 
 @options

@@ -390,7 +390,8 @@ class RunOptions:
         verl_default="checkpoints/verl_examples/gsm8k",
     )
     logger: Texts = key(
-        "Where metrics go: console, jsonl, tensorboard, wandb, mlflow (the last two need their extras).",
+        "Where metrics go: console, jsonl (or file), tensorboard; with the extras of their names wandb, mlflow, swanlab, "
+        "trackio, clearml.",
         default=("console", "jsonl", "tensorboard"),
         names=Names("etude.trainer.tracking:TRACKERS"),
         verl_default="[console, wandb]",
@@ -495,7 +496,14 @@ class TrainerOptions(RunOptions):
         default=False,
         when=DUMPED,
     )
-    validation_data_dir: Text | None = key("The same for validation.", default=None, path="output", when=VALIDATED)
+    validation_data_dir: Text | None = key(
+        "The same for validation. Null: none is written.",
+        default="validation",
+        written="${trainer.default_local_dir}/validation",
+        path="output",
+        when=VALIDATED,
+        verl_default="null",
+    )
     min_valid_fraction: Share = key(
         "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
         "checkpoint.",

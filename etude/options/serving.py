@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -42,12 +42,16 @@ def serving_faults(
     urls: Collection[str],
     kwargs: Mapping[str, Mapping[str, Any] | None],
     engines: Collection[str],
+    command: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """(key, why its value cannot be) of each setting that does not go with the engine `name`, which is of `kind`: of
-    `server_urls` and `engine_kwargs`. `engines` are the names of all."""
+    `server_urls`, `server_command` and `engine_kwargs`. `engines` are the names of all."""
+    if command and (urls or kind.text_only or kind.servers == "none"):
+        other = f"{KEY}.server_urls has those that run" if urls else f"the engine '{name}' takes weights from no server"
+        yield f"{KEY}.server_command", f"starts a server: leave it empty ({other})"
     if urls and kind.servers == "none":
         yield f"{KEY}.server_urls", f"the engine '{name}' runs in this process: leave it empty"
-    elif not urls and kind.servers == "required":
+    elif not (urls or command) and kind.servers == "required":
         yield f"{KEY}.name", f"needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]"
     else:
         yield from _address_faults(urls)
@@ -56,7 +60,7 @@ def serving_faults(
             yield f"{KEY}.engine_kwargs", f"no engine '{other}' (available: {', '.join(sorted(engines))})"
     if kwargs.get(name) and not kind.takes_kwargs:
         yield f"{KEY}.engine_kwargs", f"the engine '{name}' takes none: see the rollout's keys"
-    elif kwargs.get(name) and (urls or kind.servers == "required"):
+    elif kwargs.get(name) and (urls or command or kind.servers == "required"):
         yield f"{KEY}.engine_kwargs", f"nothing is started with those of {name}: give these options to the server"
 
 

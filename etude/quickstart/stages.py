@@ -135,6 +135,7 @@ class Quickstart:
                 f"actor_rollout_ref.model.path={self._warm_model}",
                 f"trainer.default_local_dir={self.folder}",
                 f"trainer.rollout_data_dir={self.folder}/rollouts",
+                "trainer.rollout_token_values=true",
                 f"trainer.seed={self.seed}",
                 *self.overrides,
                 *overrides,

@@ -11,54 +11,50 @@ from collections.abc import Iterator
 
 import torch
 
-from etude.agents.batch import OF_SEQUENCES
 from etude.distributed import BatchRef
 from etude.dumps import TOKEN_VALUES
 from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
 from etude.trainer.advantages import add_advantages
+from etude.trainer.correction import correct_mismatch
 from etude.trainer.metrics import Metrics, data_metrics, staleness_metrics
 from etude.trainer.minibatches import update_batches
 from etude.trainer.rollouts import Batch, main_rows, rollouts_of, spread_groups
-from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import PlainSetup
-
-
-def added_sequences(rollouts: DataProto, pad_token_id: int) -> DataProto | None:
-    """The expanded batch; None where every rollout is one sequence, so that there is nothing to expand."""
-    batch = expand_sequences(rollouts, pad_token_id) if len(rollouts) else rollouts
-    return None if batch is rollouts else batch
-
-
-def engine_log_probs(batch: DataProto) -> DataProto:
-    """The engine's log-probs as `old_log_probs`."""
-    return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
-
-
-def without_log_probs(computed: DataProto) -> DataProto:
-    """What a forward pass found beside log-probs, where the engine's stand in for these."""
-    return computed.select([name for name in computed.batch.keys() if name != "old_log_probs"])  # noqa: SIM118
 
 
 def judge_batch(
     batch: DataProto, setup: PlainSetup, kl_coef: float
-) -> tuple[DataProto, float, Metrics, tuple[int, int]]:
-    """The columns that `add_advantages` adds, the next coefficient of the KL in the reward, the batch's metrics, and its
-    numbers of tokens: of prompts and responses, and of responses alone."""
-    next_coef, metrics = add_advantages(batch, setup, kl_coef)
-    metrics |= data_metrics(batch, setup.data.max_response_length, setup.longest_sequence)
-    if setup.trainer.max_staleness:
-        main = [rollout for rollout, is_main in zip(rollouts_of(batch), main_rows(batch).tolist()) if is_main]
-        metrics |= staleness_metrics(main, batch.meta_info["version"])
-    added = ["token_level_rewards", "advantages", "returns"]
-    if setup.trainer.rollout_data_dir and setup.trainer.rollout_token_values:
-        batch.batch["row"] = torch.arange(len(batch))  # by which updates name what they had of a row's tokens
-        added.append("row")
-    if setup.roles.value_head:
-        added += ["old_values", "value_targets"]
-    mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
-    tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
-    return batch.select(added, [], ["episodes"]), next_coef, metrics, tokens
+) -> tuple[DataProto, DataProto | None, float, Metrics, tuple[int, int]]:
+    """What is learned from a batch: the rows of groups that teach something, with their advantages, corrected for what the
+    engine sampled; what a dump says of each token, if it does; the next coefficient of the KL in the reward, the batch's
+    metrics, and its numbers of tokens: of prompts and responses, and of responses alone."""
+    metrics, tokens, learned, values = Metrics(), (0, 0), batch, None
+    correction, rollouts = setup.algorithm.rollout_correction, 0
+    if len(batch):
+        if correction.bypass_mode:  # the engine's log-probs stand in for the actor's
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        kl_coef, metrics = add_advantages(batch, setup, kl_coef)
+        metrics |= data_metrics(batch, setup.data.max_response_length, setup.longest_sequence)
+        main = main_rows(batch)
+        rollouts = int(main.sum())
+        if setup.trainer.max_staleness:
+            kept = [rollout for rollout, is_main in zip(rollouts_of(batch), main.tolist()) if is_main]
+            metrics |= staleness_metrics(kept, batch.meta_info["version"])
+        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+        tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        if setup.trainer.rollout_data_dir and setup.trainer.rollout_token_values:
+            batch.batch["row"] = torch.arange(len(batch))  # by which updates name what they had of a row's tokens
+            values = batch.select(sorted(set(TOKEN_VALUES) & set(batch.batch.keys())), [], [])
+    if setup.algorithm.drops_equal_groups:
+        rows, chosen = choose_groups(batch, setup)
+        metrics |= chosen
+        learned = batch.select_idxs(rows) if len(batch) else batch
+    learned, corrections = correct_mismatch(learned, correction, bool(setup.estimator.episodes))
+    metrics |= corrections
+    left = int(main_rows(learned).sum()) if len(learned) else 0
+    metrics["training/filter_groups/kept"] = left / max(rollouts, 1)
+    return learned, values, kl_coef, metrics, tokens
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:
@@ -74,31 +70,11 @@ def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metri
     }
 
 
-def count_rollouts(batch: DataProto) -> int:
-    """Of which a batch has rows."""
-    return int(main_rows(batch).sum())
-
-
 def uids_of(batch: Batch) -> set[str]:
     """Of the prompts that a batch has rows of; a reference knows them."""
     if isinstance(batch, BatchRef):
         return set(batch.ids.tolist())
     return set(batch.non_tensor_batch["uid"].tolist()) if len(batch) else set()
-
-
-def token_columns(batch: Batch) -> Batch:
-    """What a dump takes of a judged batch."""
-    wanted = {*TOKEN_VALUES, "row", "uid"}
-    if isinstance(batch, BatchRef):
-        return batch.select(batch.columns & wanted)
-    return batch.select(sorted(wanted & set(batch.batch.keys())), [])
-
-
-def without_objects(batch: Batch) -> Batch:
-    """What updates read: a reference without the objects of rows and rollouts, which cost most to read."""
-    if not isinstance(batch, BatchRef):
-        return batch
-    return batch.select(batch.columns - batch.objects | ({"uid", *OF_SEQUENCES} & batch.columns))
 
 
 def cut_updates(

@@ -9,7 +9,7 @@ kill loses long rollouts no more often than short ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,10 +17,20 @@ from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
 from etude.metrics import Metrics as MetricParts
+from etude.metrics import add_metrics, finish_metrics
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolledOut, rolled_out
 from etude.trainer.metrics import Metrics
-from etude.trainer.rollouts import Batch, Rollouts, engine_metrics, spread_groups, survivor_rows, survivors
+from etude.trainer.rollouts import (
+    Batch,
+    Rollouts,
+    engine_metrics,
+    metrics_of_rollouts,
+    rollouts_of,
+    spread_groups,
+    survivor_rows,
+    survivors,
+)
 from etude.trainer.setup import PlainSetup, RunSetup
 from etude.trainer.window import Window
 
@@ -32,29 +42,38 @@ UNTRAINED = "untrained"  # in a checkpoint's state
 @dataclass(frozen=True)
 class StepRollouts:
     """What a step trains on: `rolled`, all rollouts of its prompts (see `rolled_out`), and of these `batch`, which can be
-    learned from. `stale`: uids of those that are too old to train on."""
+    learned from. `stale`: uids of those that are too old to train on. `has_several_sequences`: some rollout has."""
 
     rolled: list[RolledOut]
     batch: Batch
     metrics: Metrics
+    has_several_sequences: bool
     stale: frozenset[str] = frozenset()
 
 
-def inspect_rollouts(made: DataProto, setup: PlainSetup, counts: bool) -> tuple[list[RolledOut], list[int], int]:
-    """All rollouts of a batch, the rows that can be learned from, and, if that `counts`, of how many groups among these the
-    scores differ.
+def inspect_rollouts(
+    made: Sequence[DataProto], baselines: Sequence[DataProto], setup: PlainSetup
+) -> tuple[list[RolledOut], list[list[int]], Metrics, bool]:
+    """Of batches, and the greedy ones: all rollouts, each batch's rows that can be learned from, their metrics, and whether
+    some rollout has several sequences.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
     """
-    rows = survivor_rows(made, setup.trainer.min_valid_fraction)
-    spread = spread_groups(made.select_idxs(rows), setup.algorithm.filter_groups.metric) if counts else []
-    return rolled_out(made), rows, len(spread)
+    fraction = setup.trainer.min_valid_fraction
+    rows = [survivor_rows(batch, fraction) for batch in made]
+    several = any(rollout.earlier for batch in made for rollout in rollouts_of(batch))
+    rolled = [rollout for batch in made for rollout in rolled_out(batch)]
+    return rolled, rows, metrics_of_rollouts(made, baselines, setup.roles.reward, fraction), several
 
 
-def has_spread(made: DataProto, setup: PlainSetup) -> bool:
-    """Whether some group's scores differ."""
-    return bool(spread_groups(survivors(made, 0.0), setup.algorithm.filter_groups.metric))
+def count_spread(made: DataProto, setup: PlainSetup, min_fraction: float = 0.0) -> int:
+    """Of how many groups the scores differ.
+
+    Raises:
+        TrainingStopped: infrastructure failures dropped too large a share.
+    """
+    return len(spread_groups(survivors(made, min_fraction), setup.algorithm.filter_groups.metric))
 
 
 class PromptQueue:
@@ -116,9 +135,7 @@ class DirectFeed:
         """Trajectories for `train_batch_size` prompts; with group filtering, repeats until enough groups have differing
         scores."""
         setup, algorithm = self._setup, self._setup.algorithm
-        rolled: list[RolledOut] = []
         all_made: list[Batch] = []
-        parts: list[Batch] = []
         baselines: list[Batch] = []
         engine, spread = [], 0
         wanted = setup.data.train_batch_size
@@ -133,18 +150,18 @@ class DirectFeed:
                 made = self._rollouts.with_baselines(made, greedy)
                 baselines.append(greedy)
                 engine.append(sampling)
-            last = attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted
-            found, rows, groups = self._rollouts.run(inspect_rollouts, made, setup.plain, not last)
             all_made.append(made)
-            rolled += found
-            parts.append(made.select_idxs(rows))
-            spread += groups
-            if last or spread >= wanted:
+            if attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted:
                 break
-        metrics = self._rollouts.step_metrics(all_made, baselines, engine)
+            spread += self._rollouts.run(count_spread, made, setup.plain, setup.trainer.min_valid_fraction)
+            if spread >= wanted:
+                break
+        rolled, kept, metrics, several = self._rollouts.run(inspect_rollouts, all_made, baselines, setup.plain)
+        metrics |= finish_metrics(add_metrics(engine))
         if algorithm.drops_equal_groups:
-            metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
-        return StepRollouts(rolled, self._rollouts.join(parts), metrics)
+            metrics["training/filter_groups/num_gen_batches"] = float(len(all_made))
+        batch = self._rollouts.join([made.select_idxs(rows) for made, rows in zip(all_made, kept)])
+        return StepRollouts(rolled, batch, metrics, several)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """Nothing goes on between steps."""
@@ -198,11 +215,11 @@ class StreamingFeed:
         baselines = [part for group in groups for part in [*group.rolled.values()][1:]]
         rolled, engine, self._engine = self._rollouts.join(made), self._engine, []
         stale = frozenset(next(iter(group.asked)) for group in groups if group.deadline < step)
-        metrics = self._rollouts.step_metrics([rolled], baselines, engine)
+        found, (rows,), metrics, several = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._setup.plain)
+        metrics |= finish_metrics(add_metrics(engine))
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
-        found, rows, _ = self._rollouts.run(inspect_rollouts, rolled, self._setup.plain, False)
         fresh = [row for row in rows if found[row][0] not in stale]
-        return StepRollouts(found, rolled.select_idxs(fresh), metrics, stale)
+        return StepRollouts(found, rolled.select_idxs(fresh), metrics, several, stale)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """The workers have the weights of `version`: further prompts may begin."""
@@ -247,7 +264,7 @@ class StreamingFeed:
         made, *greedy = group.rolled.values()
         for each in greedy:
             made = group.rolled[next(iter(group.asked))] = self._rollouts.with_baselines(made, each)
-        if self._setup.algorithm.max_gen_batches > 1 and not self._rollouts.run(has_spread, made, self._setup.plain):
+        if self._setup.algorithm.max_gen_batches > 1 and not self._rollouts.run(count_spread, made, self._setup.plain):
             self._window.take([group])
             self._evicted.append(group)
 

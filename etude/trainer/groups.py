@@ -19,10 +19,11 @@ from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
 from etude.distributed.ray_store import RankStore
+from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
 from etude.metrics import Metrics
-from etude.options import SFTOptions, TrainOptions
+from etude.options import RolloutOptions, RunOptions, SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
@@ -60,6 +61,15 @@ class Groups:
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def usage(self) -> Usage:
+        """What the processes of the run take, the driver's included; without those of a group that was lost."""
+        groups = {id(each): each for each in (self.rollout, self.actor, self.critic, self.reward) if each}
+        found = [measure_usage()]
+        for group in (*groups.values(), *self.teachers.values()):
+            with suppress(WorkerLost):
+                found += group.usage()
+        return join_usage(found)
 
     def progress(self) -> tuple[int, int]:
         """(finished, total) trajectories of the current rollout; thread-safe."""
@@ -150,7 +160,7 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
-            beside, rank = _beside_driver(rollout, options, stack)
+            beside, rank = _beside_driver(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = RankStore()
@@ -185,16 +195,16 @@ def _on_ray(
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
     """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
     trainer, cluster = run.trainer, run.ray
-    sizes = {"trainer": (trainer.nnodes, trainer.n_gpus_per_node)}
+    sections: dict[str, RunOptions | RolloutOptions] = {"trainer": trainer}
     if options.standalone:
-        rollout = options.rollout
-        sizes["actor_rollout_ref.rollout"] = (rollout.nnodes, rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+        sections["actor_rollout_ref.rollout"] = options.rollout
+    sizes = {key: (own.nnodes, own.n_gpus_per_node or trainer.n_gpus_per_node) for key, own in sections.items()}
     stack.callback(connect(cluster.address, cluster.init_kwargs, sum(nodes * each for nodes, each in sizes.values())))
     if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # the driver's node need not have one
     use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()
     for key, (nodes, each) in sizes.items():
-        least = nodes if pools else trainer.min_nnodes or nodes
+        least = sections[key].min_nnodes or nodes
         pools.append(_place(key, each, (nodes, least), use_gpu, 1 if pools else roles, wait))
         stack.callback(pools[-1].close)
     check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), use_gpu)

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from etude.trainer.signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
+    from etude.distributed.usage import Usage
     from etude.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ DROPPED = (
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was called: the name may be made up by the model
 _MAX_OWN_METRICS = 32  # per tool: names are its author's choice, but a step's metrics stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
-_Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
@@ -251,11 +251,10 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
 
 
 class Timings:
-    """Wall seconds by name in `seconds`; CPU seconds of the process, all threads, in `cpu()`."""
+    """Wall seconds by name in `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._cpu = time.process_time()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -265,13 +264,24 @@ class Timings:
         finally:
             self.seconds[name] += time.perf_counter() - started
 
-    def cpu(self) -> float:
-        """CPU seconds since construction."""
-        return time.process_time() - self._cpu
-
     def of_work(self) -> dict[str, float]:
         """`seconds` without activities that did nothing."""
         return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
+
+
+class CostMeter:
+    """What each step takes of CPUs and GPUs, over all processes of a run."""
+
+    def __init__(self, usage: Callable[[], Usage]) -> None:
+        self._usage, self._spent, self._began = usage, usage().total, time.perf_counter()
+
+    def measure(self) -> Metrics:
+        """`perf/cpu_seconds` and `perf/gpu_seconds` (GPUs held times seconds) since the last call, or construction."""
+        now, usage = time.perf_counter(), self._usage()
+        metrics = {"perf/cpu_seconds": max(usage.total - self._spent, 0.0)}
+        metrics["perf/gpu_seconds"] = len(usage.gpus) * (now - self._began)
+        self._spent, self._began = usage.total, now
+        return metrics
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:
@@ -350,84 +360,3 @@ class SkippedSteps:
                 f"{met}, in {self._failing} training steps in a row; look at the tools and the scorer"
             )
         logger.warning("%s; after another such step the run stops, with a checkpoint", met)
-
-
-def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a proportion (Wilson 1927); (0, 1) for n = 0. `successes` may be fractional.
-
-    Raises:
-        ValueError: `successes` is not within 0 and `n`.
-    """
-    if n == 0 and successes == 0:
-        return 0.0, 1.0
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n}")
-    p, z2 = successes / n, _Z_95**2
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # the closed form is off by a rounding error at the ends
-    high = 1.0 if successes == n else min(centre + half, 1.0)
-    return low, high
-
-
-def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores: Sequence[float | None]) -> Metrics:
-    """`val-core/{data_source}/reward/…` from one score per sample; samples with equal `uids` share a prompt.
-
-    A score of None is missing: `missing` counts them, if any, and all else is over the other samples, and the prompts that
-    have any. With N the maximum number of samples per prompt of the source, missing ones included: `mean@N` is the mean over
-    prompts of a prompt's mean; `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K samples drawn
-    without replacement (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has. For scores
-    that are all 0 or 1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one prompt are not
-    independent.
-
-    Raises:
-        ValueError: the sequences differ in length.
-    """
-    if not len(data_sources) == len(uids) == len(scores):
-        raise ValueError(f"{len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores")
-    grouped: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
-    for source, uid, score in zip(data_sources, uids, scores):
-        grouped[str(source)][str(uid)].append(None if score is None else float(score))
-    metrics: Metrics = {}
-    for source, prompts in sorted(grouped.items()):
-        metrics |= _source_metrics(f"val-core/{source}/reward", list(prompts.values()))
-    return metrics
-
-
-def _source_metrics(prefix: str, asked: Sequence[Sequence[float | None]]) -> Metrics:
-    most = max(len(samples) for samples in asked)
-    found = [[score for score in samples if score is not None] for samples in asked]
-    prompts = [samples for samples in found if samples]
-    missing = sum(map(len, asked)) - sum(map(len, prompts))
-    metrics: Metrics = {f"{prefix}/missing": missing} if missing else {}
-    if not prompts:
-        return metrics
-    mean, low, high = prompt_mean(prompts)
-    metrics[f"{prefix}/mean@{most}"] = mean
-    if low is not None and high is not None:
-        metrics |= {f"{prefix}/mean@{most}/ci95_low": low, f"{prefix}/mean@{most}/ci95_high": high}
-    powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
-    for k in [*powers, most] if most > 1 else []:
-        best = [expected_best(samples, min(k, len(samples))) for samples in prompts]
-        metrics[f"{prefix}/best@{k}/mean"] = float(np.mean(best))
-    return metrics
-
-
-def prompt_mean(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None, float | None]:
-    """(mean over prompts of a prompt's mean, low, high): for values that are all 0 or 1 with a 95 % Wilson interval that
-    counts prompts, since samples of one prompt are not independent; it is conservative, however correlated they are."""
-    means = [float(np.mean(samples)) for samples in prompts]
-    low = high = None
-    if all(value in (0.0, 1.0) for samples in prompts for value in samples):
-        low, high = wilson_interval(min(sum(means), len(means)), len(means))
-    return float(np.mean(means)), low, high
-
-
-def expected_best(samples: Sequence[float], k: int) -> float:
-    """E[max of k of the n samples drawn without replacement] = Σᵢ x₍ᵢ₎ · C(i-1, k-1) / C(n, k), x₍ᵢ₎ ascending.
-
-    For scores 0 and 1 this is the unbiased pass@k of Chen et al. 2021 (arXiv 2107.03374).
-    """
-    ordered = sorted(samples)
-    chances = math.comb(len(ordered), k)
-    return sum(value * (math.comb(i, k - 1) / chances) for i, value in enumerate(ordered))

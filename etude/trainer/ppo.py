@@ -25,27 +25,17 @@ from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.run_folder import run_record
 from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
-from etude.trainer.batch_functions import (
-    added_sequences,
-    choose_groups,
-    count_rollouts,
-    cut_updates,
-    engine_log_probs,
-    judge_batch,
-    token_columns,
-    uids_of,
-    without_log_probs,
-    without_objects,
-)
+from etude.trainer.batch_functions import cut_updates, judge_batch, uids_of
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.correction import MismatchAlarm, correct_mismatch
+from etude.trainer.correction import MismatchAlarm
 from etude.trainer.distillation import add_teacher_columns, check_teachers
-from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
+from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
+from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.signal import JudgeBudget
 from etude.trainer.tracking import Tracking
@@ -148,6 +138,7 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
+                self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 self._accounts = PromptAccounts(self.run_dir, self.global_step)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
@@ -201,6 +192,7 @@ class PPOTrainer:
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
             self._budget.note(metrics | validated)
+            metrics |= self._cost.measure()
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -229,7 +221,7 @@ class PPOTrainer:
             rollouts, metrics = taken.batch, taken.metrics
             if self.loader.sampler is not None:
                 self.loader.update(rollouts.fetch())  # the user's, on the driver
-            batch, tokens = self._expand(rollouts), (0, 0)
+            batch = self._expand(taken)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
                 batch.meta_info["version"] = self._version
@@ -241,15 +233,10 @@ class PPOTrainer:
                     batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
-                with timings("adv"):
-                    judged = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
-                    found, self.kl_coef, measured, tokens = judged
-                    batch = batch.union(found)
-                    metrics |= measured
-            learned, chosen = self._learned(batch)
-            metrics |= chosen
-            kept = self._run(count_rollouts, without_objects(learned)) if len(learned) else 0
-            metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
+            with timings("adv"):
+                judged = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
+                learned, values, self.kl_coef, found, tokens = judged
+                metrics |= found
             if len(learned):
                 self._midstep = True
                 with timings("update_critic"):
@@ -266,30 +253,32 @@ class PPOTrainer:
         self._end_with_the_passes()
         self.feed.end_step(self.global_step, self.total_steps)
         metrics |= accounting_metrics(self._prompts_of_step)
-        metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
+        metrics |= timing_metrics(timings.of_work(), *tokens)
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(batch))
+            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
         return metrics
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
         return self.groups.run(function, *args)
 
-    def _expand(self, rollouts: Batch) -> Batch:
-        expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
-        return rollouts if expanded is None else expanded
+    def _expand(self, taken: StepRollouts) -> Batch:
+        """A row for each sequence that was sampled."""
+        if not taken.has_several_sequences:
+            return taken.batch
+        expanded: Batch = self._run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
+        return expanded
 
     def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
         given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
         self.groups.run(dump, *given, with_chat=True)
 
-    def _token_values(self, batch: Batch) -> list[Batch]:
+    def _token_values(self, judged: Batch | None) -> list[Batch]:
         """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
-        if not self.options.rollout_token_values or not len(batch):
+        if judged is None:
             return []
-        updates = self.groups.actor.take_token_values()
-        return [token_columns(batch), *(part for part in updates if part is not None)]
+        return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
@@ -297,15 +286,12 @@ class PPOTrainer:
             self.total_steps = self.global_step
 
     def _with_old_log_probs(self, batch: Batch) -> Batch:
-        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch with a single update, where nothing
-        else needs them, has none: the update's own values are the old ones."""
+        """Adds the actor's `old_log_probs`, which in bypass mode give way to the engine's. A batch with a single update,
+        where nothing else needs them, has none: the update's own values are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
-            found = self.groups.actor.compute_log_prob(batch)
-            batch = batch.union(self._run(without_log_probs, found) if bypass else found)
-        if bypass:
-            batch = batch.union(self._run(engine_log_probs, batch))
+            batch = batch.union(self.groups.actor.compute_log_prob(batch))
         batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
@@ -326,33 +312,20 @@ class PPOTrainer:
     def _with_values(self, batch: Batch) -> Batch:
         return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
-    def _learned(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The part of the batch to train on, corrected for what the engine sampled."""
-        metrics = Metrics()
-        if self.algorithm.drops_equal_groups:
-            rows, metrics = self._run(choose_groups, batch, self.setup.plain)
-            batch = batch.select_idxs(rows)
-        correction = self.algorithm.rollout_correction
-        if correction.corrects and not correction.bypass_mode and len(batch):
-            episodes = bool(self.setup.estimator.episodes)
-            batch, corrections = self._run(correct_mismatch, batch, correction, episodes)
-            metrics |= corrections
-        return batch, metrics
-
     def _update_critic(self, batch: Batch) -> Metrics:
         """Epochs of mini-batches towards the returns; a critic on the actor's trunk has them only while it warms up."""
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
         actor, ranks = roles.actor, critic.dp_size
-        cut = without_objects(batch), roles.critic, actor.shuffle, actor.data_loader_seed, ranks
+        cut = batch, roles.critic, actor.shuffle, actor.data_loader_seed, ranks
         minis = self._run(cut_updates, *cut)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        cut = without_objects(batch), options, options.shuffle, options.data_loader_seed, actor.dp_size
+        cut = batch, options, options.shuffle, options.data_loader_seed, actor.dp_size
         minis = self._run(cut_updates, *cut)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 

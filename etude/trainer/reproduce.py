@@ -24,7 +24,7 @@ from etude.trainer.interrupts import Interrupted
 from etude.trainer.provenance import REDACTED, digest_path, git_state
 from etude.trainer.run import fine_tune, train
 
-_OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/", "cost/")
+_OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
 _TIMED = ("latency", "seconds", "_per_s", "throughput")
 
 

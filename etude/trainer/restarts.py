@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from etude.distributed.plane import LostSamplesError
-from etude.errors import EtudeError, InfrastructureError, WorkerLost, one_line
+from etude.errors import (
+    EtudeError,
+    InfrastructureError,
+    MemoryExhausted,
+    WorkerLost,
+    describe_error,
+    is_out_of_memory,
+    one_line,
+)
 from etude.options import RunOptions
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.groups import Groups
@@ -28,6 +36,10 @@ logger = logging.getLogger(__name__)
 LOSSES = (WorkerLost, LostSamplesError)
 _MAX_PAUSE_SECONDS = 60.0
 _LOG_CHARACTERS = 1500  # of a loss, which has the last log lines of its process
+_MEMORY_ADVICE = (
+    "smaller micro-batches (ppo_max_token_len_per_gpu) and model.enable_gradient_checkpointing need less; the same command "
+    "resumes the run"
+)
 
 
 class Trainer(Protocol):
@@ -52,6 +64,7 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
 
     Raises:
         WorkerLost, LostSamplesError: the last loss, where there were too many.
+        MemoryExhausted: in one line, whoever raised what.
         Exception: whatever else ends a run.
     """
     trainer = open_trainer(False, None)
@@ -65,6 +78,10 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
                     return run(trainer)
             except LOSSES as error:
                 restarts.note(error, trainer.checkpoints.newest)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise MemoryExhausted(f"out of memory: {describe_error(error)}; {_MEMORY_ADVICE}") from error
+                raise
             del trainer  # its rows and groups
             while True:
                 try:

@@ -161,7 +161,7 @@ def find_resumption(
     if folder is None:
         return None
     state = Checkpoints.read_state(folder)
-    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), _plain(config))))
+    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), plain_values(config))))
     if refused := found.having(Effect.REFUSED):
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
@@ -187,7 +187,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]
 
 def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any]:
     """The resolved configuration as a checkpoint stores it, with the values that a resumed run actually uses."""
-    used = _plain(config)
+    used = plain_values(config)
     for change in resumed.having(Effect.NONE) if resumed else ():
         *sections, name = change.key.split(".")
         functools.reduce(dict.__getitem__, sections, used)[name] = change.then
@@ -232,7 +232,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
+def plain_values(config: DictConfig) -> dict[str, Any]:
     values = json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
     assert isinstance(values, dict)
     redacted: dict[str, Any] = redact(values)

@@ -22,11 +22,13 @@ from etude.data import RLDataset
 from etude.distributed import BatchRef, WorkerGroup
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
-from etude.metrics import Metrics, add_metrics, finish_metrics
+from etude.jsonl import JsonValue, json_line
+from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
-from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
+from etude.trainer.estimates import validation_metrics
+from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.setup import RunSetup
 from etude.trainer.signal import judge_metrics, loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
@@ -76,14 +78,17 @@ class Rollouts:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not depend on the
         batches."""
         size = self._setup.data.val_batch_size or len(dataset)
+        numbers = range(len(dataset))
+        return self.join([self.validate_rows(dataset, numbers[start : start + size]) for start in numbers[::size]])
+
+    def validate_rows(self, dataset: RLDataset, numbers: Sequence[int]) -> Batch:
+        """The rows of these numbers, `val_kwargs.n` times each; the same whatever rows they are rolled out with."""
         rollout = self._setup.roles.rollout
         n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
-        parts = []
-        for start in range(0, len(dataset), size):
-            rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-            prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
-            parts.append(self.generate(prompts)[0])
-        return self.join(parts)
+        prompts = rollout_batch([dataset[i] for i in numbers], n=n, label="val", seed=seed, validate=True)
+        prompts.non_tensor_batch["uid"] = object_array([f"val-{i}" for i in numbers for _ in range(n)])
+        prompts.non_tensor_batch["rollout_index"] = object_array([i * n + j for i in numbers for j in range(n)])
+        return self.generate(prompts)[0]
 
     def validate(self, dataset: RLDataset) -> tuple[Batch, dict[str, float]]:
         """The validation rollouts and their metrics, named `val-core/*` and `val/*`."""
@@ -107,18 +112,6 @@ class Rollouts:
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
             scored = self._reward.compute_scores(self.run(objects_of, prompts, rolled))
         return self.run(scored_batch, prompts, rolled, scored, self._setup.roles.reward)
-
-    def step_metrics(
-        self, made: Sequence[Batch], baselines: Sequence[Batch], engine: Sequence[Metrics]
-    ) -> dict[str, float]:
-        """The metrics of all rollouts of a training step, and of its greedy ones.
-
-        Raises:
-            TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
-        """
-        fraction, reward = self._setup.trainer.min_valid_fraction, self._setup.roles.reward
-        found: dict[str, float] = self.run(metrics_of_rollouts, list(made), list(baselines), reward, fraction)
-        return found | finish_metrics(add_metrics(engine))
 
 
 # -- what runs where the batches are -------------------------------------------------------------------------------------
@@ -149,7 +142,11 @@ def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataPro
 def metrics_of_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], reward: RewardOptions, min_fraction: float
 ) -> dict[str, float]:
-    """Of all rollouts of a step; see `Rollouts.step_metrics`."""
+    """Of all rollouts of a step, and of its greedy ones.
+
+    Raises:
+        TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
+    """
     greedy = [rollout for batch in baselines for rollout in rollouts_of(batch)]
     check_survivors(greedy, min_fraction)
     metrics = rollout_metrics([rollout for batch in made for rollout in rollouts_of(batch)], reward)
@@ -160,10 +157,13 @@ def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, 
     """Named `val-core/*` and `val/*`."""
     results = rollouts_of(batch)
     totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    kept = [result.trajectory for result in results if result.trajectory is not None]
+    answers = [None if result.trajectory is None else read_answer(result.trajectory) for result in results]
     metrics = validation_metrics(
         batch.non_tensor_batch["data_source"].tolist(),
         batch.non_tensor_batch["uid"].tolist(),
         [None if result.trajectory is None else total for result, total in zip(results, totals)],
+        answers if kept and all(map(has_answer, kept)) else None,
     )
     return metrics | rollout_metrics(results, reward, "val")
 
@@ -263,11 +263,17 @@ def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
 
 def check_survivors(results: Sequence[Rollout], min_fraction: float) -> None:
     """Raises TrainingStopped if infrastructure failures dropped more than `min_fraction` allows."""
-    dropped = sum(result.dropped in DROPPED for result in results)
-    if results and 1 - dropped / len(results) < min_fraction:
+    check_dropped(
+        sum(result.dropped in DROPPED for result in results), len(results), min_fraction, first_cause(results)
+    )
+
+
+def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> None:
+    """The same of a number of trajectories."""
+    if total and 1 - dropped / total < min_fraction:
         raise TrainingStopped(
-            f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
-            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
+            f"{dropped} of {total} trajectories were dropped after infrastructure failures, more than "
+            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {cause}"
         )
 
 
@@ -334,6 +340,17 @@ def _reported(rollout: Rollout, metric: str) -> float:
     )
 
 
+def has_answer(trajectory: Trajectory) -> bool:
+    """Whether the scorer reads answers (`pred`)."""
+    return "pred" in trajectory.rewards.score_info
+
+
+def read_answer(trajectory: Trajectory) -> str | None:
+    """The answer that the scorer read, as text; None where it read none."""
+    answer = trajectory.rewards.score_info.get("pred")
+    return answer if answer is None or isinstance(answer, str) else json_line(answer).decode()
+
+
 def dump(
     chat: ChatTemplate,
     folder: str | Path,
@@ -342,8 +359,15 @@ def dump(
     options: RewardOptions,
     values: Sequence[DataProto] = (),
 ) -> None:
-    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`, with what the trainer had of its tokens: `values` are
-    the judged batch, then what updates recorded of its rows."""
+    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`; see `dump_records`."""
+    write_rollouts(folder, step, dump_records(chat, step, batch, options, values))
+
+
+def dump_records(
+    chat: ChatTemplate, step: int, batch: DataProto, options: RewardOptions, values: Sequence[DataProto] = ()
+) -> list[dict[str, JsonValue]]:
+    """The records of the batch's trajectories; those that were dropped have none. With what the trainer had of their tokens:
+    `values` are the judged batch, then what updates recorded of its rows."""
     records = []
     decode = chat.tokenizer.decode
     of_rows = iter(list_token_values(values))
@@ -369,7 +393,7 @@ def dump(
                 **decode_texts(trajectory, decode),
             )
         )
-    write_rollouts(folder, step, records)
+    return records
 
 
 def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]]]:

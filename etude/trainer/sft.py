@@ -36,7 +36,7 @@ from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, write_whole
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
+from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
 from etude.trainer.provenance import describe_run
@@ -215,6 +215,7 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
+                self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 with run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
@@ -263,6 +264,7 @@ class SFTTrainer:
             if self.target.low <= self._trials.measured[-1] <= self.target.high:
                 self._write(result)
                 self._trials.kept = self.step
+        metrics |= self._cost.measure()
         tracking.log(metrics, self.step)
         emit(StepFinished(self.step, self.total_steps, metrics))
         try:

@@ -4,23 +4,27 @@ Invariant: `metrics.jsonl` holds each step's line once, in order, and survives a
 checkpoint's step are dropped, because those steps run again; a fresh start moves an earlier file aside. Nothing else is
 removed.
 
-A backend that is not a plain file may fail (a full disk, a network): it warns once, and training goes on. The console
-is the display's part; computing the numbers is that of `metrics`.
+Every other tracker runs in a thread of its own, behind a bounded queue: one that raises, hangs or falls behind warns once
+and may miss steps, and training goes on. The console is the display's part; computing the numbers is that of `metrics`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from etude.errors import ConfigError, EtudeError, MissingExtraError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError, one_line
 from etude.jsonl import json_line, write_atomically
+from etude.options.validate import flatten
 from etude.registry import Registry
-from etude.run_folder import METRICS_FILE, read_steps
+from etude.run_folder import METRICS_FILE, read_config, read_steps
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +42,17 @@ class Tracker(Protocol):
 TrackerFactory = Callable[[Path, str, int], "Tracker | None"]  # (run folder, experiment, step resumed from)
 TRACKERS: Registry[TrackerFactory] = Registry("trainer.logger")
 
+_MAX_QUEUED = 256  # steps that a tracker may be behind
+_START_SECONDS = 120.0
+_CLOSE_SECONDS = 60.0
+_Call = Callable[["Tracker"], None]
+
 
 class Tracking:
     """The trackers of one run.
 
     Args:
-        logger: names: `console`, `jsonl`, `tensorboard`, `wandb`, `mlflow`.
+        logger: names that are registered here.
         run_dir: the run's folder, made if absent.
         experiment: the run's name in trackers that have one.
         resume_step: the last step of the checkpoint resumed from, 0 for a fresh start.
@@ -56,12 +65,14 @@ class Tracking:
 
     def __init__(self, logger: Sequence[str], run_dir: Path | str, experiment: str, resume_step: int = 0) -> None:
         names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
-        factories = {name: TRACKERS.get(name) for name in names}
+        factories = {TRACKERS.get(name): name for name in names}  # each once, whatever its names
         self._trackers: dict[str, Tracker] = {}
-        self._warned: set[str] = set()
-        for name, factory in factories.items():
+        for factory, name in factories.items():
             try:
-                tracker = factory(Path(run_dir), experiment, resume_step)
+                if factory is JsonlTracker:
+                    self._trackers[name] = JsonlTracker(Path(run_dir), experiment, resume_step)
+                elif factory is not _console:
+                    self._trackers[name] = _Threaded(name, partial(factory, Path(run_dir), experiment, resume_step))
             except EtudeError:
                 self.close()
                 raise
@@ -69,8 +80,6 @@ class Tracking:
                 self.close()
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 raise ConfigError(f"trainer.logger: '{name}' cannot start: {reason}") from error
-            if tracker is not None:
-                self._trackers[name] = tracker
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records one step's scalars everywhere.
@@ -78,24 +87,73 @@ class Tracking:
         Raises:
             EtudeError: `metrics.jsonl` cannot be written; every other failure is one warning.
         """
-        for name in self._trackers:
-            self._guarded(name, lambda tracker: tracker.log(metrics, step))
+        for tracker in self._trackers.values():
+            tracker.log(metrics, step)
 
     def close(self) -> None:
         """Closes every tracker; a second call does nothing."""
-        for name in list(self._trackers):
-            self._guarded(name, lambda tracker: tracker.close())
-            del self._trackers[name]
+        while self._trackers:
+            self._trackers.popitem()[1].close()
 
-    def _guarded(self, name: str, action: Callable[[Tracker], None]) -> None:
+
+class _Threaded:
+    """A tracker that is made and called in a thread of its own, so that nothing it does or fails to do reaches the run."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker | None]) -> None:
+        """Raises whatever `make` does, and TimeoutError where it takes longer than two minutes."""
+        self._name, self._warned = name, False
+        self._calls: queue.Queue[_Call | None] = queue.Queue(_MAX_QUEUED)
+        self._failure: BaseException | None = None
+        started = threading.Event()
+
+        def run() -> None:
+            try:
+                tracker = make()
+            except BaseException as error:
+                self._failure = error
+                return
+            finally:
+                started.set()
+            while (call := self._calls.get()) is not None:
+                if tracker is not None:
+                    self._guard(call, tracker)
+
+        self._thread = threading.Thread(target=run, name=f"etude-tracker-{name}", daemon=True)
+        self._thread.start()
+        if not started.wait(_START_SECONDS):
+            raise TimeoutError(f"no answer within {_START_SECONDS:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hands the scalars over; never waits."""
+        held = dict(metrics)
         try:
-            action(self._trackers[name])
-        except EtudeError:
-            raise
+            self._calls.put_nowait(lambda tracker: tracker.log(held, step))
+        except queue.Full:
+            self._warn(f"it is {_MAX_QUEUED} steps behind")
+
+    def close(self) -> None:
+        """Waits until what was handed over is written, up to a minute."""
+        try:
+            for last in (lambda tracker: tracker.close(), None):
+                self._calls.put(last, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            self._warn(f"it did not finish within {_CLOSE_SECONDS:.0f} s")
+
+    def _guard(self, call: _Call, tracker: Tracker) -> None:
+        try:
+            call(tracker)
         except Exception as error:  # logging must not end a run
-            if name not in self._warned:
-                self._warned.add(name)
-                logger.warning("logger '%s' failed and may miss steps from here on: %s", name, one_line(error))
+            self._warn(one_line(error))
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("logger '%s' failed and may miss steps from here on: %s", self._name, why)
 
 
 @TRACKERS.register("console")
@@ -149,6 +207,9 @@ def _drop_steps_after(path: Path, step: int) -> None:
                 kept.write(line)
 
 
+TRACKERS.register("file")(JsonlTracker)  # verl's name
+
+
 def _move_aside(path: Path) -> None:
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
@@ -190,7 +251,12 @@ class WandbTracker:
         known = _read_id(id_file) if resume_step > 0 else None
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=run_dir.resolve().parent.name, name=experiment, dir=str(run_dir), id=known, resume="allow"
+            project=_project(run_dir),
+            name=experiment,
+            dir=str(run_dir),
+            id=known,
+            resume="allow",
+            config=_config(run_dir),
         )
         id_file.write_text(self._run.id, encoding="utf-8")
 
@@ -213,12 +279,14 @@ class MlflowTracker:
         self._client = client_class()
         self._run_id = _read_id(id_file) if resume_step > 0 else None
         if self._run_id is None:
-            project = run_dir.resolve().parent.name
+            project = _project(run_dir)
             found = self._client.get_experiment_by_name(project)
             experiment_id = found.experiment_id if found else self._client.create_experiment(project)
             self._run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file.write_text(self._run_id, encoding="utf-8")
+        for key, value in dict(flatten(_config(run_dir))).items() if resume_step == 0 else ():
+            self._client.log_param(self._run_id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records the scalars of one step."""
@@ -228,6 +296,107 @@ class MlflowTracker:
     def close(self) -> None:
         """Marks the run as finished."""
         self._client.set_terminated(self._run_id)
+
+
+@TRACKERS.register("swanlab")
+class SwanlabTracker:
+    """SwanLab, `SWANLAB_MODE` (cloud, local, offline) says where; files are in `{run_dir}/swanlog` unless `SWANLAB_LOG_DIR`
+    is set. A resumed run continues its SwanLab run where that is possible: in the cloud."""
+
+    def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
+        self._swanlab = _extra("swanlab")
+        id_file = run_dir / "swanlab_run_id.txt"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        mode = os.environ.get("SWANLAB_MODE", "cloud")
+        known = _read_id(id_file) if resume_step > 0 and mode == "cloud" else None
+        resumed = {"id": known, "resume": "allow"} if known else {}
+        run = self._swanlab.init(
+            project=_project(run_dir),
+            experiment_name=experiment,
+            config=_config(run_dir),
+            logdir=os.environ.get("SWANLAB_LOG_DIR", str(run_dir / "swanlog")),
+            mode=mode,
+            **resumed,
+        )
+        id_file.write_text(str(getattr(run, "id", None) or getattr(run.public, "run_id", "")), encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records the scalars of one step."""
+        self._swanlab.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._swanlab.finish()
+
+
+@TRACKERS.register("trackio")
+class TrackioTracker:
+    """Trackio: a local database (`TRACKIO_DIR`), or with `TRACKIO_SPACE_ID` a dashboard on a hub. A resumed run goes on
+    under its name."""
+
+    def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
+        trackio = _extra("trackio")
+        # its names are folders
+        self._run = trackio.init(
+            project=_project(run_dir),
+            name=experiment.replace("/", "-"),
+            config=_config(run_dir),
+            resume="allow" if resume_step > 0 else "never",
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records the scalars of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._run.finish()
+
+
+@TRACKERS.register("clearml")
+class ClearmlTracker:
+    """ClearML; with `CLEARML_OFFLINE_MODE=1` into a local session. A resumed run continues its task."""
+
+    def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
+        task = _extra("clearml").Task
+        id_file = run_dir / "clearml_task_id.txt"
+        known = _read_id(id_file) if resume_step > 0 else None
+        self._task = task.init(
+            project_name=_project(run_dir),
+            task_name=experiment,
+            reuse_last_task_id=False,
+            continue_last_task=known or False,
+            auto_connect_frameworks=False,
+            auto_connect_arg_parser=False,
+            auto_connect_streams=False,
+            auto_resource_monitoring=False,
+        )
+        self._task.connect_configuration(_config(run_dir), name="configuration")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(self._task.id, encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records the scalars of one step."""
+        for name, value in metrics.items():
+            title, _, series = name.rpartition("/")
+            self._task.get_logger().report_scalar(title or name, series, value, step)
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._task.close()
+
+
+def _project(run_dir: Path) -> str:
+    """The name of the folder above the run's."""
+    return run_dir.resolve().parent.name
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    """The run's configuration, without secrets; empty where it is not written."""
+    try:
+        return read_config(run_dir)
+    except DataError:
+        return {}
 
 
 def _extra(package: str) -> Any:

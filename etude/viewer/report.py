@@ -31,6 +31,7 @@ from etude.run_folder import (
     SUMMARY_FILE,
     read_metrics,
     read_run_record,
+    run_totals,
 )
 from etude.viewer.charts import Chart, Records, draw_charts, series, validation_keys
 from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, sanitize_text
@@ -154,13 +155,14 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
     ran_on: list[tuple[str, str]] = [
         (name, str(record[name])[:300]) for name in ("versions", "hardware") if name in record
     ]
+    spent = [(f"total {name.replace('_', ' ')}", f"{value:,.4g}") for name, value in run_totals(records).items()]
     return Contents(
         title=title,
         subtitle=_subtitle(records),
         headlines=(_summary_headlines(summary, run_dir / SUMMARY_FILE) or _validation_headlines(records))[
             :MAX_HEADLINES
         ],
-        facts=_facts(summary) + ran_on,
+        facts=_facts(summary) + spent + ran_on,
         charts=draw_charts(records),
         samples=samples,
         failures=next(filter(None, map(load_failures, folders)), ()),

@@ -42,7 +42,7 @@ class Row:
     line: int
     offset: int
     length: int  # bytes
-    split: str  # "train", "validation", "evaluation/…", or "" for dumps outside a run's folder
+    split: str  # "train", "validation", "evaluation/…", "eval-…", or "" for dumps outside a run's folder
     step: int
     uid: str
     prompt: str

@@ -22,7 +22,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
-from etude.dumps import sequences_of
+from etude.dumps import sequences_of, token_values
 from etude.errors import DataError
 from etude.viewer.conversations import PROVENANCE_COLOURS, parse_conversation
 from etude.viewer.explain import Token, list_tokens
@@ -31,6 +31,8 @@ from etude.viewer.rows import Row
 from etude.viewer.tui_lines import LineView, clean, clean_line, wrap
 
 _MAX_CALLS = 50
+_MAX_TEXT = 200_000  # characters of a block
+_VALUES = {"advantages": "advantage", "entropys": "entropy"}  # of a token, where a dump has them
 _MAX_TOKENS = 200_000
 _MAX_DIFF = 4_000  # words
 _MAX_COLUMN = 20_000  # characters of a rollout in a group
@@ -252,7 +254,7 @@ def describe(row: Row) -> str:
 
 def trajectory_texts(record: Mapping[str, Any]) -> Iterator[Text]:
     """Facts, blocks of text in the colour of their writer, and the tool calls."""
-    conversation = parse_conversation(record)
+    conversation = parse_conversation(record, _MAX_TEXT)
     assert conversation is not None
     facts = (Text.assemble((f"{clean_line(name)} ", "dim"), clean_line(value)) for name, value in conversation.facts)
     yield Text("   ").join(facts)
@@ -282,7 +284,8 @@ def _call_texts(call: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _token_items(record: Mapping[str, Any], decode: Callable[[int], str] | None) -> Iterator[Token | str]:
-    yield f"{'position':>8} {'id':>7} mask {'log-prob':>9} {'reward':>7} version  text"
+    values = "".join(f"{title:>9} " for name, title in _VALUES.items() if name in token_values(record))
+    yield f"{'position':>8} {'id':>7} mask {'log-prob':>9} {values}{'reward':>7} version  text"
     try:
         sequences = sequences_of(record)
         for number, sequence in enumerate(sequences, 1):
@@ -310,7 +313,11 @@ def _token_line(token: Token | str, _width: int) -> Text:
     reward, version = f"{token.reward:g}" if token.reward else "", "" if token.version is None else str(token.version)
     line = Text(f"{token.position:8} {token.id:7} {token.mask:4} ")
     colour = "green" if (token.log_prob or 0.0) > -1.0 else "yellow" if (token.log_prob or 0.0) > -3.0 else "red"
-    line.append(f"{log_prob:>9} ", colour).append(f"{reward:>7} {version:>7}  ")
+    line.append(f"{log_prob:>9} ", colour)
+    for name in _VALUES:
+        if name in token.values:
+            line.append(f"{'' if (value := token.values[name]) is None else format(value, '.4f'):>9} ")
+    line.append(f"{reward:>7} {version:>7}  ")
     return line.append(repr(clean(token.text[:200]))[1:-1], PROVENANCE_COLOURS[token.provenance.value])
 
 

@@ -263,7 +263,7 @@ class TrainWorker(TrainedWorker):
         metrics: Metrics = {**found, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
         return self.options.critic.vf_coef * loss, metrics
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
         """As for any trained role; the critic's with it."""
         super().copy_state()

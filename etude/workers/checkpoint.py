@@ -79,7 +79,7 @@ class TrainedWorker(RoleWorker):
     def weights_changed(self) -> None:
         """Called after each change of the weights."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
         """Copies weights and optimizer state to the CPU's memory, for the next `save_checkpoint`: it may run in another
         thread, and writes the weights of this moment whatever is trained meanwhile."""

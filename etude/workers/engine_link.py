@@ -55,9 +55,9 @@ _PREFIX = "etude-weights-"
 _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
-def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
+def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[int, int] = (0, 1)) -> Engine:
     """The engine named by `rollout.name`, on the weights of `model`; where that is None or sharded, on weights of its own,
-    first those of `model.path`.
+    first those of `model.path`. `place`: the rank of the worker that has it, and how many there are.
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
@@ -88,6 +88,9 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         seed=rollout.seed,
         server_urls=rollout.server_urls,
+        server_command=rollout.server_command,
+        rank=place[0],
+        ranks=place[1],
         server_model=rollout.server_model,
         server_api_key_env=rollout.server_api_key_env,
         server_timeout=rollout.server_timeout,

@@ -99,7 +99,7 @@ class RolloutWorker(RoleWorker):
         if self.reward_model is not None:
             self.reward_model.load()
         shared = None if actor is None or options.streams else actor.model
-        engine = build_engine(options, shared, self.tokenizer)
+        engine = build_engine(options, shared, self.tokenizer, (self.rank, self.world_size))
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
         self._link = EngineLink(
             engine,
@@ -234,6 +234,9 @@ class RolloutWorker(RoleWorker):
             self._watch.close()
         if self._thread is not None:
             self._run(self._stream.close())
+        if self._manager is not None and hasattr(self._manager.engine, "shutdown"):
+            self._run(self._manager.engine.shutdown())
+        if self._thread is not None:
             self._run(self._settle())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

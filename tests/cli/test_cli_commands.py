@@ -118,11 +118,11 @@ def test_an_evaluation_tells_writes_and_dumps(tiny, tmp_path, capsys):
     assert figures["reward"] == pytest.approx(sum(record["score"] for record in records) / 3)
     assert 0 <= figures["success_low"] <= figures["success"] <= figures["success_high"] <= 1
     [(source, own)] = figures["sources"].items()
-    assert own == {key: value for key, value in figures.items() if key not in ("sources", "metrics")}
+    assert own == {key: value for key, value in figures.items() if key not in ("sources", "metrics", "folder")}
     assert shown.startswith(f"{source}: success {figures['success']:.3f} (95 % interval ")
     core = figures["metrics"][f"val-core/{source}/reward/mean@1"]
-    assert f"  mean@1 {core:.3f}\n" in shown
-    assert shown.count("\n") == 2
+    assert figures["reward"] == pytest.approx(core)
+    assert shown.splitlines()[1:] == [f"trajectories: {tmp_path}/dump/0.jsonl"]
     assert not (tmp_path / "run").exists()
 
 
@@ -135,7 +135,15 @@ def test_an_evaluation_of_several_samples_must_sample(tiny, tmp_path, capsys):
     assert run(cli, ["eval", *arguments, f"{val}.do_sample=true"]) == 0
     shown = capsys.readouterr().out
     assert "3 prompts, 6 samples, 0 dropped" in shown
-    assert "best@2/mean" in shown
+    assert "  pass@2 0." in shown or "  pass@2 1." in shown
+    [folder] = (tmp_path).glob("eval-*")
+    assert (folder / "0.jsonl").is_file()
+    capsys.readouterr()
+    assert run(cli, ["eval", "--json", *arguments, f"{val}.do_sample=true"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["samples"], again["folder"]) == (6, str(folder))
+    assert run(cli, ["runs", "show", str(folder)]) == 0
+    assert "eval" in capsys.readouterr().out
 
 
 def test_a_greedy_evaluation_is_the_same_every_time(tiny, tmp_path):

@@ -27,6 +27,7 @@ def run_dir(tiny, tmp_path_factory):
             f"{ROLLOUT}.top_p=0.95",
             f"{ROLLOUT}.top_k=40",
             "reward_model.score_weight=0.5",
+            "trainer.rollout_token_values=true",
         )
     )
     return folder

@@ -9,6 +9,7 @@ import pytest
 from house_stage import metrics, one_line_error
 
 from etude.cli.main import cli, run
+from etude.run_folder import run_totals
 from etude.trainer.reproduce import compare_metrics
 
 HOLD = (
@@ -123,3 +124,23 @@ def test_figures_of_time_are_not_compared():
     found = compare_metrics(then, now)
     assert (found.steps, found.differences) == (1, ((1, "a", 1.0, 1.0 + 2**-52), (1, "gone", 2.0, None)))
     assert compare_metrics(then, now, 0).differences == ()
+
+
+def test_what_a_run_took_is_summed(done, capsys):
+    record = json.loads((done / "run.json").read_text())
+    totals, steps = record["totals"], metrics(done)
+    assert totals["steps"] == 2
+    assert totals["cpu_hours"] == pytest.approx(sum(each["perf/cpu_seconds"] for each in steps) / 3600, abs=1e-6)
+    assert totals["cpu_hours"] > 0
+    assert totals["gpu_hours"] == 0
+    assert totals["tokens"] == sum(each["perf/total_num_tokens"] for each in steps)
+    assert totals["tool_calls"] == sum(each.get("tool/calculator/calls", 0) for each in steps)
+    assert "cpu hours" in output(capsys, "runs", "show", done)[1]
+
+
+def test_judges_count_in_training_and_validation():
+    steps = [
+        {"step": 0, "val/reward/judge/cost": 0.5},
+        {"step": 1, "reward/judge/cost": 1.0, "reward/judge/cached": 3.0},
+    ]
+    assert run_totals(steps) == {"steps": 1, "judge_cost": 1.5}

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -67,6 +68,10 @@ class Prober(Doubler):
     @register(Dispatch.ONE_TO_ALL)
     def tell_pid(self):
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL, in_background=True)
+    def tell_waits(self):
+        return self.waits
 
     @register(Dispatch.ALL_TO_ALL)
     def wait(self, how):
@@ -269,8 +274,9 @@ def test_groups_share_slots_and_leave_nothing(cluster):
     other.close()
     other.close()
     until(lambda: not is_running(pid), "processes are left")
-    with pytest.raises(WorkerLost, match="closed"):
-        other.double(batch(2))
+    for call in (other.double, other.by_team):  # of a mesh that the group knows, and of one that it does not
+        with pytest.raises(WorkerLost, match="closed"):
+            call(batch(2))
     pool.close()
 
 
@@ -323,7 +329,7 @@ def test_a_rank_that_stops_answering_is_an_error(cluster, quick):
     until(lambda: not any(map(is_running, pids)), "processes are left")
 
 
-def test_a_call_has_a_deadline_and_nobody_waits_for_a_rank_that_failed(cluster, quick):
+def test_a_call_has_a_deadline_and_nobody_waits_for_a_rank_that_failed_or_was_asked_to_end(cluster, quick):
     pool = ResourcePool([2])
     group = RayWorkerGroup(Prober, pool)
     with pytest.raises(Odd):  # of the second rank; the first is asked to end, and says so
@@ -332,8 +338,19 @@ def test_a_call_has_a_deadline_and_nobody_waits_for_a_rank_that_failed(cluster, 
         group.wait(["meet", "fail"])
     group.close()
     other = RayWorkerGroup(Prober, pool)
+
+    def wait():
+        with suppress(WorkerLost):  # of the second rank, in the end
+            other.wait(["go", "meet"])
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: other.tell_waits() == [1, 1], "the call never began")
+    other.interrupt()
+    assert other.tell_waits() == [1, 1]  # the second rank does not end its call; a run may still be saved
     other._call_seconds = 2.0
-    assert "did not end within 2 s in Prober.wait" in lost(other, lambda: other.wait(["go", "go"]))
+    assert "did not end within 2 s in Prober.tell_pid" in lost(other, other.tell_pid)
+    waiting.join(60)
     pool.close()
 
 

@@ -221,6 +221,7 @@ NATIVE = {
 }
 SERVED = {
     f"{ROLLOUT}.server_urls": "[http://127.0.0.1:9]",
+    f"{ROLLOUT}.server_command": "[serve]",
     f"{ROLLOUT}.server_model": "named",
     f"{ROLLOUT}.server_api_key_env": "PATH",
     f"{ROLLOUT}.server_timeout": 7,

@@ -22,5 +22,6 @@ def test_a_run_outlives_half_an_hour_of_kills(tiny, tmp_path, isolation):
             kind = dice.choice([*MARKS, "rank"])
             run.wait_for(lambda: run.kill(kind, dice))  # noqa: B023
             time.sleep(20)
-        run.stop()
+        said = run.stop()
+    assert "Traceback" not in said
     assert set(run.killed) == {*MARKS, "rank"}

@@ -88,6 +88,7 @@ def test_the_documents_commands_run_on_ray(name, tiny, tmp_path, cluster):
         "trainer.report=false",
         "trainer.total_training_steps=1",
         f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.nnodes=1",
         "trainer.n_gpus_per_node=2",
         *cluster,
     ]

@@ -11,6 +11,7 @@ pytest.importorskip("mcp")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_goes_on_whatever_is_killed_and_accounts_for_every_prompt(tiny, tmp_path, isolation):
     dice = random.Random()
     kinds = [*MARKS, "rank"]
@@ -20,5 +21,4 @@ def test_a_run_goes_on_whatever_is_killed_and_accounts_for_every_prompt(tiny, tm
         unleash(run, dice, kinds, 1.0)
         said = run.stop()
     assert run.killed == dict.fromkeys(kinds, 1)
-    [line] = [line for line in said.splitlines() if "the workers start again" in line]
-    assert "Worker, rank " in line
+    assert any("Worker, rank " in line and "the workers start again" in line for line in said.splitlines())

@@ -1,52 +1,45 @@
 """An evaluation's figures: by prompt, by data source, and with intervals that cover."""
 
+from collections import Counter
+from itertools import combinations
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from etude.agents import Rollout
-from etude.protocol import DataProto
-from etude.trainer.metrics import prompt_mean, wilson_interval
-from etude.trainer.run import evaluation_metrics
+from etude.dumps import read_rollouts
+from etude.errors import ConfigError
+from etude.options import RewardOptions
+from etude.trainer.estimates import estimate, expected_majority, wilson_interval
+from etude.trainer.evaluation import evaluate, sample_of, summarize
+from etude.trainer.rollouts import Rollouts
 from etude.trajectory import ToolCallRecord, Trajectory
-from etude.workers import RewardOptions
 
 
-def sample(score, *, tool=False):
+def sample(score, *, tool=False, **info):
     trajectory = Trajectory("r", [1])
     trajectory.rewards.score = score
+    trajectory.rewards.score_info = info
     if tool:
         trajectory.tool_calls.append(ToolCallRecord(turn=0, name="t", arguments="{}", response="", reward=0, seconds=0))
-    return trajectory
-
-
-def batch(rows):
-    """Of (source, prompt, trajectory or None)."""
-    columns = {"data_source": [], "uid": [], "rollout": []}
-    for source, uid, trajectory in rows:
-        columns["data_source"].append(source)
-        columns["uid"].append(uid)
-        columns["rollout"].append(Rollout([trajectory]))
-    arrays = {}
-    for name, values in columns.items():
-        arrays[name] = np.empty(len(values), dtype=object)
-        arrays[name][:] = values
-    return DataProto.from_dict(non_tensors=arrays)
+    return sample_of(trajectory, RewardOptions())
 
 
 def test_each_prompt_counts_once_and_each_source_has_its_figures():
-    rows = [("easy", "e1", sample(1.0, tool=True))] * 3 + [("easy", "e2", sample(0.0)), ("hard", "h1", None)]
-    rows += [("hard", "h2", sample(0.0)), ("gone", "g1", None)]
-    figures = evaluation_metrics(batch(rows), RewardOptions())
+    sources = {"e1": "easy", "e2": "easy", "h1": "hard", "h2": "hard", "g1": "gone"}
+    samples = {"e1": [sample(1.0, tool=True)] * 3, "e2": [sample(0.0)], "h2": [sample(0.0)]}
+    figures = summarize(sources, samples, 3)
     easy, hard, gone = (figures["sources"][name] for name in ("easy", "hard", "gone"))
     assert (
         easy["success"] == easy["tool_use"] == easy["reward"] == 0.5
     )  # three samples of four are right, one prompt of two
     assert (easy["success_low"], easy["success_high"]) == wilson_interval(1, 2)
-    assert (easy["prompts"], easy["samples"], easy["dropped"]) == (2, 4, 0)
-    assert (hard["prompts"], hard["samples"], hard["dropped"], hard["success"]) == (1, 1, 1, 0.0)
-    assert gone == {"prompts": 0, "samples": 0, "dropped": 1}
+    assert (easy["prompts"], easy["samples"], easy["dropped"]) == (2, 4, 2)
+    assert (hard["prompts"], hard["samples"], hard["dropped"], hard["success"]) == (1, 1, 5, 0.0)
+    assert gone == {"prompts": 0, "samples": 0, "dropped": 3}
     assert figures["success"] == pytest.approx(1 / 3)
-    assert (figures["prompts"], figures["samples"], figures["dropped"]) == (3, 5, 2)
+    assert (figures["prompts"], figures["samples"], figures["dropped"]) == (3, 5, 10)
 
 
 @pytest.mark.parametrize("n", [1, 4, 16])
@@ -59,6 +52,111 @@ def test_the_interval_covers_however_alike_the_samples_of_a_prompt_are(n, alike)
         one = (generator.random((60, 1)) < p).repeat(n, axis=1)
         own = generator.random((60, n)) < p
         values = np.where(generator.random((60, 1)) < alike, one, own).astype(float)
-        _, low, high = prompt_mean(values.tolist())
-        covered += low <= p <= high
+        found = estimate(values.mean(axis=1).tolist(), proportion=True)
+        covered += found.low <= p <= found.high
     assert covered / trials >= 0.93
+
+
+def test_the_bootstrapped_interval_of_rewards_covers():
+    generator, covered, trials, n = np.random.default_rng(3), 0, 200, 40
+    for _ in range(trials):
+        found = estimate(generator.normal(2.0, 1.0, n).tolist(), proportion=False)
+        covered += found.low <= 2.0 <= found.high
+    assert covered / trials >= 0.9
+    values = [0.5, 2.0, 3.5]
+    assert estimate(values, proportion=False) == estimate(values, proportion=False)
+
+
+ANSWERS = st.lists(st.sampled_from(["a", "b", "c", None]), min_size=1, max_size=7)
+
+
+@given(answers=ANSWERS, data=st.data())
+def test_the_expected_majority_is_the_mean_over_all_subsets(answers, data):
+    scores = [data.draw(st.sampled_from([0.0, 0.25, 1.0])) for _ in answers]
+    k = data.draw(st.integers(1, len(answers)))
+    found = []
+    for chosen in combinations(range(len(answers)), k):
+        votes = Counter(answers[i] for i in chosen if answers[i] is not None)
+        modes = [answer for answer, count in votes.items() if count == max(votes.values())] or [None]
+        means = [np.mean([score for own, score in zip(answers, scores) if own == mode]) for mode in modes]
+        found.append(np.mean(means))
+    assert expected_majority(answers, scores, k) == pytest.approx(np.mean(found))
+
+
+def test_the_expected_majority_of_many_samples_is_finite():
+    right = [1.0] * 900 + [0.0] * 600
+    assert expected_majority(["a"] * 900 + ["b"] * 600, right, 3) == pytest.approx(0.648, abs=1e-3)
+    assert expected_majority([str(i) for i in range(64)], [float(i == 0) for i in range(64)], 32) == pytest.approx(
+        1 / 64
+    )
+
+
+def test_majority_differs_from_the_mean_and_needs_a_scorer_that_reads_answers():
+    own = [sample(1.0, pred="4"), sample(1.0, pred="4"), sample(0.0, pred="5"), sample(0.0, pred=None)]
+    found = summarize({"p": "s"}, {"p": own}, 4)
+    assert found["avg@4"]["value"] == 0.5
+    assert found["maj@4"]["value"] == found["pass@4"]["value"] == 1.0
+    assert found["pass@2"]["value"] == pytest.approx(1 - 1 / 6)
+    assert found["maj@2"]["value"] == pytest.approx((1 + 2 + 2 * 0.5) / 6)
+    assert found["metrics"]["val-core/s/reward/maj@2/mean"] == pytest.approx(found["maj@2"]["value"])
+    plain = summarize({"p": "s"}, {"p": [sample(1.0), sample(0.0)]}, 2)
+    assert "maj@2" not in plain
+    assert "val-core/s/reward/best@2/mean" in plain["metrics"]
+    assert "val-core/s/reward/maj@2/mean" not in plain["metrics"]
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a SIGKILL."""
+
+
+def test_a_killed_evaluation_does_only_what_is_missing(tiny, tmp_path, monkeypatch):
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    settings = (f"data.val_files={tiny.folder}/data/test.parquet", f"{val}.n=2", f"{val}.do_sample=true")
+    asked, whole = [], Rollouts.validate_rows
+
+    def rolled(self, dataset, numbers):
+        if len(asked) == 2:
+            raise Killed
+        asked.append(list(numbers))
+        return whole(self, dataset, numbers)
+
+    config = tiny.config(tmp_path, *settings, "data.val_batch_size=1")
+    expected = evaluate(config, dump_folder=tmp_path / "unbroken")
+    monkeypatch.setattr(Rollouts, "validate_rows", rolled)
+    dump = tmp_path / "dump"
+    with pytest.raises(Killed):
+        evaluate(config, dump_folder=dump)
+    with (dump / "0.jsonl.part").open("ab") as file:
+        file.write(b'{"step": 0, "uid": "val-2", "tor')
+    asked.clear()
+    result = evaluate(config, dump_folder=dump)
+    assert asked == [[2]]
+    assert result | {"folder": ""} == expected | {"folder": ""}
+    lines = [list(read_rollouts(folder / "0.jsonl")) for folder in (dump, tmp_path / "unbroken")]
+    first, second = ([(each["uid"], each["response_ids"]) for each in records] for records in lines)
+    assert first == second
+    assert evaluate(config, dump_folder=dump) == result
+    assert asked == [[2]]
+    assert not (dump / "0.jsonl.part").exists()
+    other = tiny.config(tmp_path, *settings, f"{val}.temperature=0.5")
+    with pytest.raises(ConfigError, match=r"differs in actor_rollout_ref.rollout.val_kwargs.temperature: give another"):
+        evaluate(other, dump_folder=dump)
+    monkeypatch.undo()
+    assert evaluate(other, dump_folder=dump, fresh=True)["samples"] == 6
+
+
+def test_samples_that_were_dropped_are_tried_again(tiny, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "import pathlib\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    if extra_info['index'] == 1 and not pathlib.Path('{tmp_path}/up').exists():\n"
+        "        raise ConnectionError('no judge')\n"
+        "    return 1.0\n"
+    )
+    settings = [f"data.val_files={tiny.folder}/data/test.parquet", "actor_rollout_ref.rollout.infrastructure_retries=0"]
+    config = tiny.config(tmp_path / "run", *settings, f"custom_reward_function.path={tmp_path}/judge.py")
+    first = evaluate(config, dump_folder=tmp_path / "dump")
+    assert (first["samples"], first["dropped"]) == (2, 1)
+    (tmp_path / "up").touch()
+    second = evaluate(config, dump_folder=tmp_path / "dump")
+    assert (second["samples"], second["dropped"], second["success"]) == (3, 0, 1.0)

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from async_stage import plan, trained
 from house_stage import Launched, metrics, one_line_error, same, steps, weights
 from safetensors.torch import load_file
 from trainer_tools import Moody
@@ -24,12 +25,12 @@ class LosesEachFirst(SingleTurnAgentLoop):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A disk with room for one checkpoint and a half."""
-    folder = tmp_path / "disk"
+def small_disk(tmp_path, request):
+    """A disk with room for one checkpoint and a half, or for as many KiB as the test asks."""
+    folder, size = tmp_path / "disk", getattr(request, "param", 1900)
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount a small disk")
@@ -56,6 +57,19 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     moved = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_1")
     train(tiny.config(tmp_path / "elsewhere", *moved))
     assert same(weights(tmp_path / "elsewhere", 6), weights(tmp_path / "whole", 6))
+
+
+@pytest.mark.parametrize("small_disk", [100], indirect=True)
+def test_no_room_for_a_dump_is_one_line_and_every_prompt_is_accounted_for(tiny, tmp_path, small_disk, capsys):
+    run, dumps = tmp_path / "run", "trainer.rollout_data_dir"
+    line = one_line_error(capsys, ["train", *tiny.arguments(run, f"{dumps}={small_disk}")])
+    failed = int(line.removeprefix(f"cannot write {small_disk}/").partition(".")[0])
+    assert line.endswith("; check folder and disk space")
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(failed)
+    left = sorted(path.name for path in small_disk.iterdir())
+    assert left == [f"{step}.jsonl" for step in range(1, failed)]  # none in part
+    train(tiny.config(run, f"{dumps}={tmp_path}/elsewhere"))
+    assert sorted(trained(run)) == plan(6)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path, capsys):

@@ -16,7 +16,8 @@ from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
-from etude.trainer.metrics import SkippedSteps, validation_metrics
+from etude.trainer.estimates import validation_metrics
+from etude.trainer.metrics import SkippedSteps
 from etude.trainer.rollouts import failure_metrics, place_scores, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from etude.agents import Rollout
 from etude.protocol import DataProto
+from etude.trainer.estimates import expected_best, validation_metrics, wilson_interval
 from etude.trainer.metrics import (
     data_metrics,
-    expected_best,
     reward_source_metrics,
     timing_metrics,
     tool_metrics,
-    validation_metrics,
-    wilson_interval,
 )
 from etude.trainer.rollouts import failure_metrics
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory

@@ -61,9 +61,7 @@ TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2"
 OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3")
 
 
-@pytest.mark.parametrize(
-    "held", [(), TEAM, (*TEAM, *OWN)], ids=["replicated", "in parts", "a rollout group of its own"]
-)
+@pytest.mark.parametrize("held", [(), (*TEAM, *OWN)], ids=["replicated", "a rollout group of its own"])
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
@@ -127,7 +125,7 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
 SHARDED = (f"{ACTOR}.strategy=fsdp2",)
 
 
-@pytest.mark.parametrize("held", [SHARDED, (*SHARDED, *OWN[:2])], ids=["in parts", "a rollout group of its own"])
+@pytest.mark.parametrize("held", [TEAM, (*SHARDED, *OWN[:2])], ids=["in parts", "a rollout group of its own"])
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster, held):
     ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1", *held)
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
@@ -150,6 +148,19 @@ def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluste
         with pytest.raises(ConfigError, match="the cluster has 2 nodes"):
             prepare(tiny.config(tmp_path, *cluster, *three), restarts=restarts)
         assert now == [waited]
+
+
+def test_rollouts_may_have_fewer_nodes_than_asked_for(tiny, tmp_path, cluster, monkeypatch, caplog):
+    """Those that are left, where they are a group of their own."""
+
+    def placed(*given):
+        raise InterruptedError
+
+    monkeypatch.setattr(groups, "check_nodes", placed)
+    own = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.min_nnodes=1")
+    with pytest.raises(InterruptedError):
+        prepare(tiny.config(tmp_path, *cluster, *own))
+    assert f"{ROLLOUT}.min_nnodes lets the run go on with 2" in caplog.text
 
 
 def test_a_call_has_the_configured_time(tiny, tmp_path, cluster):

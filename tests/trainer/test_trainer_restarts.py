@@ -6,15 +6,16 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from async_stage import ASYNC, accounts, plan, slow_tool, trained
-from house_stage import TOOLS, same, steps, weights
+from house_stage import TOOLS, one_line_error, same, steps, weights
 from safetensors.torch import load_file
 
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.config import compose
 from etude.distributed.plane import LostSamplesError
-from etude.errors import ConfigError, InfrastructureError, WorkerLost
+from etude.errors import ConfigError, InfrastructureError, WorkerLost, is_out_of_memory
 from etude.trainer import restarts, run
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
@@ -162,3 +163,19 @@ def test_fine_tuning_goes_on_too(tiny, tmp_path, monkeypatch, caplog):
     assert f"from {tmp_path}/run/global_step_2" in logged(caplog)[0]
     assert same(*(load_file(folder / "model.safetensors") for folder in (result, tmp_path / "whole" / "huggingface")))
     assert steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_no_memory_left_is_one_line_and_the_run_resumes(tiny, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        loses(patch, 1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+        said = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "run", "trainer.save_freq=1")])
+    assert said.startswith("out of memory: OutOfMemoryError: CUDA out of memory.")
+    assert said.endswith("; the same command resumes the run")
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    train(tiny.config(tmp_path / "run", "trainer.total_training_steps=2"))
+    assert sorted(trained(tmp_path / "run")) == plan(2)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as on_a_cpu:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(on_a_cpu.value)
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shape"))

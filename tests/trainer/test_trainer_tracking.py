@@ -2,8 +2,13 @@
 
 import json
 import logging
+import os
+import sqlite3
+import subprocess
 import sys
+import threading
 import types
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError
 from etude.run_folder import read_metrics
+from etude.trainer import tracking as tracking_module
 from etude.trainer.tracking import TRACKERS, Tracking
 
 
@@ -72,7 +78,7 @@ def test_a_single_name_need_not_be_a_list(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"step": 1}]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio", "clearml"])
 def test_an_absent_extra_names_the_pip_line(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"etude\[{name}\]"):
@@ -150,8 +156,125 @@ def test_tensorboard_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (2, 2.0)]
 
 
+class Stuck:
+    """A tracker that never answers."""
+
+    def __init__(self) -> None:
+        self.entered, self.free = threading.Event(), threading.Event()
+
+    def log(self, metrics: dict, step: int) -> None:
+        self.entered.set()
+        self.free.wait(60)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_hangs_holds_nothing_up_and_warns_once(tmp_path, monkeypatch, caplog) -> None:
+    tracker = Stuck()
+    monkeypatch.setitem(TRACKERS._items, "stuck", lambda run_dir, experiment, resume_step: tracker)
+    monkeypatch.setattr(tracking_module, "_MAX_QUEUED", 4)
+    monkeypatch.setattr(tracking_module, "_CLOSE_SECONDS", 0.05)
+    tracking = Tracking(["stuck", "jsonl"], tmp_path, "e")
+    with caplog.at_level(logging.WARNING):
+        tracking.log({"a": 0.0}, 0)
+        assert tracker.entered.wait(60)
+        for step in range(1, 20):
+            tracking.log({"a": 1.0}, step)
+        tracking.close()
+    assert [record["step"] for record in lines(tmp_path)] == list(range(20))
+    assert [record.message for record in caplog.records] == [
+        "logger 'stuck' failed and may miss steps from here on: it is 4 steps behind"
+    ]
+    tracker.free.set()
+
+
+def test_a_tracker_that_does_not_start_in_time_is_one_line(tmp_path, monkeypatch) -> None:
+    held = threading.Event()
+    monkeypatch.setitem(TRACKERS._items, "stuck", lambda run_dir, experiment, resume_step: held.wait(60))
+    monkeypatch.setattr(tracking_module, "_START_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match="'stuck' cannot start: TimeoutError"):
+        Tracking(["stuck"], tmp_path, "e")
+    held.set()
+
+
+def test_verls_name_for_the_file_is_the_same_file(tmp_path) -> None:
+    tracking = Tracking(["file", "jsonl"], tmp_path, "e")
+    tracking.log({"a": 1.0}, 1)
+    tracking.close()
+    assert lines(tmp_path) == [{"step": 1, "a": 1.0}]
+
+
+SESSION = """
+import sys
+from pathlib import Path
+from etude.trainer.tracking import Tracking
+name, run = sys.argv[1], Path(sys.argv[2])
+for resume in (0, 2):
+    tracking = Tracking([name], run, "project/e", resume)
+    for step in (resume + 1, resume + 2):
+        tracking.log({"actor/loss": step / 2, "val-core/a/reward/mean@1": 0.5}, step)
+    tracking.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio", "clearml"])
+def test_a_resumed_run_is_one_run_in_the_real_package_offline(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name, reason=f"pip install etude[{name}]")
+    run = tmp_path / "project" / "run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("trainer: {seed: 5}\n")
+    places = {
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "SWANLAB_MODE": "offline",
+        "TRACKIO_DIR": f"{tmp_path}/trackio",
+        "CLEARML_OFFLINE_MODE": "1",
+        "CLEARML_CACHE_DIR": f"{tmp_path}/clearml",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, name, str(run)],
+        env=os.environ | places,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "may miss steps" not in done.stderr
+    kept = FOUND[name](tmp_path)
+    assert kept == ([0.5, 1.0, 1.5, 2.0] if name in ("mlflow", "trackio", "clearml") else 1 if name == "wandb" else 2)
+
+
+def _of_database(path: Path, query: str) -> list[float]:
+    with closing(sqlite3.connect(path)) as database:
+        return [value for (value,) in database.execute(query)]
+
+
+def _of_clearml(folder: Path) -> list[float]:
+    [path] = folder.rglob("metrics.jsonl")
+    batches = [json.loads(line) for line in path.read_text().splitlines()]
+    events = [event for batch in batches for event in (batch if isinstance(batch, list) else [batch])]
+    return [event["value"] for event in events if event.get("variant") == "loss"]
+
+
+FOUND = {
+    "wandb": lambda folder: len({path.stem for path in folder.rglob("*.wandb")}),
+    "swanlab": lambda folder: len({path.stem for path in folder.rglob("*.swanlab")}),  # offline, each start is a run
+    "mlflow": lambda folder: _of_database(
+        folder / "mlflow.db", "select value from metrics where key = 'actor/loss' order by step"
+    ),
+    "trackio": lambda folder: _of_database(
+        folder / "trackio" / "project.db", "select json_extract(metrics, '$.actor/loss') from metrics order by step"
+    ),
+    "clearml": _of_clearml,
+}
+
+
 def test_wandb_continues_its_own_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is not installed here; this holds our side of its contract."""
+    """Where the package is not installed; this holds our side of its contract."""
     asked: list[dict] = []
     run = types.SimpleNamespace(id="abc", log=lambda metrics, step: asked.append({"step": step} | metrics), finish=int)
     fake = types.ModuleType("wandb")

@@ -386,7 +386,6 @@ def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
             "data.val_max_samples=3",
             f"{ROLLOUT}.val_kwargs.n=2",
             f"{ROLLOUT}.val_kwargs.do_sample=true",
-            f"trainer.validation_data_dir={tmp_path}/validation",
         )
     )
     records = list(read_rollouts(tmp_path / "validation" / "1.jsonl"))

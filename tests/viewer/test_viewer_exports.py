@@ -257,7 +257,7 @@ def test_a_trace_has_a_span_for_the_agent_each_turn_and_each_call(run):
     assert tool["gen_ai.tool.call.result"].string_value == "72"
     message = json.loads(attributes(spans[1])["gen_ai.output.messages"].string_value)[0]
     assert [part["type"] for part in message["parts"]] == ["text", "tool_call"]
-    assert spans[0].end_time_unix_nano == rollout.modified
+    assert spans[0].end_time_unix_nano == pytest.approx(rollout.modified, abs=2)
 
 
 def test_spans_follow_one_another_and_last_what_was_measured(run):
@@ -267,6 +267,17 @@ def test_spans_follow_one_another_and_last_what_was_measured(run):
     for before, after in itertools.pairwise(children):
         assert before.end_time_unix_nano == after.start_time_unix_nano
     assert root.start_time_unix_nano == children[0].start_time_unix_nano
+
+
+def test_spans_have_the_times_of_a_dump_that_knows_them(tmp_path):
+    timeline = [["queue", 90.0, 9.0], ["generate_sequences", 100.0, 2.0], ["tool_calls", 103.0, 1.0]]
+    record = make_record() | {
+        "timeline": [*timeline, ["generate_sequences", 105.0, 4.0], ["compute_score", 109.0, 1.0]]
+    }
+    write_rollouts(tmp_path, 1, [record])
+    spans = parse_otlp(otlp_request(first(tmp_path)))
+    times = [(span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9) for span in spans]
+    assert times == [(100.0, 109.0), (100.0, 102.0), (103.0, 103.01), (105.0, 109.0)]
 
 
 def test_the_names_of_attributes_are_those_of_the_conventions(odd):

@@ -84,6 +84,20 @@ def test_a_run_whose_configuration_puts_the_dumps_elsewhere_is_followed(tmp_path
     assert {row.step for row in index.rows} == {3}
 
 
+def test_evaluations_in_a_run_folder_have_splits_of_their_own(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    for name in ("evaluation/greedy", "eval-1a2b"):
+        write_rollouts(run / name, 0, make_records(0))
+    (run / "eval-1a2b" / "config.yaml").write_text(f"trainer:\n  rollout_data_dir: {run / 'rollouts'}\n")
+    assert count_values(opened(run).rows)["split"] == {
+        "train": 4,
+        "validation": 1,
+        "evaluation/greedy": 4,
+        "eval-1a2b": 4,
+    }
+    assert {row.name for row in opened(run / "eval-1a2b").rows} == {"0.jsonl"}  # its own, not the configured run's
+
+
 def test_a_missing_folder_is_a_clear_error(tmp_path):
     with pytest.raises(DataError, match="no such file or folder"):
         RolloutIndex(tmp_path / "absent")

@@ -5,7 +5,7 @@ With ETUDE_SCREENSHOTS=docs/screens the test of each page also writes its screen
 
 import json
 import os
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from index_stage import make_record, make_records, verl_line, write_run
 pytest.importorskip("textual", reason="etude view needs the extra 'viewer'")
 
 from rich.text import Text
+from textual.worker import WorkerCancelled
 
 from etude.cli.view import view
 from etude.dumps import write_rollouts
@@ -35,10 +36,12 @@ class Seat:
         self.app, self.pilot = app, pilot
 
     async def settle(self):
-        for _ in range(2):  # a thread's result may begin another one
-            await self.pilot.pause()
-            await self.app.workers.wait_for_complete()
+        """Waits until no thread reads or searches, and the screen shows what they found."""
         await self.pilot.pause()
+        while busy := [worker for worker in self.app.workers if not worker.is_finished]:
+            with suppress(WorkerCancelled):  # another one took its place
+                await self.app.workers.wait_for_complete(busy)
+            await self.pilot.pause()
 
     async def press(self, *keys):
         for key in keys:
@@ -93,7 +96,7 @@ async def test_the_first_screen_lists_steps_and_trajectories(run):
             ["3", "16", "1.00│"],
             ["validation", "1", "1.75│"],
         ]
-        assert "1   1.75 completed   4  1     7     I compute. 7…" in lines[2]
+        assert "1   1.75 completed   4  1     7     I compute." in lines[2]
         assert "response l  4  1     7 T" in lines[3]
         user.screenshot("view-lists")
 
@@ -149,6 +152,16 @@ async def test_a_trajectory_shows_its_messages_calls_and_results(run):
         assert "rollouts/1.jsonl:3" in await user.press("n")
         assert "rollouts/1.jsonl:2" in await user.press("p")
         assert "49 of 49" in await user.press("escape")
+
+
+async def test_tokens_have_the_trainers_numbers_where_a_dump_has_them(tmp_path):
+    values = {"advantages": [0.5, 0.5, None, None, -0.25, -0.25, -0.25], "entropys": [1.5] * 7}
+    write_rollouts(tmp_path, 1, [make_record() | {"token_values": values}])
+    async with seat(tmp_path) as user:
+        lines = (await user.press("enter", "t")).splitlines()
+        assert lines[1].split()[4:8] == ["advantage", "entropy", "reward", "version"]
+        assert lines[2].split()[:7] == ["0", "4", "1", "-0.1000", "0.5000", "1.5000", "3"]
+        assert lines[4].split()[:4] == ["2", "6", "0", "1.5000"]
 
 
 async def test_the_tokens_have_mask_log_prob_reward_and_version(run):
@@ -232,7 +245,6 @@ async def test_the_help_lists_every_key(run):
             "flag:no_answer",
         ):
             assert description in text, description
-        user.screenshot("view-help")
         assert "49 of 49" in await user.press("escape")
     assert help_text().plain.count("Back") == 2
 
@@ -258,6 +270,12 @@ async def test_hostile_text_is_inert_on_every_page(tmp_path):
         assert "of 2" in user.text()
         await user.search("[/bold]")
         assert "2 of 2" in user.lines()[0]
+
+
+async def test_a_long_answer_is_shown_to_its_end(tmp_path):
+    write_rollouts(tmp_path, 1, [make_record(words=" word" * 10_000 + " last")])
+    async with seat(tmp_path) as user:
+        assert "word last" in await user.press("enter", "end")
 
 
 async def test_records_of_any_shape_open(tmp_path):

@@ -3,6 +3,10 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -279,7 +283,6 @@ def test_the_overview_draws_every_curve_of_the_run(tab):
     tab.until("document.querySelector('figure[data-chart=Reward] .reading').textContent.startsWith('step 2')")
     assert len(tab.page.query_selector_all('figure[data-chart="Where the time went"] rect')) == 150  # gen, actor, other
     tab.page.mouse.move(0, 0)
-    tab.shoot("overview")
 
 
 def test_thousands_of_trajectories_are_listed_filtered_and_sorted(tab):
@@ -287,7 +290,6 @@ def test_thousands_of_trajectories_are_listed_filtered_and_sorted(tab):
     tab.until("document.querySelector('#list').dataset.total == 5000")
     assert len(tab.texts("#list tbody tr")) == 100
     assert tab.texts("#list tbody tr:first-child td")[0] == "50"  # the newest step first
-    tab.shoot("list")
     tab.page.select_option('label:has-text("step") select', "7")
     tab.until("document.querySelector('#list').dataset.total == 100")
     tab.page.fill("#search", "number 42")
@@ -337,7 +339,6 @@ def test_tokens_are_coloured_by_what_the_trainer_made_of_them(tab):
     tab.until("document.querySelector('.numbers').textContent.includes('id 5')")
     tab.page.keyboard.press("c")
     tab.until("document.querySelector('.tokens').dataset.by == 'mismatch'")
-    tab.shoot("tokens")
     assert tab.texts(".call summary") == ["turn 0: calculator 0.01 s · reward 0.5"]
     tab.page.keyboard.press("p")
     tab.until("document.querySelector('h1').textContent == 'rollouts/49.jsonl:100'")
@@ -363,7 +364,6 @@ def test_a_timeline_has_a_row_a_trajectory_and_lanes_of_training(tab):
     assert len(tab.texts("a.lane")) == 100
     assert len(tab.page.query_selector_all("a.lane >> nth=0 >> rect")) == 3
     assert tab.texts("div.lane .who") == ["gen 3 s", "update_actor 0.8 s"]
-    tab.shoot("timeline")
 
 
 def test_two_runs_are_compared(tab):
@@ -495,3 +495,53 @@ def test_what_is_not_there_is_said(tab):
         tab.page.wait_for_selector('[role="alert"]')
     assert "no such run" in tab.text("main")
     tab.wrong = [text for text in tab.wrong if "404" not in text and "422" not in text]
+
+
+@pytest.mark.slow
+def test_a_job_is_followed_while_it_trains(browser, tiny, tmp_path):
+    given = ("trainer.total_training_steps=30", "trainer.rollout_token_values=true", "trainer.save_freq=5")
+    command = [sys.executable, "-m", "etude.cli.main", "train", *tiny.arguments(tmp_path / "run", *given)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as job:
+        try:
+            until(lambda: (tmp_path / "run" / "rollouts" / "1.jsonl").exists(), job)
+            job.send_signal(signal.SIGSTOP)  # so that it goes on only once somebody looks
+            with serving(tmp_path / "run") as url:
+                follow(Tab(browser, url), job)
+        finally:
+            job.kill()
+            job.wait()
+
+
+def until(condition, job):
+    while not condition():
+        assert job.poll() is None, "the job ended"
+        time.sleep(0.5)
+
+
+def follow(tab, job):
+    tab.page.set_default_timeout(4 * PATIENCE)
+    tab.open("overview")
+    first = tab.page.get_attribute(".charts", "data-step")
+    job.send_signal(signal.SIGCONT)
+    tab.until(f"Number(document.querySelector('.charts').dataset.step) > {first}")
+    assert job.wait(4 * PATIENCE / 1000) == 0
+    tab.until("document.querySelector('.charts').dataset.step == 30")
+    assert "complete" in tab.text("main")
+    tab.shoot("overview")
+    tab.open("timeline?step=29")
+    assert len(tab.texts("a.lane")) == 8
+    assert {"waited", "generation", "reward"} <= set(tab.texts(".legend li"))
+    assert "not when" not in tab.text("main")
+    tab.shoot("timeline")
+    tab.open("trajectories")
+    assert tab.page.get_attribute("#list", "data-total") == "240"
+    tab.shoot("list")
+    tab.page.click("#list tbody tr >> nth=0")
+    tab.page.click('.modes button:has-text("entropy")')
+    assert "trainer.rollout_token_values" not in tab.text(".scale")
+    tab.page.hover(".tok >> nth=1")
+    for part in ("advantage", "in the update", "entropy", "mismatch"):
+        assert part in tab.text(".numbers")
+    tab.shoot("tokens")
+    assert tab.wrong == []
+    tab.context.close()

@@ -5,18 +5,21 @@ import copy
 
 import pytest
 import torch
+from house_stage import metrics
 from judge_stage import rig_judge
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from workers_stage import Echo, policy, prompts, roles
 
 from etude.agents.environments import Env, register_env
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError, InfrastructureError
 from etude.models import save_pretrained
 from etude.options import EnvOptions
 from etude.options.reward import RewardModelOptions
 from etude.rewards.reward_model import RewardModel
 from etude.rewards.view import TrajectoryView
+from etude.trainer.run import train
 from etude.workers import CustomRewardOptions, RewardOptions, RewardWorker
 
 PADS = {"pad": "<|endoftext|>", "eos": "<|im_end|>", "none": None}
@@ -25,17 +28,21 @@ PADS = {"pad": "<|endoftext|>", "eos": "<|im_end|>", "none": None}
 @pytest.fixture(scope="module")
 def classifiers(model_path, tmp_path_factory):
     """Folders of reward models: by what their configuration says of padding, and with two labels."""
-    tokenizer, folders = AutoTokenizer.from_pretrained(model_path), {}
-    for name, pad in {**PADS, "two": None}.items():
-        config = AutoConfig.from_pretrained(model_path)
-        config.num_labels = 2 if name == "two" else 1
-        config.pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
-        torch.manual_seed(4)
-        model = AutoModelForSequenceClassification.from_config(config)
-        model.score.weight.data *= 20  # scores of the size of real ones
-        folders[name] = str(tmp_path_factory.mktemp(name))
-        save_pretrained(model, tokenizer, folders[name])
-    return folders
+    return {
+        name: as_classifier(model_path, tmp_path_factory.mktemp(name), pad=pad, labels=2 if name == "two" else 1)
+        for name, pad in {**PADS, "two": None}.items()
+    }
+
+
+def as_classifier(model_path, folder, pad, labels=1):
+    tokenizer, config = AutoTokenizer.from_pretrained(model_path), AutoConfig.from_pretrained(model_path)
+    config.num_labels = labels
+    config.pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.score.weight.data *= 20  # scores of the size of real ones
+    save_pretrained(model, tokenizer, folder)
+    return str(folder)
 
 
 def view(*texts):
@@ -211,3 +218,26 @@ def test_a_prompt_that_fills_the_judges_context_is_broken_not_wrong(model_path, 
     assert model.generate(["<|im_start|>assistant\n"]) == ["7"]
     with pytest.raises(TypeError, match="stays in its process"):
         copy.deepcopy(model)
+
+
+def test_a_configuration_with_a_reward_model_trains_and_dumps_its_scores(tiny, tmp_path, judge_path):
+    """The whole way from keys: a judge in process where trajectories end, a classifier after the batch."""
+    config = tiny.config(
+        tmp_path / "judged",
+        "custom_reward_function.path=etude.rewards.judge",
+        f"reward_model.model.path={judge_path}",
+        "trainer.total_training_steps=1",
+    )
+    train(config)
+    [step] = metrics(tmp_path / "judged")
+    assert step["reward/score/mean"] == pytest.approx(0.7)
+    assert step["reward/judge/completion_tokens"] == 2 * step["reward/judge/requests"] > 0
+    folder = as_classifier(tiny.model, tmp_path / "classifier", pad="<|endoftext|>")
+    overrides = ["custom_reward_function.path=null", f"reward_model.model.path={folder}", "trainer.deterministic=false"]
+    train(tiny.config(tmp_path / "run", *overrides, "actor_rollout_ref.rollout.mode=sync"))
+    judge = RewardModel(folder)
+    for record in read_rollouts(tmp_path / "run" / "rollouts" / "1.jsonl"):
+        assert record["rewards"]["score"] == pytest.approx(
+            judge.forward([judge.encode(record["messages"])])[0], abs=1e-5
+        )
+    assert "reward/score/reward_model/mean" in metrics(tmp_path / "run")[0]

@@ -3,12 +3,19 @@
 from etude.chat.parsers.auto import AutoToolParser, format_of
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser
 from etude.chat.parsers.deepseek import DeepseekV3ToolParser, DeepseekV31ToolParser
-from etude.chat.parsers.elements import MinimaxM2ToolParser, Qwen3CoderToolParser, SeedOssToolParser
+from etude.chat.parsers.elements import (
+    DeepseekV32ToolParser,
+    KimiK3ToolParser,
+    MinimaxM2ToolParser,
+    Qwen3CoderToolParser,
+    SeedOssToolParser,
+)
 from etude.chat.parsers.gemma import GemmaToolParser
 from etude.chat.parsers.glm4_moe import Glm4MoeToolParser
 from etude.chat.parsers.gpt_oss import GptOssToolParser
 from etude.chat.parsers.json_blocks import (
     CohereToolParser,
+    GigaChat3ToolParser,
     GraniteToolParser,
     HermesToolParser,
     Internlm2ToolParser,
@@ -18,7 +25,7 @@ from etude.chat.parsers.json_blocks import (
 from etude.chat.parsers.kimi_k2 import KimiK2ToolParser
 from etude.chat.parsers.llama3_json import Llama3JsonToolParser
 from etude.chat.parsers.mistral import MistralToolParser
-from etude.chat.parsers.pythonic import PythonicToolParser
+from etude.chat.parsers.pythonic import Lfm2ToolParser, Olmo3ToolParser, PythonicToolParser
 from etude.chat.parsers.rl_factory import CallsFirstToolParser, RLFactoryToolParser
 from etude.chat.parsers.search_r1 import SearchR1ToolParser
 
@@ -29,16 +36,21 @@ __all__ = [
     "CohereToolParser",
     "DeepseekV3ToolParser",
     "DeepseekV31ToolParser",
+    "DeepseekV32ToolParser",
     "GemmaToolParser",
+    "GigaChat3ToolParser",
     "Glm4MoeToolParser",
     "GptOssToolParser",
     "GraniteToolParser",
     "HermesToolParser",
     "Internlm2ToolParser",
     "KimiK2ToolParser",
+    "KimiK3ToolParser",
+    "Lfm2ToolParser",
     "Llama3JsonToolParser",
     "MinimaxM2ToolParser",
     "MistralToolParser",
+    "Olmo3ToolParser",
     "ParsedResponse",
     "Phi4ToolParser",
     "PythonicToolParser",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt_oss", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("kimi_k3", ("<|open|>", "<|sep|>")),
+    ("deepseek_v32", ("｜DSML｜",)),
     ("deepseek_v3", ("tool▁call▁begin", "```json")),
     ("deepseek_v31", ("tool▁call▁begin",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
@@ -37,6 +39,9 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("phi4", ("functools[",)),
     ("phi4", ("<|/tool|>",)),
     ("xlam", ('"tool_call_name"',)),
+    ("gigachat3", ("function call", "<|role_sep|>")),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("olmo3", ("<function_calls>",)),
     ("hermes", ("<tool_call>",)),
     ("llama4_pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),

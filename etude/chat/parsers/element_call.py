@@ -27,7 +27,7 @@ def typed_lines(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
     """The value of an argument, without the one line break that a format puts on either side of it."""
     text = text[1:] if text.startswith("\n") else text
     text = text[:-1] if text.endswith("\n") else text
-    return typed_value(text, schemas.get(key))
+    return typed_value(text, schemas.get(key.strip()))
 
 
 class ElementFormat:
@@ -38,6 +38,7 @@ class ElementFormat:
     those that may end a thought in which a call is only mentioned, `form` is an argument as it should be written, `value`
     makes a value of a key, a text and the tool's schemas.
 
+    `key`: the argument's name in what its opening tag captured, where that says more; `value` gets all of it.
     `lenient`: an argument may lack its closing tag where the next one begins or the call ends, and a call its own.
     `stray`: what may not stand between the arguments.
     """
@@ -54,10 +55,11 @@ class ElementFormat:
         form: str,
         lenient: bool = False,
         stray: str | None = None,
+        key: Callable[[str], str] = str.strip,
         value: Callable[[str, str, Mapping[str, Any]], Any] = typed_lines,
     ) -> None:
         self.call_end, self.argument_end, self.form = call_end, argument_end, form
-        self.lenient, self.value = lenient, value
+        self.lenient, self.key, self.value = lenient, key, value
         ends = dict.fromkeys((call_end, block[1], *thought_ends))
         begin, closing = re.escape(block[0]), "|".join(map(re.escape, ends))
         argument_tag, closed = "".join(argument), re.escape(argument_end)
@@ -80,7 +82,7 @@ class ElementFormat:
                 reasons.append(f"write each argument as {self.form}")
             if part is None or part[1] is None:
                 break
-            begin, key = part.end(), None if part[2] is None else part[2].strip()
+            begin, key = part.end(), part[2]
             end, position, reason = self._end_of_value(text, begin, key)
             reasons += [reason] if reason else []
             texts[key or ""] = text[begin:end]
@@ -99,7 +101,9 @@ class ElementFormat:
             return end.start(), end.end(), None
         end = self._cut.search(text, start)
         stop = len(text) if end is None else end.start()
-        unclosed = "an argument is not closed" if key is None else f"the argument '{_short(key)}' is not closed"
+        unclosed = (
+            "an argument is not closed" if key is None else f"the argument '{_short(self.key(key))}' is not closed"
+        )
         if end is not None and end[1] is not None:
             unread = "before another call begins, and nothing after it was read"
             return stop, len(text), f"{unclosed} {unread}; end it with {self.argument_end}"
@@ -112,7 +116,8 @@ class ElementFormat:
         if not name.strip():
             raise Unreadable("the function has no name")
         schemas = properties_of(tools, name.strip())
-        return function_call(name.strip(), {key: self.value(key, text, schemas) for key, text in texts.items()})
+        values = {self.key(tag): self.value(tag, text, schemas) for tag, text in texts.items()}
+        return function_call(name.strip(), values)
 
 
 def _short(name: str | None) -> str:

@@ -1,14 +1,17 @@
-"""Formats of calls as elements: Qwen3-Coder, Seed-OSS, MiniMax-M2.
+"""Formats of calls as elements: Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2, Kimi K3.
 
-Texts are not quoted; the tool's schema tells their types.
+Texts are not quoted; the tool's schema tells their types, or the argument's tag.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from etude.chat.parsers.base import ToolParser
+from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.element_call import ElementBlockParser, ElementFormat
+from etude.chat.parsers.typed import json_or_text
 
 _FUNCTION = "<function="
 
@@ -98,3 +101,78 @@ class MinimaxM2ToolParser(ElementBlockParser):
         form='<parameter name="key">value</parameter> in <invoke name="name">',
     )
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
+
+
+def _quoted(tag: str) -> str:
+    """The name at the beginning of the attributes that a tag captured."""
+    return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
+
+
+def _marked(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    """An argument whose tag says whether it is a text; anything else is JSON."""
+    return text if tag.endswith(("string", "true")) else json_or_text(text)
+
+
+_DSML = "｜DSML｜"
+_SAID = r'="([^"<>\n]*" string="(?:true|false))">'
+
+
+@ToolParser.register("deepseek_v32", "deepseek_v3.2", "deepseek_v4")
+class DeepseekV32ToolParser(ElementBlockParser):
+    """The format of DeepSeek V3.2, as elements that say whether they are texts; V4 calls the block `tool_calls`:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Beijing</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+    """
+
+    opening = (f"<{_DSML}function_calls>", f"<{_DSML}invoke name=")
+    closing = (f"</{_DSML}function_calls>",)
+    special_tokens = (_DSML,)
+    elements = ElementFormat(
+        call=(rf"<{_DSML}invoke\b", r' name="([^"<>\n]*)">'),
+        call_end=f"</{_DSML}invoke>",
+        argument=(rf"<{_DSML}parameter\b", f" name{_SAID}"),
+        argument_end=f"</{_DSML}parameter>",
+        block=(opening[0], closing[0]),
+        form=f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>',
+        key=_quoted,
+        value=_marked,
+    )
+    alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """See `BlockParser.parse`."""
+        return super().parse(text.replace(f"{_DSML}tool_calls>", f"{_DSML}function_calls>"), tools)
+
+
+@ToolParser.register("kimi_k3")
+class KimiK3ToolParser(ElementBlockParser):
+    """The format of Kimi K3, as elements of a channel, whose arguments name their types:
+
+        <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
+        <|open|>argument key="city" type="string"<|sep|>Beijing<|close|>argument<|sep|>
+        <|close|>call<|sep|><|close|>tools<|sep|>
+
+    Words stand in the channel `response` before it, thoughts in `think`.
+    """
+
+    opening = ("<|open|>tools<|sep|>", "<|open|>call tool=")
+    closing = ("<|close|>tools<|sep|>",)
+    glue = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+    thoughts = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
+    special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
+    elements = ElementFormat(
+        call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
+        call_end="<|close|>call<|sep|>",
+        argument=(r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>'),
+        argument_end="<|close|>argument<|sep|>",
+        block=(opening[0], closing[0]),
+        thought_ends=(thoughts[0][1], "</think>"),
+        form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
+        key=_quoted,
+        value=_marked,
+    )
+    alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')

@@ -19,11 +19,20 @@ from typing import Any
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Malformed
 from etude.chat.parsers.element_call import ElementFormat
-from etude.chat.parsers.typed import json_or_text, typed_value
+from etude.chat.parsers.typed import json_or_text, takes_no_text, typed_value
 
 
-def _value(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    return typed_value(text, schemas[key]) if key in schemas else json_or_text(text)
+def _value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    key = tag.strip()
+    if key not in schemas:
+        return json_or_text(text)
+    value = typed_value(text, schemas[key])
+    written_twice = json_or_text(value) if value == text else None  # JSON as a text in JSON
+    return (
+        typed_value(written_twice, schemas[key])
+        if isinstance(written_twice, str) and takes_no_text(schemas[key])
+        else value
+    )
 
 
 _NAME = re.compile(r"\s*([^\s<]+)\s*(?=<|\Z)")

@@ -7,7 +7,8 @@
 wherever in its head the recipient stands. The prompt ends with `<|start|>assistant`, so that a turn may begin inside a head,
 as the chat template writes calls: ` to=functions.get_weather<|channel|>commentary json<|message|>{...}<|call|>`.
 
-A message to somebody else is an error, and so is one that `<|call|>` ends and that goes to nobody. `<|call|>` ends a turn.
+A message to a tool on offer is a call without `functions.`, too. One to somebody else is an error, and so is one that
+`<|call|>` ends and that goes to nobody. `<|call|>` ends a turn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Malformed, Pieces, as_response, attempt, skip_space
 from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end
+from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -47,7 +49,7 @@ class GptOssToolParser(ToolParser):
                 if "to=" in text[begin:position] or text.endswith("<|call|>", begin, position):
                     pieces.append(Malformed("it has no <|message|> with its JSON arguments"))
             else:
-                found, position = _read_message(text, text[begin : message.start()], message.end())
+                found, position = _read_message(text, text[begin : message.start()], message.end(), tools)
                 pieces += found
             head = _HEAD.search(text, position)
             begin = None if head is None else head.start()
@@ -68,7 +70,7 @@ def _first_head(text: str) -> int | None:
     return None if head is None else head.start()
 
 
-def _read_message(text: str, heading: str, start: int) -> tuple[Pieces, int]:
+def _read_message(text: str, heading: str, start: int, tools: Tools | None) -> tuple[Pieces, int]:
     """(what the message that begins at `start` is, where reading goes on)."""
     recipient = _RECIPIENT.search(heading)
     skipped = json_end(text, skip_space(text, start)) if recipient else None
@@ -77,16 +79,19 @@ def _read_message(text: str, heading: str, start: int) -> tuple[Pieces, int]:
     position = len(text) if end is None else end.start() if closing == "<|start|>" else end.end()
     if recipient:
         cut_short = closing == "<|start|>" or not (closing or body.strip())
-        return [attempt(_read_call, recipient[1], body, cut_short)], position
+        is_tool = recipient[1] in names_of(tools)
+        name = recipient[1] if is_tool else recipient[1].removeprefix("functions.")
+        known = is_tool or recipient[1].startswith("functions.")
+        return [attempt(_read_call, name, known, body, cut_short)], position
     pieces: Pieces = [] if "analysis" in heading else [body]
     if closing == "<|call|>":
         pieces.append(Malformed("it is addressed to nobody; write to=functions.NAME before <|message|>"))
     return pieces, position
 
 
-def _read_call(recipient: str, body: str, cut_short: bool) -> FunctionCall:
-    if not recipient.startswith("functions.") or recipient == "functions.":
-        raise Unreadable(f"a message must go to=functions.NAME, not to={recipient[:100]}")
+def _read_call(name: str, known: bool, body: str, cut_short: bool) -> FunctionCall:
+    if not known or not name:
+        raise Unreadable(f"a message must go to=functions.NAME, not to={name[:100] or 'functions.'}")
     if cut_short:
         raise Unreadable("it is not closed; end it with <|call|>")
-    return function_call(recipient.removeprefix("functions."), decode(body) if body.strip() else {})
+    return function_call(name, decode(body) if body.strip() else {})

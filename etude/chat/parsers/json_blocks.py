@@ -1,4 +1,4 @@
-"""Formats of JSON calls between tags: Hermes and Qwen, InternLM 2, Phi-4-mini, Cohere, Granite, xLAM."""
+"""Formats of JSON calls between tags: Hermes and Qwen, InternLM 2, Phi-4-mini, Cohere, Granite, xLAM, GigaChat 3."""
 
 from __future__ import annotations
 
@@ -134,3 +134,15 @@ class XlamToolParser(BareParser, JsonBlockParser):
         if tag.startswith("`") and not _LIKE_A_CALL.match(text, start):
             return None
         return super().read_block(text, tag, start, tools)
+
+
+@ToolParser.register("gigachat3", "gigachat")
+class GigaChat3ToolParser(JsonBlockParser):
+    """The format of GigaChat 3, a message of its own: `function call<|role_sep|>\\n{"name": …, "arguments": {…}}`, at times
+    `<|function_call|>{…}`."""
+
+    opening = ("function call<|role_sep|>", "<|function_call|>")
+    closing = ("<|message_sep|>",)
+    glue = ("<|message_sep|>",)
+    may_stay_open = True
+    special_tokens = ("<|role_sep|>", "<|message_sep|>", "<|function_call|>")

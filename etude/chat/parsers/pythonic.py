@@ -1,4 +1,4 @@
-"""The pythonic formats of Llama 3.2, Llama 4 and others: `[get_weather(city="Beijing"), search(query="x", topk=3)]`.
+"""The pythonic formats of Llama 3.2, Llama 4, LFM2, Olmo 3 and others: `[get_weather(city="Beijing"), search(topk=3)]`.
 
 Llama 4 may put `<|python_start|>` and `<|python_end|>` around the list. Without a tag the turn must begin with the list.
 Values are Python literals, or JSON's true, false and null; nothing is evaluated. Arguments must be named.
@@ -10,7 +10,7 @@ import ast
 import re
 
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import BareParser, Block, Found, Malformed, attempt, skip_space, until
+from etude.chat.parsers.blocks import BareParser, Block, BlockParser, Found, Malformed, attempt, skip_space, until
 from etude.chat.parsers.json_call import Unreadable, function_call
 from etude.chat.parsers.literal import parse_expression, read_literal
 from etude.schemas import FunctionCall
@@ -34,7 +34,7 @@ class PythonicToolParser(BareParser):
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`."""
         begin = skip_space(text, start)
-        end = _list_end(text, begin)
+        end = _bracket_end(text, begin) if text.startswith("[", begin) else None
         if end is not None:
             after = skip_space(text, end)
             closed = text.startswith(self.closing[0], after)
@@ -71,10 +71,47 @@ def read_python_call(node: ast.AST | None) -> FunctionCall:
         raise Unreadable("it is nested too deeply") from None
 
 
-def _list_end(text: str, start: int) -> int | None:
-    """Where the list that begins at `text[start]` ends; None if it is none, or does not end."""
-    if not text.startswith("[", start):
-        return None
+@ToolParser.register("lfm2")
+class Lfm2ToolParser(PythonicToolParser):
+    """The format of LFM2: a list of Python calls between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+
+    opening = ("<|tool_call_start|>",)
+    closing = ("<|tool_call_end|>",)
+    special_tokens = (*opening, *closing)
+    bare = re.compile(r"(?!)")  # none without its tag
+
+
+_HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
+
+
+@ToolParser.register("olmo3")
+class Olmo3ToolParser(BlockParser):
+    """The format of Olmo 3: Python calls, one a line, between `<function_calls>` and `</function_calls>`."""
+
+    opening = ("<function_calls>",)
+    closing = ("</function_calls>",)
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        found: Found = []
+        position = skip_space(text, start)
+        while head := _HEAD.match(text, position):
+            end = _bracket_end(text, head.end() - 1)
+            if end is None:
+                break
+            found.append(attempt(lambda source: read_python_call(parse_expression(source)), text[position:end]))
+            position = skip_space(text, end)
+        if found and text.startswith(self.closing[0], position):
+            return Block(position + len(self.closing[0]), found)
+        body, end = until(text, position, self._ends, self.closing)
+        reason = 'it must be calls such as name(key="value"), one a line'
+        return Block(
+            end, [*found, Malformed(reason if body is not None else f"it is not closed; end it with {self.closing[0]}")]
+        )
+
+
+def _bracket_end(text: str, start: int) -> int | None:
+    """Where what the bracket at `text[start]` opens ends; None if it does not."""
     depth, position = 0, start
     while token := _TOKEN.match(text, position):
         position = token.end()

@@ -73,6 +73,12 @@ def takes_null(schema: object) -> bool:
     return "null" in kinds or "string" not in kinds
 
 
+def takes_no_text(schema: object) -> bool:
+    """Whether a text is no value under `schema`."""
+    kinds = _types(schema)
+    return bool(kinds) and "string" not in kinds
+
+
 def inner_schema(schema: object, key: str | None = None) -> object:
     """The schema of an object's member `key`, or of a list's members; None where `schema` has none."""
     if not isinstance(schema, Mapping):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from etude.data.files import read_rows
+from etude.data.files import located_rows
 from etude.jsonl import write_atomically
 
 _MARK = "<!-- written by etude data -->"
@@ -32,7 +32,7 @@ def write_card(
         return None
     lines = [_MARK, f"# {title}", "", f"Made by `{command}`.", "", f"Licence of the source: {licence}.", ""]
     lines += ["| file | rows | bytes | sha256 |", "|---|---|---|---|"]
-    lines += [f"| {file.name} | {_rows(file)} | {_cells(file)} |" for file in paths.values()]
+    lines += [f"| {file.name} | {count_rows(file)} | {_cells(file)} |" for file in paths.values()]
     made_from = [file for file in sources if file.is_file()]
     if made_from:
         lines += ["", "| made from | bytes | sha256 |", "|---|---|---|"]
@@ -47,8 +47,9 @@ def write_card(
     return path
 
 
-def _rows(file: Path) -> int:
-    return pq.read_metadata(file).num_rows if file.suffix == ".parquet" else len(read_rows(file))
+def count_rows(file: Path) -> int:
+    """The rows of a data file, without holding them."""
+    return pq.read_metadata(file).num_rows if file.suffix == ".parquet" else sum(1 for _ in located_rows(file))
 
 
 def _cells(file: Path) -> str:

@@ -50,7 +50,7 @@ class VLLMEngine(ServedEngine):
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """Servers if addresses are given (a router over several), else vLLM in this process."""
-        if setup.server_urls:
+        if setup.server_urls or setup.server_command:
             return connect(setup, lambda s: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout))
         arguments = {
             "model": setup.model_path,

@@ -1,8 +1,8 @@
 """OpenTelemetry spans after the `gen_ai` semantic conventions, in the OTLP JSON file format: one request per line.
 
 A rollout is a trace: `invoke_agent` over a `chat` for each turn of the policy and an `execute_tool` for each call. Dumps
-hold durations but no clock: a trace ends when its dump was written, tool calls take what they took, and the time of
-generation is divided over the turns by their tokens.
+that have no `timeline` hold durations but no clock: a trace then ends when its dump was written, tool calls take what they
+took, and the time of generation is divided over the turns by their tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from etude import __version__
 from etude.jsonl import json_line, json_safe
 from etude.viewer.exports.turns import Call, ExportedRollout, Turn, apportion, valid
-from etude.viewer.rows import as_dict
+from etude.viewer.rows import as_dict, as_list
 
 PROVIDER = "etude"
 _INTERNAL, _CLIENT = 1, 3  # kinds of spans
@@ -41,24 +41,57 @@ def otlp_request(rollout: ExportedRollout) -> dict[str, Any]:
 
 
 def _spans(rollout: ExportedRollout) -> Iterator[dict[str, Any]]:
-    timings = as_dict(rollout.record.get("timings"))
-    generated = _seconds(timings.get("generate_sequences"))
-    shares = apportion(generated, [len(turn.token_ids) for turn in rollout.turns])
-    total = generated + sum(call.seconds for turn in rollout.turns for call in turn.calls)
-    begin = now = rollout.modified - int(total * 1e9)
+    times = _times(rollout)
     trace = hashlib.blake2b(f"{rollout.run}\0{rollout.row.place}".encode(), digest_size=16).hexdigest()
     agent = valid(rollout.record.get("agent_name")) or "etude"
-    root = _span(trace, 0, None, f"invoke_agent {agent}", _INTERNAL, (begin, rollout.modified), _agent(rollout, agent))
+    begin, end = min(start for start, _ in times), max(stop for _, stop in times)
+    root = _span(trace, 0, None, f"invoke_agent {agent}", _INTERNAL, (begin, end), _agent(rollout, agent))
     scores = {**rollout.row.rewards} | ({} if rollout.row.score is None else {"total": rollout.row.score})
-    yield root | {"events": [_evaluation(name, value, rollout.modified) for name, value in scores.items()]}
+    yield root | {"events": [_evaluation(name, value, end) for name, value in scores.items()]}
     number = 0
-    for turn, seconds in zip(rollout.turns, shares):
-        number, start, now = number + 1, now, now + int(seconds * 1e9)
-        yield _span(trace, number, 0, f"chat {PROVIDER}", _CLIENT, (start, now), _chat(rollout, turn))
+    for turn in rollout.turns:
+        number += 1
+        yield _span(trace, number, 0, f"chat {PROVIDER}", _CLIENT, times[number - 1], _chat(rollout, turn))
         for call in turn.calls:
-            number, start, now = number + 1, now, now + int(call.seconds * 1e9)
-            span = _span(trace, number, 0, f"execute_tool {call.name}", _INTERNAL, (start, now), _tool(call))
+            number += 1
+            span = _span(trace, number, 0, f"execute_tool {call.name}", _INTERNAL, times[number - 1], _tool(call))
             yield span | ({"status": {"code": _ERROR, "message": call.error}} if call.error else {})
+
+
+def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
+    """(start, end) of each turn, followed by those of its calls, in nanoseconds since 1970."""
+    turns = rollout.turns
+    generated, used = (_clock(rollout.record, name) for name in ("generate_sequences", "tool_calls"))
+    calls = [[_nanoseconds(call.seconds) for call in turn.calls] for turn in turns]
+    times = []
+    if len(generated) == len(turns) and len(used) == sum(map(bool, calls)):
+        waits = iter(used)
+        for (start, end), lengths in zip(generated, calls):
+            begun = next(waits)[0] if lengths else 0
+            times += [
+                (start, end),
+                *((begun, begun + length) for length in lengths),
+            ]  # calls of a turn run side by side
+        return times
+    whole = _nanoseconds(as_dict(rollout.record.get("timings")).get("generate_sequences"))
+    now = rollout.modified - whole - sum(map(sum, calls))
+    for share, lengths in zip(apportion(whole, [len(turn.token_ids) for turn in turns]), calls):
+        for length in (int(share), *lengths):
+            times.append((now, now + length))
+            now += length
+    return times
+
+
+def _clock(record: Mapping[str, Any], activity: str) -> list[tuple[int, int]]:
+    """When it began and ended, each time, by the dump's `timeline`."""
+    spans = [span for span in as_list(record.get("timeline")) if isinstance(span, list) and span[:1] == [activity]]
+    starts = [(_nanoseconds(span[1]), _nanoseconds(span[2])) for span in spans if len(span) == 3]
+    return [(start, start + length) for start, length in starts]
+
+
+def _nanoseconds(seconds: object) -> int:
+    is_time = isinstance(seconds, int | float) and 0 < seconds < 1e10
+    return int(float(cast(float, seconds)) * 1e9) if is_time else 0
 
 
 def _agent(rollout: ExportedRollout, agent: str) -> dict[str, Any]:
@@ -148,7 +181,3 @@ def _any_value(value: Any) -> dict[str, Any]:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return {"arrayValue": {"values": [_any_value(each) for each in value]}}
     return {"stringValue": valid(value)}
-
-
-def _seconds(value: object) -> float:
-    return max(float(value), 0.0) if isinstance(value, int | float) else 0.0

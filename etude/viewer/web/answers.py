@@ -139,7 +139,12 @@ def why(run: RunView, step: int | None = None) -> Answer:
     metrics = next((record for record in records if record["step"] == chosen), {})
     found = [row for row in rows if row.step == chosen]
     dumps = {(run.folder / row.name).parent for row in found}
-    causes = find_causes(dumps.pop(), metrics, chosen) if len(dumps) == 1 else []
+    problems = list(find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values())
+    try:
+        causes = find_causes(dumps.pop(), metrics, chosen) if len(dumps) == 1 else []
+    except DataError as error:  # such as another program's dump that is being written
+        causes = []
+        problems.append(one_line(error))
     places = {name: row.place for row in reversed(found) for name in (row.uid, row.request_id) if name}
     return {
         "step": chosen,
@@ -155,7 +160,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         ],
         "components": _components(metrics),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
-        "problems": list(find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values()),
+        "problems": problems,
         "spread": _group_spread(found),
         "charts": [chart for title in _WHY_CHARTS if (chart := _chart(title, records)) is not None],
     }

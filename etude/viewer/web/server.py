@@ -58,7 +58,7 @@ def create_app(path: Path | str, host: str = "127.0.0.1") -> FastAPI:
     runs = Runs(Path(path))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.middleware("http")(_guarded)
-    names = ["127.0.0.1", "localhost", "[::1]", host]
+    names = ["127.0.0.1", "localhost", "[::1]", "::1", host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=names if host in _LOOPBACK else ["*"])
     app.add_exception_handler(EtudeError, _refused)
     _add_pages(app)

@@ -123,6 +123,46 @@ def minimax(calls):
     return f"<minimax:tool_call>\n{''.join(INVOKE(*call) for call in calls)}</minimax:tool_call>"
 
 
+DSML_TAGS = ("<｜DSML｜parameter", "</｜DSML｜parameter>")
+DSML_ENDS = ("</｜DSML｜invoke>", "</｜DSML｜function_calls>")
+K3_TAGS = ("<|open|>argument", "<|close|>argument<|sep|>")
+K3_ENDS = ("<|close|>call<|sep|>", "<|close|>tools<|sep|>", "<|close|>think<|sep|>")
+
+
+def dsml(block):
+    def value(key, given):
+        text = "true" if isinstance(given, str) else "false"
+        return f'<｜DSML｜parameter name="{key}" string="{text}">{as_text(given)}</｜DSML｜parameter>\n'
+
+    def render(calls):
+        invoked = "".join(
+            f'<｜DSML｜invoke name="{name}">\n{"".join(value(*each) for each in given.items())}</｜DSML｜invoke>\n'
+            for name, given in calls
+        )
+        return f"<｜DSML｜{block}>\n{invoked}</｜DSML｜{block}>"
+
+    return render
+
+
+def kimi3(calls):
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+    def value(key, given):
+        kind = kinds.get(type(given), "null")
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{as_text(given)}<|close|>argument<|sep|>'
+
+    written = "".join(
+        f'<|open|>call tool="{name}" index="{n}"<|sep|>{"".join(value(*each) for each in given.items())}<|close|>call<|sep|>'
+        for n, (name, given) in enumerate(calls)
+    )
+    return f"<|open|>tools<|sep|>{written}<|close|>tools<|sep|>"
+
+
+def lines(calls):
+    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+    return "<function_calls>\n" + "\n".join(written) + "\n</function_calls>"
+
+
 NEW_MARKS = gemma('<|"|>')
 V3 = deepseek("｜", lambda name, bar: f"function<{bar}tool▁sep{bar}>{name}\n```json\n", "\n```")
 V31 = deepseek("｜", lambda name, bar: f"{name}<{bar}tool▁sep{bar}>", "")
@@ -165,6 +205,18 @@ FORMATS = {
     ),
     "glm4_moe": Format("glm4_moe", each(GLM), "<tool_call>", GLM_TAGS, uncuttable=GLM_ENDS),
     "glm47": Format("glm47", each(GLM47), "<tool_call>", GLM_TAGS, uncuttable=GLM_ENDS),
+    "deepseek_v32": Format(
+        "deepseek_v32", dsml("function_calls"), "<｜DSML｜function_calls>", DSML_TAGS, uncuttable=DSML_ENDS
+    ),
+    "deepseek_v4": Format("deepseek_v4", dsml("tool_calls"), "<｜DSML｜tool_calls>", DSML_TAGS, uncuttable=DSML_ENDS),
+    "kimi_k3": Format("kimi_k3", kimi3, "<|open|>tools", K3_TAGS, uncuttable=K3_ENDS),
+    "lfm2": Format("lfm2", lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>", "<|tool_call_start|>"),
+    "olmo3": Format("olmo3", lines, "<function_calls>"),
+    "gigachat3": Format(
+        "gigachat3",
+        each(lambda n, g: f"function call<|role_sep|>\n{to_json({'name': n, 'arguments': g})}<|message_sep|>\n\n"),
+        "function call<|role_sep|>",
+    ),
     "llama3_json": Format("llama3_json", LLAMA, "{", around=False),
     "llama3_json tag": Format("llama3_json", lambda calls: f"<|python_tag|>{LLAMA(calls)}", "<|python_tag|>"),
     "pythonic": Format("pythonic", python, "[", around=False),

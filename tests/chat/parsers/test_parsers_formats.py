@@ -263,6 +263,26 @@ SPELLINGS = [
         "<tool_call><function=f><parameter=a>1</tool_call><tool_call><function=g><parameter=b>2</parameter></function>",
         [("f", {"a": "1"}), ("g", {"b": "2"})],
     ),
+    ("deepseek_v32", '<｜DSML｜invoke name="f"></｜DSML｜invoke>', [("f", {})]),
+    (
+        "kimi_k3",
+        '<|open|>response<|sep|><|close|>response<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="a&quot;b" type="number"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|>',
+        [("f", {'a"b': 7})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[a.f(x=[1, None], y=true)]<|tool_call_end|>",
+        [("a.f", {"x": [1, None], "y": True})],
+    ),
+    ("olmo3", "<function_calls>\nf(a='x\\n)')\n  g()\n</function_calls>", [("f", {"a": "x\n)"}), ("g", {})]),
+    (
+        "gigachat3",
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {}}',
+        [("f", {})],
+    ),
+    ("gigachat3", '<|function_call|>{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
+    ("gpt_oss", "<|start|>assistant to=functions.a.b<|channel|>analysis json<|message|>{}<|call|>", [("a.b", {})]),
     ("minimax_m2", '<invoke name="f"><parameter name="a">1</parameter></invoke>', [("f", {"a": "1"})]),
     ("minimax_m2", "<invoke name=f></invoke>\n</minimax:tool_call>", [("f", {})]),
     ("minimax_m2", '<invoke name="f"></invoke><invoke name="g"></invoke>', [("f", {}), ("g", {})]),
@@ -677,3 +697,18 @@ def test_every_format_of_the_list_is_there():
         *("kimi_k2", "glm4_moe", "gpt_oss", "minimax_m2", "seed_oss", "phi4", "granite", "internlm2", "xlam", "cohere"),
         *("command", "gemma", "search_r1", "rl_factory", "auto"),
     } <= set(TOOL_PARSERS.names())
+
+
+def test_a_recipient_on_offer_needs_no_prefix():
+    tools = [{"type": "function", "function": {"name": "web.search"}}]
+    text = "<|start|>assistant to=web.search<|channel|>commentary json<|message|>{}<|call|>"
+    assert [call.name for call in parse("gpt_oss", text, tools).calls] == ["web.search"]
+    assert parse("gpt_oss", text).errors
+
+
+@pytest.mark.parametrize(("kind", "value"), [("object", {"b": [1]}), ("string", '"{\\"b\\": [1]}"')])
+def test_json_that_is_written_as_a_text_in_json_is_read_where_no_text_is_wanted(kind, value):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": kind}}}}}]
+    text = '<tool_call>f<arg_key>a</arg_key><arg_value>"{\\"b\\": [1]}"</arg_value></tool_call>'
+    [call] = parse("glm4_moe", text, tools).calls
+    assert json.loads(call.arguments) == {"a": value}

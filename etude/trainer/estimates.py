@@ -1,0 +1,229 @@
+"""Estimators of an evaluation, and of a validation during training: mean, best and majority of k samples, with intervals.
+
+Invariant: pure functions of scores by prompt. Estimates over k of n samples are exact expectations over all subsets, hence
+unbiased; intervals count prompts, since samples of one prompt are not independent. A missing sample (None) counts as such
+and in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+_RESAMPLES = 1000
+_MAX_FLOAT_SAMPLES = 1000  # C(1000, 500) is about 1e299
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One scored answer. `score` is its total reward, `answer` what the scorer read as its answer: None where it read none;
+    `answers`: whether the scorer reads answers at all."""
+
+    score: float
+    success: float
+    tool_use: float
+    answer: str | None = None
+    answers: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def powers_up_to(most: int) -> list[int]:
+    """1, 2, 4, … below `most`, and `most`: the numbers of samples that estimates are made for."""
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """95 % confidence interval of a proportion (Wilson 1927); (0, 1) for n = 0. `successes` may be fractional.
+
+    Raises:
+        ValueError: `successes` is not within 0 and `n`.
+    """
+    if n == 0 and successes == 0:
+        return 0.0, 1.0
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}")
+    p, z2 = successes / n, _Z_95**2
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # the closed form is off by a rounding error at the ends
+    high = 1.0 if successes == n else min(centre + half, 1.0)
+    return low, high
+
+
+def bootstrap_interval(means: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95 % percentile interval of the mean of `means`, one per prompt, which are drawn again with replacement 1000 times
+    (Efron 1979). Too narrow for a dozen prompts or fewer."""
+    values = np.asarray(means, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    blocks = (generator.integers(len(values), size=(100, len(values))) for _ in range(_RESAMPLES // 100))
+    resampled = np.concatenate([values[block].mean(axis=1) for block in blocks])
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def estimate(means: Sequence[float], *, proportion: bool) -> Estimate:
+    """Of one mean per prompt. `proportion`: they are means of values that are 0 or 1, and the interval is Wilson's, which is
+    conservative however correlated the samples of a prompt are; otherwise it is bootstrapped over prompts."""
+    value = float(np.mean(means))
+    if proportion:
+        return Estimate(value, *wilson_interval(min(math.fsum(means), len(means)), len(means)))
+    return Estimate(value, *bootstrap_interval(means))
+
+
+def expected_best(samples: Sequence[float], k: int) -> float:
+    """E[max of k of the n samples drawn without replacement] = Σᵢ x₍ᵢ₎ · C(i-1, k-1) / C(n, k), x₍ᵢ₎ ascending.
+
+    For scores 0 and 1 this is the unbiased pass@k of Chen et al. 2021 (arXiv 2107.03374).
+    """
+    ordered = sorted(samples)
+    chances = math.comb(len(ordered), k)
+    return sum(value * (math.comb(i, k - 1) / chances) for i, value in enumerate(ordered))
+
+
+def expected_majority(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float:
+    """E[score of the most frequent answer among k of the n samples drawn without replacement]; self-consistency (Wang et al.
+    2022, arXiv 2203.11171) averaged over all subsets rather than resampled.
+
+    Equally frequent answers count equally, an answer's score is the mean of its samples', and None does not vote: only
+    where all drawn are None is it their mean score.
+    """
+    classes: dict[str | None, list[float]] = defaultdict(list)
+    for answer, score in zip(answers, scores):
+        classes[answer].append(score)
+    silent = classes.pop(None, [])
+    counts = [len(each) for each in classes.values()]
+    share = {c: sum(_mode_share(c, m, counts, len(silent), k) for m in range(1, min(c, k) + 1)) for c in set(counts)}
+    weighed = [(share[len(each)], each) for each in classes.values()]
+    if silent:
+        weighed.append((math.comb(len(silent), k) / math.comb(len(answers), k), silent))
+    return math.fsum(weight * float(np.mean(each)) for weight, each in weighed)
+
+
+def _mode_share(own: int, votes: int, counts: Sequence[int], silent: int, k: int) -> float:
+    """Share of the k-subsets in which a given answer of `own` samples has `votes` votes and none has more, each divided by
+    the number of answers with as many."""
+    others = list(counts)
+    others.remove(own)
+    # ways[drawn, tied]: choices among the answers so far
+    exact = sum(counts) + silent > _MAX_FLOAT_SAMPLES
+    ways = np.zeros((k - votes + 1, (k - votes) // votes + 1), dtype=object if exact else np.float64)
+    ways[0, 0] = math.comb(own, votes)
+    for count in others:
+        ways = _draw(ways, count, votes, is_silent=False)
+    ways = _draw(ways, silent, votes, is_silent=True)
+    chances = math.comb(sum(counts) + silent, k)
+    return math.fsum(number / chances / (1 + tied) for tied, number in enumerate(ways[-1].tolist()))
+
+
+def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.ndarray:
+    """`ways` after some of `count` equal answers were drawn, at most `votes` unless they do not vote."""
+    found = np.zeros_like(ways)
+    for drawn in range(min(count if is_silent else min(count, votes), len(ways) - 1) + 1):
+        tied = int(drawn == votes and not is_silent)
+        found[drawn:, tied:] += math.comb(count, drawn) * ways[: len(ways) - drawn, : ways.shape[1] - tied]
+    return found
+
+
+def sample_estimates(prompts: Sequence[Sequence[Sample]]) -> dict[str, Estimate]:
+    """`avg@N`, `pass@K` and, where the scorer reads answers, `maj@K` of success, for K = 2, 4, … and N, the maximum number
+    of samples per prompt; with K cut to the samples that a prompt has. `pass@1` would be `avg@N`."""
+    most = max(map(len, prompts))
+    found = {f"avg@{most}": [float(np.mean([each.success for each in own])) for own in prompts]}
+    votes = all(each.answers for own in prompts for each in own)
+    for k in powers_up_to(most)[1:]:
+        found[f"pass@{k}"] = [expected_best([each.success for each in own], min(k, len(own))) for own in prompts]
+        if votes:
+            found[f"maj@{k}"] = [_majority(own, k) for own in prompts]
+    return {name: estimate(means, proportion=True) for name, means in found.items()}
+
+
+def _majority(own: Sequence[Sample], k: int) -> float:
+    return expected_majority([each.answer for each in own], [each.success for each in own], min(k, len(own)))
+
+
+def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, float | int | Estimate]:
+    """`prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and the
+    `sample_estimates`. Where all were dropped, counts only."""
+    kept = [own for asked in prompts if (own := [each for each in asked if each is not None])]
+    samples = sum(map(len, kept))
+    found: dict[str, float | int | Estimate] = {
+        "prompts": len(kept),
+        "samples": samples,
+        "dropped": sum(map(len, prompts)) - samples,
+    }
+    if not kept:
+        return found
+    for name in ("success", "tool_use", "reward"):
+        values = [[float(getattr(each, "score" if name == "reward" else name)) for each in own] for own in kept]
+        binary = all(value in (0.0, 1.0) for own in values for value in own)
+        made = estimate([float(np.mean(own)) for own in values], proportion=binary)
+        found |= {name: made.value, f"{name}_low": made.low, f"{name}_high": made.high}
+    return found | sample_estimates(kept)
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    scores: Sequence[float | None],
+    answers: Sequence[str | None] | None = None,
+) -> dict[str, float]:
+    """`val-core/{data_source}/reward/…` from one score per sample; samples with equal `uids` share a prompt.
+
+    A score of None is missing: `missing` counts them, if any, and all else is over the other samples, and the prompts that
+    have any. With N the maximum number of samples per prompt of the source, missing ones included: `mean@N` is the mean over
+    prompts of a prompt's mean; for K = 2, 4, … and N `best@K/mean` is `expected_best`, and, where `answers` are given,
+    `maj@K/mean` is `expected_majority`, with K cut to the samples that a prompt has. For scores that are all 0 or 1,
+    `mean@N/ci95_low|high` is a Wilson interval that counts prompts.
+
+    Raises:
+        ValueError: the sequences differ in length.
+    """
+    if not len(data_sources) == len(uids) == len(scores) == len(scores if answers is None else answers):
+        raise ValueError(f"{len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores")
+    grouped: dict[str, dict[str, list[tuple[float, str | None] | None]]] = defaultdict(lambda: defaultdict(list))
+    for source, uid, score, answer in zip(data_sources, uids, scores, answers or [None] * len(uids)):
+        grouped[str(source)][str(uid)].append(None if score is None else (float(score), answer))
+    metrics: dict[str, float] = {}
+    for source, prompts in sorted(grouped.items()):
+        metrics |= dict(_source_metrics(f"val-core/{source}/reward", list(prompts.values()), answers is not None))
+    return metrics
+
+
+def _source_metrics(
+    prefix: str, asked: Sequence[Sequence[tuple[float, str | None] | None]], votes: bool
+) -> Iterator[tuple[str, float]]:
+    most = max(map(len, asked))
+    found = [[sample for sample in own if sample is not None] for own in asked]
+    prompts = [own for own in found if own]
+    if missing := sum(map(len, asked)) - sum(map(len, prompts)):
+        yield f"{prefix}/missing", missing
+    if not prompts:
+        return
+    scores = [[score for score, _ in own] for own in prompts]
+    means = [float(np.mean(own)) for own in scores]
+    yield f"{prefix}/mean@{most}", float(np.mean(means))
+    if all(value in (0.0, 1.0) for own in scores for value in own):
+        made = estimate(means, proportion=True)
+        yield f"{prefix}/mean@{most}/ci95_low", made.low
+        yield f"{prefix}/mean@{most}/ci95_high", made.high
+    for k in powers_up_to(most)[1:]:
+        yield f"{prefix}/best@{k}/mean", float(np.mean([expected_best(own, min(k, len(own))) for own in scores]))
+        if votes:
+            majorities = [
+                expected_majority([answer for _, answer in own], [score for score, _ in own], min(k, len(own)))
+                for own in prompts
+            ]
+            yield f"{prefix}/maj@{k}/mean", float(np.mean(majorities))

@@ -1,0 +1,280 @@
+"""`evaluate`: rolls out validation rows and scores them, as a run's validation does, and goes on where it was killed.
+
+Invariant: every trajectory is on disk before it counts, and the result is computed from what is on disk. While an evaluation
+runs, its trajectories are in `{step}.jsonl.part`, written chunk by chunk; a complete one is `{step}.jsonl`. Rows that are
+there with all their samples are not rolled out again; those of another evaluation are never taken for its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from omegaconf import DictConfig
+
+from etude.chat import ChatTemplate
+from etude.dumps import trajectory_from_record
+from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.events import EventSink, RunEnded, RunStarted, ignore_event
+from etude.jsonl import json_line, json_safe, write_atomically, write_json
+from etude.options import RewardOptions
+from etude.options.validate import flatten
+from etude.protocol import DataProto
+from etude.run_folder import METRICS_FILE, read_config, read_metrics, read_run_record, read_steps, run_record
+from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
+from etude.trainer.metrics import DROPPED, is_success
+from etude.trainer.provenance import describe_run
+from etude.trainer.resume import plain_values, run_lock, write_config
+from etude.trainer.rollouts import (
+    Rollouts,
+    check_dropped,
+    dump_records,
+    first_cause,
+    has_answer,
+    read_answer,
+    rollouts_of,
+)
+from etude.trainer.setup import prepare
+from etude.trajectory import Trajectory
+
+Samples: TypeAlias = dict[str, list[Sample]]
+"""By `uid` of the prompt; those that were dropped are not there."""
+_NOT_EVALUATED = (
+    *(
+        "trainer.",
+        "critic.",
+        "algorithm.",
+        "distillation.",
+        "ray.",
+        "actor_rollout_ref.actor.",
+        "actor_rollout_ref.ref.",
+    ),
+    *("data.train", "data.shuffle", "data.sampler.", "data.val_batch_size"),
+)
+
+
+def evaluate(
+    config: DictConfig,
+    emit: EventSink = ignore_event,
+    *,
+    output: Path | None = None,
+    dump_folder: Path | None = None,
+    step: int = 0,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
+
+    Args:
+        output: a JSON file for the result.
+        dump_folder: for the trajectories (`{step}.jsonl`), `run.json` and `config.yaml`. None: one of its own in
+            `trainer.default_local_dir`, named after model, data and sampling.
+        fresh: roll out everything again, also what is in `dump_folder`.
+
+    Returns:
+        The `summary`, `metrics` as a validation of a run names them (`val-core/*`), and `folder`.
+
+    Raises:
+        ConfigError, DataError: one line that names the key, file or row, before any model is loaded; among others for a
+            `dump_folder` with trajectories of another evaluation.
+        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows; those that were not
+            dropped are kept.
+        EtudeError: no trajectory was left to score.
+    """
+    setup = prepare(config, trains=False)
+    with closing(setup.groups):
+        dataset = setup.validation_set()
+        if dataset is None:
+            raise ConfigError("data.val_files is empty: give the rows to evaluate on")
+        facts = describe_run("eval", plain_values(config))
+        identity = _identity(plain_values(config), facts["files"])
+        folder = dump_folder or Path(setup.trainer.default_local_dir) / f"eval-{_digest(identity)}"
+        with run_lock(folder):
+            journal, n = _Journal(folder, step), setup.roles.rollout.val_kwargs.n
+            samples = {} if fresh else journal.read(identity, setup.roles.reward, n)
+            missing = [i for i in range(len(dataset)) if f"val-{i}" not in samples]
+            write_config(folder, plain_values(config))
+            with run_record(folder, facts):
+                lost, cause = 0, "none"
+                if missing:
+                    journal.begin(samples)
+                    setup.groups.rollout.init_model()
+                    if setup.groups.reward is not None:
+                        setup.groups.reward.init_model()
+                    setup.groups.rollout.update_weights(0)
+                size = setup.data.val_batch_size or max(setup.roles.rollout.max_concurrent_trajectories // n, 1)
+                emit(RunStarted("evaluating", 0, setup.trainer))
+                try:
+                    with setup.groups.report_progress(emit):
+                        rollouts = Rollouts(setup, setup.groups.rollout, setup.groups.reward)
+                        for start in range(0, len(missing), size):
+                            batch = rollouts.validate_rows(dataset, missing[start : start + size])
+                            place = (str(journal.part), step, batch, setup.roles.reward)
+                            found, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
+                            lost, cause = lost + dropped, cause if lost else why
+                            for uid, sample in found:
+                                samples.setdefault(uid, []).append(sample)
+                finally:
+                    emit(RunEnded())
+                check_dropped(lost, len(dataset) * n, setup.trainer.min_valid_fraction, cause)
+                if not any(samples.values()):
+                    raise EtudeError(f"all {len(dataset) * n} trajectories were dropped; the first cause: {cause}")
+                journal.end()
+    sources = {f"val-{i}": str(dataset[i]["data_source"]) for i in range(len(dataset))}
+    result = summarize(sources, samples, n) | {"folder": str(folder)}
+    _write_metrics(folder / METRICS_FILE, step, result["metrics"])
+    if output is not None:
+        write_json(output, json_safe(result))
+    return result
+
+
+def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """The metrics as a run's, beside those of other steps."""
+    others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
+    with write_atomically(path) as file:
+        for record in [*others, {"step": step, **metrics}]:
+            file.write(json_line(record))
+
+
+def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]], n: int) -> dict[str, Any]:
+    """The summary of all, that of each data source (`sources`), and the `metrics` of a validation.
+
+    Args:
+        sources: the data source of each prompt.
+        samples: of each prompt, those that were not dropped.
+        n: how many each should have.
+    """
+    asked: dict[str, list[Sample | None]] = {
+        uid: [*own, *([None] * (n - len(own)))] for uid in sources for own in [samples.get(uid, ())]
+    }
+    by_source: dict[str, list[Sequence[Sample | None]]] = defaultdict(list)
+    for uid, source in sources.items():
+        by_source[source].append(asked[uid])
+    each = {source: _plain(summarize_samples(own)) for source, own in sorted(by_source.items())}
+    rows = [(sources[uid], uid, sample) for uid, own in asked.items() for sample in own]
+    votes = all(sample.answers for _, _, sample in rows if sample is not None)
+    metrics = validation_metrics(
+        [source for source, _, _ in rows],
+        [uid for _, uid, _ in rows],
+        [None if sample is None else sample.score for *_, sample in rows],
+        [None if sample is None else sample.answer for *_, sample in rows] if votes else None,
+    )
+    return _plain(summarize_samples(list(asked.values()))) | {"sources": each, "metrics": metrics}
+
+
+def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in summary.items()}  # type: ignore[arg-type]
+
+
+def append_dump(
+    chat: ChatTemplate, path: str, step: int, batch: DataProto, options: RewardOptions
+) -> tuple[list[tuple[str, Sample]], int, str]:
+    """Appends the batch's trajectories to the file; returns its samples, each with its prompt's `uid`, the number that
+    infrastructure failures dropped, and their first cause.
+
+    Raises:
+        EtudeError: they cannot be written.
+    """
+    try:
+        with open(path, "ab") as file:
+            for record in dump_records(chat, step, batch, options):
+                file.write(json_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space") from error
+    results = rollouts_of(batch)
+    pairs = zip(batch.non_tensor_batch["uid"].tolist(), results)
+    found = [(str(uid), sample_of(each.trajectory, options)) for uid, each in pairs if each.trajectory is not None]
+    return found, sum(each.dropped in DROPPED for each in results), first_cause(results)
+
+
+def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
+    """What an evaluation counts of a trajectory."""
+    weights = (options.tool_reward_weight, options.score_weight)
+    return Sample(
+        score=trajectory.rewards.total(*weights),
+        success=float(is_success(trajectory.rewards, *weights)),
+        tool_use=float(any(call.error is None for call in trajectory.tool_calls)),
+        answer=read_answer(trajectory),
+        answers=has_answer(trajectory),
+    )
+
+
+class _Journal:
+    """The file of an evaluation's trajectories."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        self.whole = folder / f"{step}.jsonl"
+        self.part = folder / f"{step}.jsonl.part"
+
+    def read(self, identity: Mapping[str, Any], options: RewardOptions, n: int) -> Samples:
+        """The samples of an earlier start, of prompts that have all `n`.
+
+        Raises:
+            ConfigError: they are another evaluation's.
+        """
+        source = self._source()
+        if source is None:
+            return {}
+        self._check(identity)
+        samples: Samples = defaultdict(list)
+        for record in _records(source):
+            samples[str(record.get("uid"))].append(sample_of(trajectory_from_record(record), options))
+        return {uid: own for uid, own in samples.items() if len(own) == n}
+
+    def begin(self, samples: Samples) -> None:
+        """Starts the part with what is kept of an earlier start."""
+        source = self._source()
+        with write_atomically(self.part) as file:
+            for record in _records(source) if source is not None and samples else ():
+                if record.get("uid") in samples:
+                    file.write(json_line(record))
+
+    def end(self) -> None:
+        """The part, if any, is complete."""
+        if self.part.exists():
+            os.replace(self.part, self.whole)
+
+    def _source(self) -> Path | None:
+        return next((path for path in (self.part, self.whole) if path.is_file()), None)
+
+    def _check(self, identity: Mapping[str, Any]) -> None:
+        advice = "give another --dump, or --fresh to roll out everything again"
+        try:
+            then = _identity(read_config(self._folder), read_run_record(self._folder).get("files") or {})
+        except DataError as error:
+            raise ConfigError(f"{self._folder} holds trajectories of unknown origin ({error}): {advice}") from error
+        changed = [
+            key
+            for part in identity
+            for key in {**then[part], **identity[part]}
+            if then[part].get(key) != identity[part].get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self._folder} holds another evaluation, which differs in {', '.join(changed[:5])}: {advice}"
+            )
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a dump that a kill may have cut short."""
+    return (record for _, record in read_steps(path) if record is not None)
+
+
+def _identity(config: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an evaluation's result follows from: keys, and digests of files."""
+    values = {key: value for key, value in flatten(config) if not key.startswith(_NOT_EVALUATED)}
+    known = {name: each["sha256"] for name, each in files.items() if each["key"] in values}
+    return {"config": values, "files": known}
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
