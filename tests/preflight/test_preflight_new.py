@@ -1,9 +1,10 @@
-"""`etude new agent`: what it writes passes its own tests, is checked without a finding, and trains, as it is."""
+"""`etude new agent`: what it writes passes its own tests and is checked without a finding, as it is. That it trains, too, is
+tested with the page that says so, docs/check.md."""
 
 import runpy
 
 import pytest
-from house_stage import one_line_error, steps
+from house_stage import one_line_error
 
 from etude.cli.main import cli, run
 from etude.findings import Level
@@ -37,18 +38,6 @@ def test_its_own_tests_pass(shop):
 def test_there_is_nothing_to_be_found(there):
     found = inspect_run("agent", [], "shop")
     assert [each for each in found.all if each.level is not Level.OK] == []
-
-
-def test_it_trains_for_two_steps(there):
-    overrides = [
-        "trainer.total_training_steps=2",
-        "trainer.logger=[jsonl]",
-        "trainer.report=false",
-        "trainer.num_threads=1",
-    ]
-    assert run(cli, ["train", "--config-path", "shop", "--config-name", "agent", *overrides]) == 0
-    assert steps(there / "runs" / "shop") == [0, 1, 2]
-    assert (there / "runs" / "shop" / "rollouts" / "2.jsonl").is_file()
 
 
 def test_no_file_keeps_the_placeholder(shop):
