@@ -72,6 +72,7 @@ def rollout_record(
     reward_weights: Mapping[str, float] | None = None,
     texts: Sequence[str] | None = None,
     earlier: Sequence[Mapping[str, JsonValue]] = (),
+    token_values: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, JsonValue]:
     """One line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and to read it by eye.
 
@@ -82,6 +83,7 @@ def rollout_record(
         score: the weighted total reward; None for a trajectory that was dropped.
         reward_weights: the weights in it, `tool` and `score`.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
+        token_values: as `sequence_record` takes them.
         earlier: the `sequence_record`s of the sequences before the agent rewrote its history, in time order.
 
     Raises:
@@ -93,7 +95,7 @@ def rollout_record(
         "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
         "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
     }
-    sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
+    sequence = sequence_record(trajectory, token_values, input=input, output=output, texts=texts)
     first = {key: sequence.pop(key) for key in ("input", "output")}  # for reading by eye
     flat_row = cast("dict[str, JsonValue]", json_safe(head | known | flat))
     return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
@@ -112,9 +114,15 @@ def strip_pixels(value: object) -> object:
 
 
 def sequence_record(
-    trajectory: Trajectory, *, input: str, output: str, texts: Sequence[str] | None = None
+    trajectory: Trajectory,
+    token_values: Mapping[str, Sequence[float]] | None = None,
+    *,
+    input: str,
+    output: str,
+    texts: Sequence[str] | None = None,
 ) -> dict[str, JsonValue]:
-    """One sequence alone: its decoded prompt and response, ids, mask, log-probs and `Trajectory.to_record()`.
+    """One sequence alone: its decoded prompt and response, ids, mask, log-probs and `Trajectory.to_record()`; of
+    `token_values` (`TOKEN_VALUES`, at least as many as tokens) those of sampled tokens, to six digits.
 
     Raises:
         ValueError: `texts` has not one entry a segment.
@@ -124,9 +132,14 @@ def sequence_record(
         if len(texts) != len(trajectory.segments):
             raise ValueError(f"{len(texts)} texts for {len(trajectory.segments)} segments")
         record["segments"] = [segment | {"text": text} for segment, text in zip(record["segments"], texts)]
-    flat = {
+    mask = trajectory.response_mask
+    values = {
+        name: [float(f"{value:.6g}") if sampled else None for value, sampled in zip(column, mask)]
+        for name, column in (token_values or {}).items()
+    }
+    flat: dict[str, Any] = ({"token_values": values} if values else {}) | {
         "response_ids": trajectory.response_ids,
-        "response_mask": trajectory.response_mask,
+        "response_mask": mask,
         "response_log_probs": trajectory.response_log_probs,
         "assistant_turns": trajectory.assistant_turns,
         "user_turns": trajectory.user_turns,
@@ -164,6 +177,7 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         assistant_turns=assistant_turns,
         user_turns=_field(record, "user_turns", int, max(user_turns, 0)),
         timings=_field(record, "timings", dict, {}),
+        timeline=_field(record, "timeline", lambda spans: [(str(n), float(s), float(t)) for n, s, t in spans], []),
         metrics=_field(record, "metrics", dict, {}),
         sampling=_field(record, "sampling", dict, {}),
         extra_fields=_field(record, "extra_fields", dict, {}),
@@ -177,6 +191,31 @@ def sequences_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         DataError: `earlier` is no list of records.
     """
     return [*_field(record, "earlier", lambda items: [dict(item) for item in items], []), record]
+
+
+TOKEN_VALUES = {
+    "advantages": "advantage",
+    "old_log_probs": "trainer's log-prob before the update",
+    "log_probs": "trainer's log-prob in the update",
+    "entropys": "entropy of the policy",
+    "ref_log_prob": "reference's log-prob",
+    "values": "value",
+}
+"""What the trainer had of each response token, by the name of its column; a record's `token_values` has some of them."""
+
+
+def token_values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """The trainer's numbers of each response token of a sequence, None where the policy did not sample it; empty where a
+    dump has none, or not as many as tokens."""
+    found, mask = record.get("token_values"), record.get("response_mask")
+    if not isinstance(found, Mapping) or not isinstance(mask, list):
+        return {}
+    columns = {name: found[name] for name in TOKEN_VALUES if isinstance(found.get(name), list)}
+    numbers = {
+        name: [value if isinstance(value, int | float) else None for value in column]
+        for name, column in columns.items()
+    }
+    return {name: column for name, column in numbers.items() if len(column) == len(mask)}
 
 
 _REQUIRED = object()

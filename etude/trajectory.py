@@ -11,6 +11,7 @@ and no id is ever encoded again. A rollout has sequences, or a reason why it has
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -163,7 +164,8 @@ def _fresh_columns() -> tuple[_Column, _Column, _Column]:
 
 @dataclass
 class Trajectory:
-    """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity.
+    """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity,
+    `timeline` each activity with its start (since 1970) and length.
 
     `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
     `extra_fields` are additional fields from its loop: the scorer finds them in `extra_info`. `images` are those of its
@@ -182,6 +184,7 @@ class Trajectory:
     assistant_turns: int = 0
     user_turns: int = 0
     timings: dict[str, float] = field(default_factory=dict)
+    timeline: list[tuple[str, float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
@@ -209,6 +212,11 @@ class Trajectory:
         segment = Segment(tuple(token_ids), provenance, self.assistant_turns, probs, versions).checked()
         if segment.token_ids:
             self.segments.append(segment)
+
+    def add_time(self, activity: str, seconds: float) -> None:
+        """Adds an activity that has ended now."""
+        self.timings[activity] = self.timings.get(activity, 0.0) + seconds
+        self.timeline.append((activity, time.time() - seconds, seconds))
 
     def add_step_reward(self, source: str, value: float, turn: int | None = None) -> None:
         """Adds a reward of the last assistant turn, or of `turn`; `source` is a tool's name, or who else gave it."""
@@ -319,6 +327,7 @@ class Trajectory:
             for name, value in (
                 ("images", [image.to_record() for image in self.images]),
                 ("extra_fields", self.extra_fields),
+                ("timeline", [(name, round(start, 4), round(length, 4)) for name, start, length in self.timeline]),
             )
             if value
         }

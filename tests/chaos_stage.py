@@ -12,7 +12,7 @@ import psutil
 import torch
 import yaml
 from async_stage import ASYNC, accounts, dropped, plan, trained
-from house_stage import ROLLOUT, Launched, steps, weights
+from house_stage import ACTOR, ROLLOUT, Launched, steps, weights
 from mcp_stage import STDIO
 from ray_stage import WAIT, is_running, rank_processes, until
 
@@ -30,6 +30,8 @@ from etude.schemas import FunctionCall
 
 @ToolParser.register("chaos")
 class Chaos(ToolParser):
+    stop_token_ids = tuple(range(10, 4000, 7))  # a turn is a few tokens
+
     def parse(self, text, tools=None):
         number = len(text) % 10
         add = FunctionCall(name="calculator", arguments=json.dumps({"expression": f"{number} + 1"}))
@@ -77,7 +79,8 @@ class ChaosRun:
             f"{ROLLOUT}.multi_turn.format=chaos",
             f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
             f"{ROLLOUT}.infrastructure_retries=3",
-            "data.max_prompt_length=1024",
+            f"{ACTOR}.optim.lr=1e-6",  # the model stays as it is, however long it takes
+            "data.max_prompt_length=768",
             "data.max_response_length=192",
             f"custom_reward_function.path={folder}/chaos.py",
             "reward_model.reward_manager=prime",

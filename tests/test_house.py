@@ -18,16 +18,16 @@ ROOT = PACKAGE.parent
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
     | {"limits", "metrics", "model_folder", "options", "renamed", "routed_experts", "scratch"}
-    | {"events", "problems", "run_folder", "dumps", "seeds", "serving", "json_service"},
+    | {"events", "problems", "run_folder", "dumps", "seeds", "serving", "json_service", "findings"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},
     {"data", "agents"},
     {"workers"},
     {"trainer", "config", "viewer"},
-    {"cli", "quickstart"},
+    {"cli", "quickstart", "preflight"},
 )
-SAME_FLOOR = {("trainer", "config"), ("cli", "quickstart")}
+SAME_FLOOR = {("trainer", "config"), ("cli", "quickstart"), ("cli", "preflight")}
 """Steps within a floor above the ground; on the ground floor rooms stand on each other, without circles."""
 
 DOORS = {"etude.trainer.main_ppo", "etude.trainer.main_grpo"}

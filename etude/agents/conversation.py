@@ -136,7 +136,7 @@ def end(data: Conversation, reason: StopReason) -> AgentState:
 
 
 def add_time(trajectory: Trajectory, name: str, started: float) -> None:
-    trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
+    trajectory.add_time(name, time.perf_counter() - started)
 
 
 def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:

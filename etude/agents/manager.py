@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -160,6 +161,7 @@ class _Batch:
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self.rollouts = [Rollout() for _ in rows]
+        self._asked = time.time()
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
@@ -230,6 +232,7 @@ class _Batch:
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
             given = {**row, "request_id": request_id, "attempt": attempt}
+            waited = time.time() - self._asked
             try:
                 with self._traced(index, request_id) as whole, self._watched(request_id):
                     task = self._under_way[index] = asyncio.ensure_future(
@@ -251,6 +254,7 @@ class _Batch:
                 self._under_way.pop(index, None)
                 self._stalled.pop(index, None)
                 client.end()
+            rollout.sequences[-1].timeline.insert(0, ("queue", self._asked, waited))
             for sequence in rollout.sequences:
                 sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
             if (reason := rollout.sequences[-1].stop_reason) in _UNTRAINABLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from etude.agents.base import AgentLoopBase, register
@@ -21,9 +22,11 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory
+        started = time.perf_counter()
         output = await self.server_manager.generate(
             prompt_ids=prompt_ids, sampling_params=sampling_params, images=tuple(images) or None
         )
+        trajectory.add_time("generate_sequences", time.perf_counter() - started)
         trajectory.append(
             output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
         )

@@ -5,8 +5,8 @@ After `seconds` without any, one warning names what the trajectories wait for; t
 cancelled with a `Stalled` error. The manager tries such a one again once, whatever `infrastructure_retries` say, and drops
 it the second time; both are counted (`rollout/stalled`).
 
-Invariant: a watch acts only while trajectories are in flight, at most once in `seconds`; one thread looks, and everything is
-cancelled in the event loop.
+Invariant: a watch acts only while trajectories are in flight and not held up on purpose, at most once in `seconds`; one
+thread looks, and everything is cancelled in the event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from etude.errors import InfrastructureError
@@ -50,9 +51,18 @@ class StallWatch:
 
     def __init__(self, manager: Watched, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._manager, self._loop, self._seconds = manager, loop, seconds
-        self._closed = threading.Event()
+        self._closed, self._suspended = threading.Event(), 0
         self._thread = threading.Thread(target=self._look, name="etude-stalls", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Takes no note of what stands still during the block, which holds the engine up itself."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
 
     def close(self) -> None:
         """Ends the thread."""
@@ -63,7 +73,7 @@ class StallWatch:
         seen, since = self._state(), time.monotonic()
         while not self._closed.wait(self._seconds / _LOOKS):
             state, now = self._state(), time.monotonic()
-            if state != seen or not self._manager.open_spans:
+            if state != seen or self._suspended or not self._manager.open_spans:
                 seen, since = state, now
             elif now - since >= self._seconds:
                 since = now

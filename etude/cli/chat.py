@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from etude.cli.console import PROVENANCE_COLOURS, open_console
+from etude.cli.console import open_console
+from etude.viewer.conversations import PROVENANCE_COLOURS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`open_console`: where commands print their tables, and the colours of provenance in them.
+"""`open_console`: where commands print their tables.
 
 Invariant: on a terminal lines fit its width; in a pipe or a file they are not wrapped.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from rich.console import Console
 
-PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
 _PIPE_WIDTH = 1000  # columns: a table is never wider than its content
 
 

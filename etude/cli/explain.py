@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.console import PROVENANCE_COLOURS, open_console
+from etude.cli.console import open_console
 from etude.dumps import sequences_of, trajectory_from_record
-from etude.viewer.conversations import sanitize_text
+from etude.viewer.conversations import PROVENANCE_COLOURS, sanitize_text
 from etude.viewer.explain import (
     Check,
     Token,

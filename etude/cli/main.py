@@ -34,6 +34,11 @@ class LazyCommand:
 COMMANDS = {
     "quickstart": LazyCommand("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
     "train": LazyCommand("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
+    "check": LazyCommand("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
+    "doctor": LazyCommand("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),
+    "new": LazyCommand("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
+    "env": LazyCommand("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
+    "play": LazyCommand("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
     "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
     "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
     "export": LazyCommand("etude.cli.export:export", "Write a run's model as a folder for any Hugging Face program."),
@@ -44,6 +49,11 @@ COMMANDS = {
     "gateway": LazyCommand("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
     "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
+    "view": LazyCommand("etude.cli.view:view", "Browse a run's rollouts: search, filter, compare, follow."),
+    "export-rollouts": LazyCommand(
+        "etude.cli.export_rollouts:export_rollouts_command",
+        "Write a run's rollouts for other programs (ATIF, Inspect …).",
+    ),
     "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
     "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
     "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),

@@ -430,6 +430,18 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
+def _rollout_group(run: TrainOptions) -> Iterator[Problem]:
+    if not run.has_rollout_group:
+        return
+    if not run.actor_rollout_ref.rollout.nnodes:
+        yield f"{_ROLLOUT}.nnodes", "is on how many nodes hybrid_engine=false rolls out: at least 1"
+    if run.actor_rollout_ref.rollout.weight_transfer == "cuda_ipc":
+        yield (
+            f"{_ROLLOUT}.weight_transfer",
+            "shares tensors within a process: hybrid_engine=false needs folder or adapter",
+        )
+
+
 def _shared_trunk(run: TrainOptions) -> Iterator[Problem]:
     policy, key = run.actor_rollout_ref, "critic.share_trunk"
     if not run.critic.share_trunk or not run.may_need("values"):
@@ -456,5 +468,6 @@ _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     _folders,
     _resuming,
     _serving,
+    _rollout_group,
     _shared_trunk,
 )

@@ -58,11 +58,14 @@ change."""
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration: as a tree of keys, as checked options, and by dotted key where each value came from."""
+    """A configuration: as a tree of keys, as checked options, and by dotted key where each value came from. `faults` and
+    `remarks` are one line each; with faults, a value of the wrong type has its default in its place."""
 
     config: DictConfig
     sources: dict[str, str]
     options: Options
+    faults: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def compose(
@@ -96,6 +99,7 @@ def compose_with_sources(
     root: str = DEFAULT_ROOT,
     resolve: bool = True,
     command: Command | None = None,
+    collect: bool = False,
 ) -> Composition:
     """Composes a configuration in struct mode and remembers where its values came from.
 
@@ -106,6 +110,7 @@ def compose_with_sources(
         root: the package root under the user's YAML, unless its defaults list names another.
         resolve: fill in interpolations in the result (types are checked with them filled in either way).
         command: the command that starts now; this machine must have what the configuration names. None: no check.
+        collect: faults of keys and values, and remarks, are returned instead of raised and logged.
 
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
@@ -129,16 +134,18 @@ def compose_with_sources(
         sources,
         lambda options: start_problems(options, command) if command else (),
     )
-    raise_faults(faults + wrong)
-    if translation.inert:
-        logger.warning("%s", translation.inert_line())
+    if not collect:
+        raise_faults(faults + wrong)
     set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
     changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
-    for line in (*remarks(options, changed, sources), *(start_remarks(options) if command else ())):
+    noted = (translation.inert_line(),) if translation.inert else ()
+    noted += (*remarks(options, changed, sources), *(start_remarks(options) if command else ()))
+    for line in () if collect else noted:
         logger.warning("%s", line)
     result = _with_types(config, raw, options, resolve)
     OmegaConf.set_struct(result, True)
-    return Composition(result, {key: sources[key] for key in _leaves(result)}, options)
+    known = {key: sources[key] for key in _leaves(result)}
+    return Composition(result, known, options, (*faults, *wrong), noted)
 
 
 def _layers(

@@ -21,7 +21,7 @@ from pathlib import Path
 from etude.config.checks import Options
 from etude.config.preflight import missing_paths
 from etude.errors import ConfigErrors, InfrastructureError, one_line
-from etude.options import TrainOptions
+from etude.options import MultiTurnOptions, TrainOptions
 from etude.registry import share_folder
 
 _PACKAGES = ("etude", "torch", "transformers", "ray")
@@ -87,20 +87,22 @@ def _problems(options: Options, wanted: dict[str, str], shared: str, gpus: bool)
         run_dir = options.trainer.default_local_dir
         yield f"trainer.default_local_dir={run_dir} is not the driver's folder: checkpoints need one that all nodes share"
     yield from (f"{key}: {reason}" for key, reason in missing_paths(options) if not key.startswith("data."))
-    if isinstance(options, TrainOptions) and _runs_code(options) and not os.environ.get("ETUDE_SANDBOX_URL"):
-        yield from _sandbox()
+    if isinstance(options, TrainOptions) and not os.environ.get("ETUDE_SANDBOX_URL"):
+        talks, scorer = options.actor_rollout_ref.rollout.multi_turn, options.custom_reward_function.path
+        yield from sandbox_problems() if runs_code(talks, scorer) else ()
 
 
-def _runs_code(options: TrainOptions) -> bool:
-    talks, score = options.actor_rollout_ref.rollout.multi_turn, options.custom_reward_function.path or ""
-    texts = [score]
+def runs_code(talks: MultiTurnOptions, scorer: str | None) -> bool:
+    """Whether tools, or the custom reward function at `scorer`, name the sandbox."""
+    texts = [scorer or ""]
     for file in (*(talks.tool_config_path or ()), *(talks.function_tool_path or ())):
         with suppress(OSError, UnicodeError):
             texts.append(Path(file).expanduser().read_text(encoding="utf-8"))
     return any(word in text for text in texts for word in ("sandbox", "code_interpreter", "etude.rewards.code"))
 
 
-def _sandbox() -> Iterator[str]:
+def sandbox_problems() -> Iterator[str]:
+    """Why model-written code cannot be run in isolation on this machine; nothing if it can."""
     from etude.sandbox import Executor, SandboxUnavailableError
 
     async def open_one() -> None:

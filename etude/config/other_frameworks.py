@@ -63,7 +63,6 @@ INERT = {
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
             reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers

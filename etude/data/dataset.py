@@ -51,6 +51,7 @@ class RLDataset:
         images: how many tokens an image is; None for a text-only model, and then no row may have images.
         max_samples: stop after this many rows; -1 for all.
         rows: instead of those of the files.
+        problems: where given, invalid rows are left out and their errors are added to it.
 
     Raises:
         DataError: a file or row is invalid, a prompt is too long and not to be filtered out, or no row is left.
@@ -68,6 +69,7 @@ class RLDataset:
         images: ImageReader | None = None,
         max_samples: int = -1,
         rows: Iterable[Row] | None = None,
+        problems: list[DataError] | None = None,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
@@ -82,18 +84,21 @@ class RLDataset:
         self._rows: list[Row] = []
         self._image_tokens: list[tuple[int, ...]] = []
         self._indices: list[object] = []
-        self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples)
+        self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
 
-    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int) -> None:
+    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digest = hashlib.sha256()
         for number, (folder, where, raw) in enumerate(rows):
-            row = check_row(
-                raw, where, self._tool_names, self.options.prompt_key, self._interactions, self._agent_loops
-            )
-            image_tokens = self._placed(row, folder, where)
-            if self._fits(row, image_tokens, where):
+            try:
+                row, image_tokens, fits = self._checked(raw, folder, where)
+            except DataError as error:
+                if problems is None:
+                    raise
+                problems.append(error)
+                fits = False
+            if fits:
                 index = row["extra_info"].get("index")
                 row = self._blobs.kept(row)
                 self._rows.append(row)
@@ -103,10 +108,18 @@ class RLDataset:
                 if image_tokens:
                     self._any_images = True
                     digest.update(repr(row["images"]).encode())
-            if len(self._rows) == max_samples:
+            if len(self._rows) + len(problems or ()) == max_samples:
                 break
         self.fingerprint = digest.hexdigest()[:16]
-        self._report_overlong()
+        if self._rows or not problems:
+            self._report_overlong()
+
+    def _checked(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
+        """A row, the tokens of each of its images, and whether its prompt fits."""
+        names, key = self._tool_names, self.options.prompt_key
+        row = check_row(raw, where, names, key, self._interactions, self._agent_loops)
+        image_tokens = self._placed(row, folder, where)
+        return row, image_tokens, self._fits(row, image_tokens, where)
 
     @property
     def sources(self) -> list[str]:

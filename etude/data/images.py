@@ -19,7 +19,7 @@ from etude.chat.placeholders import image_count
 from etude.data.files import Row
 from etude.data.messages import Message
 from etude.errors import DataError, InfrastructureError, one_line
-from etude.tools.builtin.images import MAX_PIXELS, image_size
+from etude.tools.builtin.images import MAX_PIXELS, image_size, image_url
 
 if TYPE_CHECKING:
     from etude.models import ImageReader
@@ -105,8 +105,8 @@ def _source(value: Any, folder: Path, where: str) -> Any:
         return {"path": str((folder / Path(value).expanduser()).absolute())}
     if isinstance(value, str | bytes) and value:
         return value
-    if hasattr(value, "size") and hasattr(value, "convert"):  # Pillow's
-        return value
+    if hasattr(value, "size") and hasattr(value, "convert"):  # Pillow's, whose text differs from process to process
+        return image_url(value)
     raise DataError(f"{where} must be a path, bytes, or an object with one of them, got {type(value).__name__}")
 
 

@@ -90,7 +90,8 @@ def custom_rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of `data.custom_cls`, made as verl makes it: `cls(data_files, tokenizer, config, processor, max_samples)`.
 
-    `tools` are further keys of its `config`. An item may have its messages in `raw_prompt`, as verl's datasets do.
+    `tools` are further keys of its `config`. An item may have its messages in `raw_prompt`, as verl's datasets do, and its
+    images in `multi_modal_data`, or in `images` whatever `data.image_key` is.
 
     Raises:
         ConfigError: there is no such class, or it cannot be made.
@@ -112,4 +113,19 @@ def custom_rows(
         row = made[number]
         if not isinstance(row, Mapping):
             raise DataError(f"data.custom_cls: item {number} must be a row, got {type(row).__name__}")
-        yield {options.prompt_key: row["raw_prompt"], **row} if "raw_prompt" in row else dict(row)
+        yield _as_row(dict(row), options)
+
+
+def _as_row(item: dict[str, Any], options: DataOptions) -> dict[str, Any]:
+    """An item of verl's or of ours with the columns of a file."""
+    if "raw_prompt" not in item:
+        return item
+    row = {options.prompt_key: item["raw_prompt"], **item}
+    media = row.pop("multi_modal_data", None) or {}
+    inline = any(isinstance(part, Mapping) and part.get("image") for m in item["raw_prompt"] for part in m["content"])
+    images = next(
+        (found for found in (media.get("image"), media.get("images"), row.pop("images", None)) if found), None
+    )
+    if images and not inline and options.image_key is not None:
+        row[options.image_key] = list(images)
+    return row | {f"{name}s": media[name] for name in ("video", "audio") if media.get(name)}

@@ -112,6 +112,15 @@ class Layout:
         """Of samples at `places`."""
         return replace(self, block=self.block[places], row=self.row[places])
 
+    def pieces(self) -> tuple[list[np.ndarray], list[Piece]]:
+        """What is read of each block that has samples, and these samples' places."""
+        numbers = list(dict.fromkeys(self.block.tolist()))
+        members, pieces = [np.flatnonzero(self.block == number) for number in numbers], []
+        for number, places in zip(numbers, members):
+            block, rows = self.blocks[number], tuple(self.row[places].tolist())
+            pieces.append(Piece(block, tuple(sorted(self.names)), None if rows == tuple(range(block.rows)) else rows))
+        return members, pieces
+
 
 @dataclass(frozen=True)
 class BatchRef:
@@ -230,12 +239,7 @@ class BatchRef:
         return True
 
     def _read(self, layout: Layout) -> DataProto:
-        numbers = list(dict.fromkeys(layout.block.tolist()))
-        members = [np.flatnonzero(layout.block == number) for number in numbers]
-        pieces = []
-        for number, places in zip(numbers, members):
-            block, rows = layout.blocks[number], tuple(layout.row[places].tolist())
-            pieces.append(Piece(block, tuple(sorted(layout.names)), None if rows == tuple(range(block.rows)) else rows))
+        members, pieces = layout.pieces()
         try:
             parts = self.store.read(pieces, self.timeout)
         except LookupError as error:
@@ -285,7 +289,7 @@ class DataPlane:
             return
         nbytes = tensor_bytes(data)
         with self._room:
-            self._check_new(ids, _columns_of(data))
+            self._check_new(ids, columns_of(data))
             self.wait_for_room(nbytes)
             self.nbytes += nbytes  # reserved: others may put while this one is written
         try:
@@ -401,16 +405,21 @@ class DataPlane:
                         raise ValueError(f"sample '{sample}' has a column '{min(again)}' already")
 
 
-def keep_batches(value: Any, store: BlockStore) -> Any:
-    """A result with every batch in it that has rows written to `store`, and references in their place; lists, tuples,
-    dictionaries and iterators are looked through."""
-    if isinstance(value, DataProto):
-        return BatchRef.of(value, store) if len(value) else value
+def map_batches(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` applied to every batch or reference in it that is a `kind`; lists, tuples, dictionaries and
+    iterators are looked through."""
+    if isinstance(value, kind):
+        return function(value)
     if isinstance(value, dict):
-        return {key: keep_batches(each, store) for key, each in value.items()}
+        return {key: map_batches(each, kind, function) for key, each in value.items()}
     if type(value) is tuple:
-        return tuple(keep_batches(each, store) for each in value)
-    return [keep_batches(each, store) for each in value] if isinstance(value, list | Iterator) else value
+        return tuple(map_batches(each, kind, function) for each in value)
+    return [map_batches(each, kind, function) for each in value] if isinstance(value, list | Iterator) else value
+
+
+def keep_batches(value: Any, store: BlockStore) -> Any:
+    """A result with every batch in it that has rows written to `store`, and references in their place."""
+    return map_batches(value, DataProto, lambda data: BatchRef.of(data, store) if len(data) else data)
 
 
 Fetched = list[tuple[DataProto, dict[str, int]]]
@@ -419,16 +428,14 @@ Fetched = list[tuple[DataProto, dict[str, int]]]
 
 def fetch_batches(value: Any, fetched: Fetched) -> Any:
     """An argument with every reference in it replaced by its batch, which is added to `fetched`."""
-    if isinstance(value, BatchRef):
-        data = value.fetch()
+
+    def fetch(ref: BatchRef) -> DataProto:
+        data = ref.fetch()
         tensors = {} if data.batch is None else dict(data.batch.items())
         fetched.append((data, {name: tensor._version for name, tensor in tensors.items()}))
         return data[:]
-    if isinstance(value, dict):
-        return {key: fetch_batches(each, fetched) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(fetch_batches(each, fetched) for each in value)
-    return value
+
+    return map_batches(value, BatchRef, fetch)
 
 
 def check_unwritten(fetched: Fetched, method: str) -> None:
@@ -454,7 +461,8 @@ def tensor_bytes(data: DataProto) -> int:
     return 0 if data.batch is None else sum(tensor.nbytes for tensor in data.batch.values())
 
 
-def _columns_of(data: DataProto) -> list[str]:
+def columns_of(data: DataProto) -> list[str]:
+    """Names of its tensors and objects."""
     return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]
 
 

@@ -28,8 +28,10 @@ import torch.distributed as dist
 
 from etude.distributed.dispatch import Arguments
 from etude.distributed.plane import BlockStore, Fetched, check_unwritten, fetch_batches, keep_batches
+from etude.distributed.ray_store import cut_kept, forget_kept
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import describe_error, user_place
+from etude.protocol import DataProto
 from etude.registry import share_folder
 
 _MAX_RECORDS = 100  # log records kept for the next reply
@@ -170,10 +172,15 @@ class RankProcess:
         args, kwargs = given
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
 
-    def call(self, method: str, given: Arguments, store: BlockStore | None) -> Reply:
+    def call(self, method: str, given: Arguments, store: BlockStore | None, unused: Sequence[str] = ()) -> Reply:
         """The worker's method; an `async` one runs in an event loop of its own. Batches that it is given as references are
-        fetched first; those that it returns are kept in `store`, if there is one."""
+        fetched first; those that it returns are kept in `store`, if there is one. Blocks of the keys `unused` are freed."""
+        forget_kept(unused)
         return self._reply(self._call, method, given, store)
+
+    def lend(self, key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:
+        """What another process reads of a block that this one keeps."""
+        return cut_kept(key, columns, rows)
 
     def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         fetched: Fetched = []

@@ -15,10 +15,11 @@ import inspect
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from etude.distributed.cluster import check_head
 from etude.distributed.dispatch import Arguments, Dispatch, Registration
 from etude.distributed.pool import ResourcePool
 from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
+from etude.distributed.ray_store import lend_batches, watch_blocks
 from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import WorkerGroup, note_rank
 from etude.errors import WorkerLost, one_line
@@ -38,17 +40,19 @@ _PING_SECONDS = 5.0
 _SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
 _LOG_SECONDS = 5.0  # to read a file of another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
-_THREADS = {"control": 2, "direct": 8, "background": 1}
+_RAYS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray marks a log file with
+_THREADS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
 """Concurrency groups of an actor; its other calls run one after another in a thread of their own."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """An actor and where it runs."""
+    """An actor, where it runs, and the keys of blocks that it need not keep any longer."""
 
     rank: int
     actor: Any
     place: ProcessPlace
+    unused: deque[str] = field(default_factory=deque)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -130,6 +134,11 @@ class RayWorkerGroup(WorkerGroup):
         for future in self._watch("__init__", refs, self._ranks):
             future.result()
 
+    @property
+    def places(self) -> list[ProcessPlace]:
+        """Where each rank runs."""
+        return [rank.place for rank in self._ranks]
+
     def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:
         """As of every group; an `async` method is awaited here, and runs in the rank's process."""
         call = super().direct(name, rank)
@@ -180,12 +189,15 @@ class RayWorkerGroup(WorkerGroup):
             raise self._lost
         refs, called, group = [], [], self._thread_of(method_name)
         for part, same in zip(parts, ranks, strict=True):
-            given = self._ray.put(part) if len(same) > 1 else part
+            shared = len(same) > 1
+            given = lend_batches(part, None if shared else self._ranks[same[0]].actor)
+            given = self._ray.put(given) if shared else given
             for number in same:
                 rank = self._ranks[number]
-                refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store))
+                unused = [rank.unused.popleft() for _ in range(len(rank.unused))]
+                refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store, unused))
                 called.append(rank)
-        return self._watch(method_name, refs, called)
+        return self._watch(method_name, refs, called, keeping=parts)
 
     def _thread_of(self, method_name: str) -> dict[str, str]:
         registration = self._methods[method_name]
@@ -196,8 +208,10 @@ class RayWorkerGroup(WorkerGroup):
     def _places(self, mesh: str) -> list[MeshPlace]:
         return self._ask("mesh_place", [rank.actor.mesh_place.remote(mesh) for rank in self._ranks])
 
-    def _watch(self, method: str, refs: Sequence[Any], ranks: Sequence[_Rank]) -> list[Future[Any]]:
-        watch = _Watch(self, method, refs, ranks)
+    def _watch(
+        self, method: str, refs: Sequence[Any], ranks: Sequence[_Rank], keeping: object = None
+    ) -> list[Future[Any]]:
+        watch = _Watch(self, method, refs, ranks, keeping=keeping)
         watch.start()
         return watch.futures
 
@@ -249,7 +263,8 @@ class RayWorkerGroup(WorkerGroup):
 class _Watch(threading.Thread):
     """Waits for the ranks of one call: fills their futures, looks after their processes.
 
-    Failures are kept back until all have ended or had time to: a lost rank is what the others' errors come from.
+    Failures are kept back until all have ended or had time to: a lost rank is what the others' errors come from. `keeping`
+    is what must not be freed meanwhile.
     """
 
     def __init__(
@@ -261,10 +276,12 @@ class _Watch(threading.Thread):
         *,
         seconds: float | None = None,
         pings: bool = True,
+        keeping: object = None,
     ) -> None:
         super().__init__(name=f"etude-{method}", daemon=True)
         self._group, self._ray, self._method = group, group._ray, f"{group.worker_cls.__name__}.{method}"
         self._seconds, self._pinging = seconds or group._call_seconds, pings
+        self._keeping = keeping  # blocks of the arguments are needed until the call ends
         self.futures: list[Future[Any]] = [Future() for _ in refs]
         self._waiting = {ref: (rank, future) for ref, rank, future in zip(refs, ranks, self.futures)}
         self._failed: list[tuple[_Rank, Future[Any], BaseException | None]] = []  # None: given up because of another
@@ -325,6 +342,7 @@ class _Watch(threading.Thread):
             return
         self._group._log(reply.records, rank.rank)
         if reply.error is None:
+            watch_blocks(reply.value, rank.actor, rank.unused)
             future.set_result(reply.value)
         else:  # one that was asked to end did so
             self._failed.append((rank, future, None if self._settling else unpack_error(reply.error)))
@@ -378,5 +396,5 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAYS)]
     return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]

@@ -1,4 +1,5 @@
-"""`RayStore`: blocks as plain Ray objects, one a column, on the node of the worker that wrote them.
+"""Where blocks are on a cluster. `RayStore`: plain Ray objects, one a column, on the node of the process that wrote them.
+`RankStore`: the memory of the rank that wrote them, and Ray objects of what others read.
 
 The writer owns its objects: they live as long as it does and somebody refers to them. Ray fetches to a node what a reader
 there asks for, once for all its readers, and they read it in place. Ray is imported at the first use.
@@ -6,11 +7,34 @@ there asks for, once for all its readers, and they read it in place. Ray is impo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from uuid import uuid4
 
-from etude.distributed.plane import Block, BlockStore, Piece, select_rows, tensor_bytes
+import numpy as np
+
+from etude.distributed.plane import (
+    BatchRef,
+    Block,
+    BlockStore,
+    Layout,
+    Piece,
+    columns_of,
+    map_batches,
+    select_rows,
+    tensor_bytes,
+)
 from etude.errors import one_line
 from etude.protocol import DataProto
+
+_kept: dict[str, DataProto] = {}
+"""In a rank: the blocks that it wrote, by key, until the driver refers to them no more."""
+_lenders: dict[str, Any] = {}
+"""In the driver: the actors that keep them."""
 
 
 class RayStore(BlockStore):
@@ -28,23 +52,118 @@ class RayStore(BlockStore):
         import ray
         from ray.exceptions import RayError
 
-        refs = [piece.block.handles[name] for piece in pieces for name in piece.columns]
+        refs = list(dict.fromkeys(piece.block.handles[name] for piece in pieces for name in piece.columns))
         try:
-            columns = iter(ray.get(refs, timeout=timeout))
+            objects = dict(zip(refs, ray.get(refs, timeout=timeout)))
         except RayError as error:
-            raise LookupError(f"{type(error).__name__}: {one_line(error)}") from error
+            cause = getattr(error, "cause", None) or error  # of a rank's own error, which Ray wraps
+            raise LookupError(f"{type(cause).__name__}: {one_line(cause)}") from error
         found = []
         for piece in pieces:
-            whole = next(columns)
-            for _ in piece.columns[1:]:
-                whole = whole.union(next(columns))
-            found.append(select_rows(whole, piece.rows))
+            whole = DataProto()
+            for ref in dict.fromkeys(piece.block.handles[name] for name in piece.columns):
+                whole = whole.union(objects[ref])
+            found.append(select_rows(_select(whole, piece.columns), piece.rows))
         return found
 
     def drop(self, block: Block) -> None:
         """Nothing to do: Ray frees the objects when the last reference to the block goes."""
 
 
+class RankStore(RayStore):
+    """Blocks of the ranks of worker groups. Each stays, not pickled, in the process that wrote it, which reads it as it is.
+    The rows and columns that another process reads become one Ray object, which the driver asks for when it sends the
+    reference there (`lend_batches`); the driver also says when nothing refers to a block any more (`watch_blocks`)."""
+
+    def write(self, data: DataProto) -> Block:
+        key = uuid4().hex
+        _kept[key] = data
+        handles = dict.fromkeys(columns_of(data), key)
+        return Block(len(data), handles, frozenset(data.non_tensor_batch), tensor_bytes(data), this_node())
+
+    def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
+        near = [piece if _key(piece.block) in _kept else _lend(piece) for piece in pieces]
+        lent = iter(super().read([piece for piece in near if _key(piece.block) is None], timeout))
+        found = []
+        for block, columns, rows in near:
+            key = _key(block)
+            found.append(next(lent) if key is None else cut_kept(key, columns, rows))
+        return found
+
+
+def cut_kept(key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:
+    """Of a block that this process keeps. Raises LookupError if it does not."""
+    return select_rows(_select(_kept[key], columns), rows)
+
+
+def forget_kept(keys: Iterable[str]) -> None:
+    """Frees blocks that this process keeps."""
+    for key in keys:
+        _kept.pop(key, None)
+
+
+def watch_blocks(value: Any, actor: Any, unused: deque[str]) -> None:
+    """Notes that `actor` keeps what it returned references to in `value`; the key of a block that nothing in this process
+    refers to any more is added to `unused`."""
+
+    def forget(key: str) -> None:
+        _lenders.pop(key, None)
+        unused.append(key)
+
+    def note(ref: BatchRef) -> None:
+        for block in (block for layout in ref.layouts for block in layout.blocks):
+            key = _key(block)
+            if key is not None and key not in _lenders:
+                _lenders[key] = actor
+                weakref.finalize(block, forget, key).atexit = False
+
+    map_batches(value, BatchRef, note)
+
+
+def lend_batches(value: Any, actor: Any) -> Any:
+    """What `actor` is sent in place of `value`: references to Ray objects where these are to blocks that others keep."""
+
+    def lend(ref: BatchRef) -> BatchRef:
+        return replace(ref, layouts=tuple(map(lend_layout, ref.layouts)))
+
+    def lend_layout(layout: Layout) -> Layout:
+        blocks: list[Block] = []
+        numbers, rows = layout.block.copy(), layout.row.copy()
+        for places, piece in zip(*layout.pieces()):
+            key = _key(piece.block)
+            if key is not None and _lenders.get(key) is not actor:
+                piece, rows[places] = _lend(piece), np.arange(len(places))
+            numbers[places] = len(blocks)
+            blocks.append(piece.block)
+        return replace(layout, blocks=tuple(blocks), block=numbers, row=rows)
+
+    return map_batches(value, BatchRef, lend)
+
+
+def _lend(piece: Piece) -> Piece:
+    """All of a block of one Ray object; a block of such is its own."""
+    (block, columns, rows), key = piece, _key(piece.block)
+    if key is None:
+        return piece
+    if key not in _lenders:
+        raise LookupError("its process keeps it no more")
+    ref = _lenders[key].lend.options(concurrency_group="lend").remote(key, columns, rows)
+    lent = replace(block, rows=block.rows if rows is None else len(rows), handles=dict.fromkeys(columns, ref))
+    return Piece(lent, columns, None)
+
+
+def _key(block: Block) -> str | None:
+    """Of a block that a rank keeps; None: it is in the object store."""
+    handle = next(iter(block.handles.values()), None)
+    return handle if isinstance(handle, str) else None
+
+
+def _select(data: DataProto, columns: Sequence[str]) -> DataProto:
+    objects = [name for name in columns if name in data.non_tensor_batch]
+    return data.select([name for name in columns if name not in objects], objects, [])
+
+
+@cache
 def this_node() -> str:
     """Id and address of the node of this process."""
     import ray

@@ -11,7 +11,7 @@ from etude.inference.engine_setup import (
 )
 from etude.inference.native import NativeEngine, NativeEngineOptions
 from etude.inference.openai import OpenAIEngine
-from etude.inference.probe import TOLERANCES, ProbeResult, WeightMismatch, WeightProbe
+from etude.inference.probe import TOLERANCES, ProbeDraws, ProbeResult, WeightMismatch, WeightProbe
 from etude.inference.router import Router, RouterOptions
 from etude.inference.scripted import ScriptedEngine
 from etude.inference.served import AdapterFolder
@@ -28,6 +28,7 @@ __all__ = [
     "NativeEngine",
     "NativeEngineOptions",
     "OpenAIEngine",
+    "ProbeDraws",
     "ProbeResult",
     "Router",
     "RouterOptions",

@@ -41,7 +41,7 @@ from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
 from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
-from etude.models.named_weights import copy_weights, weight_checksums
+from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
 from etude.models.vision import Vision, no_images
@@ -128,7 +128,8 @@ class NativeEngine:
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._version = 0
         self._admissions = 0
-        self._paused = False
+        self._paused = self._paused_before = False
+        self._incoming: WeightCopy | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
@@ -267,6 +268,19 @@ class NativeEngine:
         self._paused = False
         self._notify()
 
+    async def load_weights(self, chunk: Chunk, sums: Mapping[str, int] | None = None) -> None:
+        """Copies a chunk of named tensors into the engine's own weights (`sums`: see `WeightCopy.copy`). With the first one
+        the engine pauses and drops what it has cached, until `update_weights` ends the sync.
+
+        Raises:
+            EtudeError: the model has no such tensor, or not of that shape; names it.
+        """
+        if self._incoming is None:
+            self._paused_before = self._paused
+            await self._stop_for_update()
+            self._incoming = WeightCopy(self._model)
+        self._incoming.copy(chunk, sums)
+
     async def update_weights(self, source: Any, version: int) -> None:
         """Drops all cached keys and values: they belong to the old weights. Requests in flight go on with the new ones,
         after what they have sampled. Modules that were replaced, hooked or patched since the last update are detected
@@ -274,7 +288,7 @@ class NativeEngine:
 
         Args:
             source: None where the weights are shared with the trainer; with `own_weights`, chunks of (name, tensor) as
-                `full_state` yields them, which are copied in place.
+                `full_state` yields them, which are copied in place, beside those that `load_weights` has copied.
 
         Raises:
             EtudeError: a tensor is missing, of another shape, or not what was sent; names it.
@@ -282,14 +296,14 @@ class NativeEngine:
         if (source is None) != self.shares_weights:
             given, needs = ("chunks", "None") if self.shares_weights else ("None", "chunks of named tensors")
             raise ConfigError(f"update_weights was given source={given}: this native engine takes {needs}")
-        was_paused = self._paused
+        was_paused = self._paused if self._incoming is None else self._paused_before
         try:
-            await self.pause()  # a running step still reads what is dropped here
-            self._scheduler.forget_all()
-            if self._images is not None:
-                self._images.forget()
+            await self._stop_for_update()
             if source is not None:
-                copy_weights(self._model, source)
+                incoming, self._incoming = self._incoming or WeightCopy(self._model), None
+                for chunk in source:
+                    incoming.copy(chunk)
+                incoming.check()
             elif self._model is not self._source:
                 _copy_weights(self._source, self._model)
             if self._decoder is not None and not self._decoder.is_current():
@@ -298,6 +312,13 @@ class NativeEngine:
         finally:
             if not was_paused:
                 await self.resume()
+
+    async def _stop_for_update(self) -> None:
+        """Pauses, since a running step still reads what is dropped then."""
+        await self.pause()
+        self._scheduler.forget_all()
+        if self._images is not None:
+            self._images.forget()
 
     def checksums(self) -> dict[str, int]:
         """Of the weights that are sampled from, by name (see `etude.models.named_weights`)."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from etude.errors import EtudeError
 from etude.inference.types import Engine, SamplingParams, TokenOutput
@@ -41,13 +42,74 @@ class ProbeResult:
     tokens: int
 
 
+@dataclass(frozen=True)
+class ProbeDraws:
+    """What the engine `name` drew from the probe's prompts with weights of `version`: (prompt, response) ids, and the
+    log-probs of all responses in a row. These may differ from the trainer's by `tolerance`."""
+
+    name: str
+    version: int
+    rows: list[tuple[list[int], list[int]]]
+    log_probs: list[float]
+    tolerance: float
+
+    def judge(self, expected: Sequence[float]) -> ProbeResult:
+        """Compares with the log-probs of the same tokens by the trainer.
+
+        Raises:
+            WeightMismatch: they differ by more than the tolerance.
+        """
+        name, version, actual = self.name, self.version, self.log_probs
+        if not actual:
+            raise WeightMismatch(f"{name} sampled no token from the probe's prompts: is max_model_len too small?")
+        if not all(map(math.isfinite, expected)):
+            raise WeightMismatch(
+                f"the trainer's own log-probs at version {version} are not finite: the weights are broken"
+            )
+        differences = [abs(e - a) for e, a in zip(expected, actual)]
+        result = ProbeResult(max(differences), sum(differences) / len(differences), len(differences))
+        if len(expected) != len(actual) or not result.largest <= self.tolerance:
+            raise WeightMismatch(
+                f"{name} does not serve version {version} of the weights: its log-probs differ from the trainer's by up "
+                f"to {result.largest:.3g} nats ({result.mean:.3g} on average, {result.tokens} tokens), the tolerance is "
+                f"{self.tolerance:g} (rollout.weight_probe_tolerance). The weight update had no or a wrong effect, or "
+                "the engine reports log-probs of another distribution than it samples from; see docs/engines.md"
+            )
+        return result
+
+    def judge_again(self, before: ProbeDraws) -> ProbeResult:
+        """Compares with what the same weights drew `before`, from the same prompts, as far as the tokens are the same: one
+        may fall the other way by rounding.
+
+        Raises:
+            WeightMismatch: log-probs differ by more than the tolerance, or no first token is the same.
+        """
+        mine, theirs = self._by_prompt(), before._by_prompt()
+        pairs = [pair for one, other in zip(mine, theirs) for pair in takewhile(_same_token, zip(one, other))]
+        if not pairs:
+            raise WeightMismatch(
+                f"{self.name} draws other tokens from version {self.version} of the weights than before"
+            )
+        values = [[pair[side][1] for pair in pairs] for side in (0, 1)]
+        return replace(self, log_probs=values[0]).judge(values[1])
+
+    def _by_prompt(self) -> list[list[tuple[int, float]]]:
+        values = iter(self.log_probs)
+        return [[(token, next(values)) for token in response] for _, response in self.rows]
+
+
+def _same_token(pair: tuple[tuple[int, float], tuple[int, float]]) -> bool:
+    return pair[0][0] == pair[1][0]
+
+
 class WeightProbe:
-    """`prompts`: ids of a few short texts; `tokens` are drawn from each; `temperature` is that of the rollouts."""
+    """`prompts`: ids of a few short texts; `tokens` are drawn from each; `temperature` is that of the rollouts; without a
+    `score`, draws are judged elsewhere."""
 
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
-        score: Score,
+        score: Score | None,
         *,
         tolerance: float,
         temperature: float = 1.0,
@@ -63,6 +125,17 @@ class WeightProbe:
             WeightMismatch: they differ by more than the tolerance, or the tokens carry another version.
             EngineError: the engine failed to sample.
         """
+        drawn = await self.draw(engine, version, name)
+        assert self._score is not None
+        return drawn.judge([value for row in self._score(drawn.rows, self._temperature) for value in row])
+
+    async def draw(self, engine: Engine, version: int, name: str = "the engine") -> ProbeDraws:
+        """Has the engine draw; the same tokens each time, if its weights are the same.
+
+        Raises:
+            WeightMismatch: the tokens carry another version.
+            EngineError: the engine failed to sample.
+        """
         outputs = await self._draw_all(engine, version)
         served = sorted({v for output in outputs for v in output.weight_versions} - {version})
         if served:
@@ -70,10 +143,8 @@ class WeightProbe:
                 f"{name} was given the weights of version {version} and samples from version {served[0]}: "
                 "the weight sync does not work with this engine"
             )
-        drawn = [(prompt, output.token_ids) for prompt, output in zip(self._prompts, outputs) if output.token_ids]
-        expected = [value for row in self._score(drawn, self._temperature) for value in row]
-        actual = [value for output in outputs for value in output.log_probs]
-        return self._judged(expected, actual, version, name)
+        rows = [(prompt, output.token_ids) for prompt, output in zip(self._prompts, outputs) if output.token_ids]
+        return ProbeDraws(name, version, rows, [v for output in outputs for v in output.log_probs], self._tolerance)
 
     async def _draw_all(self, engine: Engine, version: int) -> list[TokenOutput]:
         names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
@@ -93,21 +164,3 @@ class WeightProbe:
 
     def _params(self, name: str) -> SamplingParams:
         return SamplingParams(temperature=self._temperature, max_tokens=self._tokens, seed=probe_seed(name))
-
-    def _judged(self, expected: Sequence[float], actual: Sequence[float], version: int, name: str) -> ProbeResult:
-        if not actual:
-            raise WeightMismatch(f"{name} sampled no token from the probe's prompts: is max_model_len too small?")
-        if not all(map(math.isfinite, expected)):
-            raise WeightMismatch(
-                f"the trainer's own log-probs at version {version} are not finite: the weights are broken"
-            )
-        differences = [abs(e - a) for e, a in zip(expected, actual)]
-        result = ProbeResult(max(differences), sum(differences) / len(differences), len(differences))
-        if len(expected) != len(actual) or not result.largest <= self._tolerance:
-            raise WeightMismatch(
-                f"{name} does not serve version {version} of the weights: its log-probs differ from the trainer's by up "
-                f"to {result.largest:.3g} nats ({result.mean:.3g} on average, {result.tokens} tokens), the tolerance is "
-                f"{self._tolerance:g} (rollout.weight_probe_tolerance). The weight update had no or a wrong effect, or "
-                "the engine reports log-probs of another distribution than it samples from; see docs/engines.md"
-            )
-        return result

@@ -6,20 +6,22 @@ Invariant: the n-th request of a trajectory returns the n-th script entry, cut a
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from etude.errors import EngineError
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
-Script = Callable[[str, list[int], int], "list[int] | Exception"]
+Script = Callable[[str, list[int], int], "list[int] | Exception | Awaitable[list[int]]"]
 
 
 @ENGINES.register("scripted")
 class ScriptedEngine:
-    """`script(request_id, prompt_ids, turn)` returns the ids of a turn, or an exception to raise; `latency` in seconds."""
+    """`script(request_id, prompt_ids, turn)` returns the ids of a turn, awaited where it must be waited for, or an exception
+    to raise; `latency` in seconds."""
 
     def __init__(self, script: Script, latency: float = 0.0) -> None:
         self._script, self._latency = script, latency
@@ -56,6 +58,8 @@ class ScriptedEngine:
         turn = self._turns[request_id]
         self._turns[request_id] += 1
         ids = self._script(request_id, list(prompt_ids), turn)
+        if inspect.isawaitable(ids):
+            ids = await ids
         if isinstance(ids, Exception):
             raise EngineError(f"scripted failure: {ids}") from ids
         reason = "stop" if len(ids) <= params.max_tokens else "length"

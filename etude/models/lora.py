@@ -9,6 +9,7 @@ State dictionaries keep the names of the model with adapters; `merged_state` giv
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +106,7 @@ def merged_weights(
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     for name, tensor in weights.items():
-        if name.endswith(_FACTORS) or name.rpartition(".weight.")[0] + ".weight" in quantized:  # those are its scales
+        if is_factor(name) or name.rpartition(".weight.")[0] + ".weight" in quantized:  # those are its scales
             continue
         if name in quantized:
             tensor = dequantized(quantized[name]).to(dtype)
@@ -128,17 +129,28 @@ def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None
 
     model = getattr(model, "backbone", model)
     own = model.state_dict() if weights is None else {n.removeprefix("backbone."): t for n, t in weights.items()}
-    factors = {
-        f"{_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor.detach().cpu().contiguous()
-        for name, tensor in own.items()
-        if name.endswith(_FACTORS)
-    }
+    factors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in own.items() if is_factor(name)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         model.peft_config[_NAME].save_pretrained(str(folder))
         save_file(factors, folder / "adapter_model.safetensors")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot save the adapters: {one_line(error)}") from error
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor of this name is one of an adapter's."""
+    return name.endswith(_FACTORS)
+
+
+def peft_name(name: str) -> str:
+    """The name of an adapter's tensor in a file of peft's."""
+    return f"{_PREFIX}{name.replace(f'.{_NAME}.', '.')}"
+
+
+def adapter_config(model: Any) -> str:
+    """What peft writes beside that file."""
+    return json.dumps(model.peft_config[_NAME].to_dict(), default=list)
 
 
 def is_adapted(part: Any) -> bool:

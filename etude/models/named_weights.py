@@ -1,23 +1,26 @@
 """Weights by name: how they travel from a trained model, sharded or not, to a copy of its own that an engine samples from.
 
-Invariant: names are those of the model without adapters, which are merged into the weights; tied weights come once; a copy
-either equals what was sent, tensor by tensor, in the copy's precision, or the error names the tensor.
+Invariant: tied weights come once; a copy either equals what was sent, tensor by tensor, in the copy's precision, or the
+error names the tensor. Adapters are merged into the weights, unless the copy has the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from etude.errors import EtudeError
-from etude.models.lora import merged_weights
+from etude.models.lora import is_factor, merged_weights
 
 Chunk = list[tuple[str, Tensor]]
 _BUCKET = 256 << 20  # bytes
+_ALIGN = 16  # bytes, of a tensor in a packed chunk
 _BLOCK = 1 << 20  # elements of a checksum at once
 _MIX = 0x9E3779B97F4A7C1  # odd, so that no two places weigh alike
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,7 +42,13 @@ def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def full_state(model: Any, *, dtype: torch.dtype | None = None, bucket_bytes: int = _BUCKET) -> Iterator[Chunk]:
+def full_state(
+    model: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = _BUCKET,
+    adapters: Literal["merged", "kept", "alone"] = "merged",
+) -> Iterator[Chunk]:
     """Chunks of (name, full tensor) of at most `bucket_bytes`, or of one larger tensor.
 
     All ranks that hold a part of a sharded model have to iterate to the end, since gathering a tensor is collective; all of
@@ -47,16 +56,22 @@ def full_state(model: Any, *, dtype: torch.dtype | None = None, bucket_bytes: in
 
     Args:
         dtype: what floating-point tensors are rounded to, before they are gathered where possible; None: as they are.
+        adapters: merged into the weights, under the names of the model without them; kept: for a copy with the same
+            adapters; or alone, without the frozen weights.
     """
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
+    own = own_weights(model)
+    named: Iterable[tuple[str, Tensor]]
+    if adapters == "merged":
+        named = merged_weights(model, own, lambda t, exact: full_tensor(t if exact else cast(t)))
+    else:
+        named = ((name, full_tensor(cast(t))) for name, t in own.items() if adapters == "kept" or is_factor(name))
     chunk: Chunk = []
     room = bucket_bytes
-    for name, tensor in merged_weights(
-        model, own_weights(model), lambda t, exact: full_tensor(t if exact else cast(t))
-    ):
+    for name, tensor in named:
         whole = cast(tensor).detach()
         if chunk and whole.nbytes > room:
             yield chunk
@@ -88,34 +103,98 @@ def gather_weights(model: Any, dtype: torch.dtype, keep: bool = True) -> dict[st
     return gathered
 
 
-@torch.no_grad()
-def copy_weights(model: Any, chunks: Iterable[Chunk]) -> None:
-    """Copies chunks of `full_state` into the weights of `model`, in place, rounded to its precision.
+class WeightCopy:
+    """Copies chunks of `full_state` into the weights of `model`, in place, rounded to its precision."""
 
-    Raises:
-        EtudeError: `model` has no tensor of a name, or one of another shape; one of its own was not sent; or, after all were
-            copied, one differs from what was sent. Names the tensor.
-    """
-    own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
-    sent: dict[str, int] = {}
-    for chunk in chunks:
+    def __init__(self, model: Any) -> None:
+        self._own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        self._sums: dict[str, int] = {}
+
+    @torch.no_grad()
+    def copy(self, chunk: Chunk, sums: Mapping[str, int] | None = None) -> None:
+        """Copies one chunk; `sums` are the checksums that its tensors had where they came from.
+
+        Raises:
+            EtudeError: the model has no tensor of a name, or one of another shape, or it is not what was sent; names it.
+        """
         for name, tensor in chunk:
-            if name not in own:
+            if name not in self._own:
                 raise EtudeError(f"weight sync: the engine's model has no tensor '{name}'")
-            if own[name].shape != tensor.shape:
+            own = self._own[name]
+            if own.shape != tensor.shape:
                 raise EtudeError(
-                    f"weight sync: '{name}' has shape {tuple(tensor.shape)}, in the engine's model {tuple(own[name].shape)}"
+                    f"weight sync: '{name}' has shape {tuple(tensor.shape)}, in the engine's model {tuple(own.shape)}"
                 )
-            rounded = tensor.to(own[name].dtype)
-            own[name].copy_(rounded)
-            sent[name] = checksum(rounded)
-    reached = {id(own[name]) for name in sent}
-    for name, tensor in own.items():
-        if id(tensor) not in reached:
-            raise EtudeError(f"weight sync: '{name}' of the engine's model was not sent")
-    for name, value in sent.items():
-        if checksum(own[name]) != value:
-            raise EtudeError(f"weight sync: '{name}' is not in the engine's model what was sent")
+            rounded = tensor.to(own.dtype)
+            own.copy_(rounded)
+            if sums is not None and rounded.dtype == tensor.dtype:
+                self._sums[name] = sums[name]
+                continue
+            if sums is not None:
+                check_sent(name, tensor, sums)
+            self._sums[name] = checksum(rounded)
+
+    def check(self) -> None:
+        """After all chunks, of which those with adapters alone leave the other weights as they were.
+
+        Raises:
+            EtudeError: a tensor was not sent, or is not what was sent; names it.
+        """
+        adapters_alone = bool(self._sums) and all(map(is_factor, self._sums))
+        reached = {id(self._own[name]) for name in self._sums}
+        for name, tensor in self._own.items():
+            if id(tensor) not in reached and (is_factor(name) or not adapters_alone):
+                raise EtudeError(f"weight sync: '{name}' of the engine's model was not sent")
+        for name in self._sums:
+            check_sent(name, self._own[name], self._sums, "is not in the engine's model what was sent")
+
+
+def copy_weights(model: Any, chunks: Iterable[Chunk]) -> None:
+    """Copies a whole `full_state` into `model`; see `WeightCopy`."""
+    copy = WeightCopy(model)
+    for chunk in chunks:
+        copy.copy(chunk)
+    copy.check()
+
+
+def check_sent(name: str, tensor: Tensor, sums: Mapping[str, int], what: str = "is not what was sent") -> None:
+    """Raises EtudeError unless the tensor has its checksum among `sums`."""
+    if checksum(tensor) != sums[name]:
+        raise EtudeError(f"weight sync: '{name}' {what}")
+
+
+class PackedTensor(NamedTuple):
+    """A tensor of a packed chunk: where its bytes begin, and its checksum."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    checksum: int
+
+
+def pack_chunk(chunk: Chunk) -> tuple[Tensor, list[PackedTensor]]:
+    """A chunk's tensors as one of bytes (n,) in the CPU's memory, and what is in it."""
+    starts = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for _, tensor in chunk), initial=0))
+    packed = torch.empty(starts[-1], dtype=torch.uint8)
+    entries = [
+        PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, checksum(tensor))
+        for (name, tensor), start in zip(chunk, starts)
+    ]
+    for entry, (_, tensor) in zip(entries, chunk):
+        _packed_tensor(packed, entry).copy_(tensor.detach())
+    return packed, entries
+
+
+def unpack_chunk(packed: Tensor, entries: Iterable[PackedTensor]) -> tuple[Chunk, dict[str, int]]:
+    """The chunk, as views of `packed`, and its checksums by name."""
+    entries = list(entries)
+    return [(each.name, _packed_tensor(packed, each)) for each in entries], {e.name: e.checksum for e in entries}
+
+
+def _packed_tensor(packed: Tensor, entry: PackedTensor) -> Tensor:
+    dtype = getattr(torch, entry.dtype)
+    return packed[entry.start :][: prod(entry.shape) * dtype.itemsize].view(dtype).view(entry.shape)
 
 
 def weight_checksums(model: Any) -> dict[str, int]:

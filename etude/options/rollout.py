@@ -26,6 +26,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 MULTI_TURN = When("with enable=true", lambda own, run: own.enable)
 TOOLS = When("where tools, an environment or plugins are configured", lambda own, run: has_tools(own, run))
+STANDALONE = When(
+    "with trainer.backend=ray and actor_rollout_ref.hybrid_engine=false", lambda own, run: run.has_rollout_group
+)
 NATIVE = When("with the native engine (name=native)", lambda own, run: own.name == "native")
 SERVED = When("where server_urls are set", lambda own, run: bool(own.server_urls))
 COPIES = When(
@@ -297,6 +300,15 @@ class RolloutOptions:
         "Precision of sampling. Null: model.dtype. Any other value costs a copy of the weights.",
         default=None,
         verl_default="bfloat16",
+    )
+    nnodes: Natural = key(
+        "Nodes that the rollout workers are on, where they are a group of their own.", default=0, when=STANDALONE
+    )
+    n_gpus_per_node: Count | None = key(
+        "Rollout workers on each of those. Null: as many as trainer.n_gpus_per_node.",
+        default=None,
+        when=STANDALONE,
+        verl_default="${oc.select:trainer.n_gpus_per_node,8}",
     )
     seed: Natural = key("Base of the per-request seeds.", default=1, written="${trainer.seed}", verl_default="42")
     infrastructure_retries: Natural = key(

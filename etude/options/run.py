@@ -33,6 +33,7 @@ CRITIC = When(
     f"with estimators that need a critic (algorithm.adv_estimator={', '.join(ADVANTAGE_ESTIMATORS.needing('values'))})",
     lambda own, run: run.may_need("values"),
 )
+DUMPED = When("where rollout_data_dir is set", lambda own, run: own.rollout_data_dir is not None)
 VALIDATED = When("where data.val_files is set", lambda own, run: bool(run.data.val_files))
 
 
@@ -489,7 +490,20 @@ class TrainerOptions(RunOptions):
     rollout_data_dir: Text | None = key(
         "Folder for one JSON-lines file of rollouts a step. Null: none is written.", default=None, path="output"
     )
-    validation_data_dir: Text | None = key("The same for validation.", default=None, path="output", when=VALIDATED)
+    rollout_token_values: Flag = key(
+        "Whether these files also say what the trainer had of each token: advantage, log-probs and entropy, for "
+        "`etude view` and `etude explain`. About 40 bytes a token.",
+        default=False,
+        when=DUMPED,
+    )
+    validation_data_dir: Text | None = key(
+        "The same for validation. Null: none is written.",
+        default="validation",
+        written="${trainer.default_local_dir}/validation",
+        path="output",
+        when=VALIDATED,
+        verl_default="null",
+    )
     min_valid_fraction: Share = key(
         "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
         "checkpoint.",

@@ -22,7 +22,7 @@ from etude.options.training import (
     SFTLossOptions,
     SFTOptimOptions,
 )
-from etude.options.types import Texts
+from etude.options.types import Flag, Texts
 
 _PLUGINS = (
     "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."
@@ -37,6 +37,12 @@ class PolicyOptions:
     actor: ActorOptions = key("", default_factory=ActorOptions)
     ref: RefOptions = key("", default_factory=RefOptions)
     rollout: RolloutOptions = key("", default_factory=RolloutOptions)
+    hybrid_engine: Flag = key(
+        "Each worker both rolls out and trains. False: rollout.nnodes x rollout.n_gpus_per_node processes of their own roll "
+        "out, and get the weights from those that train (docs/distributed.md).",
+        default=True,
+        when=ON_RAY,
+    )
     env: EnvOptions = key("", default_factory=EnvOptions)
 
 
@@ -62,6 +68,11 @@ class TrainOptions:
         if not correction.bypass_mode or correction.loss_type == "ppo_clip":
             return actor
         return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=correction.loss_type))
+
+    @property
+    def has_rollout_group(self) -> bool:
+        """Whether the processes that roll out are others than those that train."""
+        return self.trainer.backend == "ray" and not self.actor_rollout_ref.hybrid_engine
 
     @property
     def needs(self) -> frozenset[str]:

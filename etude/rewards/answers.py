@@ -35,6 +35,9 @@ _SPELLINGS = [  # as models write them → as LaTeX does
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
+    (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
+    (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
+    (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -66,7 +69,7 @@ _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
 _ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
-_LEADING_WORDS = re.compile(r"\A(?:[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
+_LEADING_WORDS = re.compile(r"\A(?:(?![a-zA-Z]\s*=)[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
 _algebra = AlgebraProcesses()
 

@@ -208,6 +208,8 @@ class Judge:
     def __init__(self, endpoint: Endpoint, model: ChatModel) -> None:
         if not 1 <= endpoint.votes <= 100:
             raise ConfigError(f"judge: votes must be from 1 to 100, not {endpoint.votes}")
+        if min(endpoint.prompt_price, endpoint.completion_price) < 0:
+            raise ConfigError("judge: prices of a million tokens cannot be negative")
         self.endpoint, self._model = endpoint, model
         self._known: OrderedDict[tuple[bytes, int], Any] = OrderedDict()  # by hash: prompts are long
 

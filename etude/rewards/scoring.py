@@ -65,7 +65,7 @@ async def score_rollout(
             rollout.cause = one_line(failure)
             on_failure(trajectory.request_id, failure)
             continue
-        trajectory.timings["compute_score"] = time.perf_counter() - started
+        trajectory.add_time("compute_score", time.perf_counter() - started)
         return
     rollout.drop(StopReason.INFRASTRUCTURE)
 

@@ -12,7 +12,7 @@ from etude.schemas import (
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, StatefulTool
 from etude.tools.builtin import builtin_config
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_tool, load_function_tools
 from etude.tools.lifecycle import ToolSession
@@ -43,6 +43,7 @@ __all__ = [
     "OpenAIFunctionToolSchema",
     "QwenBaseTool",
     "QwenTool",
+    "StatefulTool",
     "TokenLimit",
     "ToolError",
     "ToolOutcome",

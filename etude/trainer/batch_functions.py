@@ -1,5 +1,5 @@
 """What a training step computes on its batch between rollouts and updates, besides models: functions of a module, of batches
-and plain options, which run where the batch is (`Groups.batches`): in this process, or on Ray beside the objects.
+and plain options, which run where the batch is (`Groups.run`): in this process, or on Ray in one that has them.
 
 Invariant: the driver needs of a batch what these return: uids, numbers, metrics. Columns stay with the batch, so that what
 crosses to the driver in a step grows with rows, not with tokens.
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from etude.agents.batch import OF_SEQUENCES
 from etude.distributed import BatchRef
+from etude.dumps import TOKEN_VALUES
 from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
 from etude.trainer.advantages import add_advantages
@@ -48,6 +51,9 @@ def judge_batch(
         main = [rollout for rollout, is_main in zip(rollouts_of(batch), main_rows(batch).tolist()) if is_main]
         metrics |= staleness_metrics(main, batch.meta_info["version"])
     added = ["token_level_rewards", "advantages", "returns"]
+    if setup.trainer.rollout_data_dir and setup.trainer.rollout_token_values:
+        batch.batch["row"] = torch.arange(len(batch))  # by which updates name what they had of a row's tokens
+        added.append("row")
     if setup.roles.value_head:
         added += ["old_values", "value_targets"]
     mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
@@ -78,6 +84,14 @@ def uids_of(batch: Batch) -> set[str]:
     if isinstance(batch, BatchRef):
         return set(batch.ids.tolist())
     return set(batch.non_tensor_batch["uid"].tolist()) if len(batch) else set()
+
+
+def token_columns(batch: Batch) -> Batch:
+    """What a dump takes of a judged batch."""
+    wanted = {*TOKEN_VALUES, "row", "uid"}
+    if isinstance(batch, BatchRef):
+        return batch.select(batch.columns & wanted)
+    return batch.select(sorted(wanted & set(batch.batch.keys())), [])
 
 
 def without_objects(batch: Batch) -> Batch:

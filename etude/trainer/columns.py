@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.errors import DataError
 from etude.protocol import DataProto
-from etude.trainer.rollouts import main_rows, rollouts_of
+from etude.trainer.rollouts import main_rows, rollouts_of, sampled_earlier
 from etude.trajectory import Provenance, Rollout, Trajectory
 
 Column: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -41,11 +41,6 @@ def read_column(batch: DataProto, name: str) -> Column:
             found[row, : len(values)] = torch.tensor(values, dtype=torch.long)
         return found
     return torch.tensor(batch.non_tensor_batch[name].tolist(), dtype=torch.float64)
-
-
-def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
-    """The sequences before the main one in which something was sampled."""
-    return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
 
 
 def turn_numbers(sequence: Trajectory, place: int = 0) -> list[int]:

@@ -1,7 +1,8 @@
 """`open_groups`: the worker groups of a run.
 
 Invariant: only this module knows which processes the roles run in; only plain options and batches cross into a group. Actor
-and rollout share one model. With `trainer.backend=ray` all roles have as many ranks, which share the slots of one pool.
+and rollout share one model, unless rollout is a group of its own. With `trainer.backend=ray` all other roles have as many
+ranks, which share the slots of one pool.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from typing import Any
 from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
-from etude.distributed.ray_store import RayStore
+from etude.distributed.ray_store import RankStore
 from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
-from etude.options import RunOptions, SFTOptions, TrainOptions
+from etude.metrics import Metrics
+from etude.options import SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
-    BatchWorker,
     CriticWorker,
     RewardWorker,
     RoleOptions,
+    RoleWorker,
     RolloutWorker,
     TeacherWorker,
+    TrainWorker,
+    sync_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,15 +47,16 @@ _LOOK_SECONDS = 2.0  # between two looks for nodes that come back
 class Groups:
     """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
     `reward` scores whole batches, unless `rollout` scores each trajectory as it ends; `teachers` are by folder or server
-    address; `batches` runs the trainer's functions on batches.
+    address; `run` calls the trainer's functions on batches (`RoleWorker.run`).
 
-    Where a policy is trained on Ray, batches stay in the object stores of the nodes that made them: the driver has a
-    `BatchRef` of each, and `batches` is a process of its own on the driver's node.
+    Where a policy is trained on Ray, batches stay in the processes that made them: the driver has a `BatchRef` of each, and
+    `run` calls a function in a rank of the actor on the driver's node, whose files it writes, or, where none is there, in a
+    process of its own.
     """
 
     rollout: WorkerGroup
     actor: WorkerGroup
-    batches: WorkerGroup
+    run: Callable[..., Any]
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
@@ -59,7 +64,7 @@ class Groups:
 
     def usage(self) -> Usage:
         """What the processes of the run take, the driver's included; without those of a group that was lost."""
-        groups = {id(each): each for each in (self.rollout, self.actor, self.batches, self.critic, self.reward) if each}
+        groups = {id(each): each for each in (self.rollout, self.actor, self.critic, self.reward) if each}
         found = [measure_usage()]
         for group in (*groups.values(), *self.teachers.values()):
             with suppress(WorkerLost):
@@ -70,6 +75,12 @@ class Groups:
         """(finished, total) trajectories of the current rollout; thread-safe."""
         ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
         return sum(done for done, _ in ranks), sum(total for _, total in ranks)
+
+    def sync_weights(self, version: int) -> list[Metrics]:
+        """Hands the actor's weights to the rollout workers as `version`."""
+        if self.rollout is self.actor:
+            return list(self.rollout.update_weights(version))
+        return sync_weights(self.actor, self.rollout, version)
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:
@@ -125,6 +136,7 @@ def open_groups(
     Raises:
         ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
     """
+    options = replace(options, standalone=options.standalone and trains)
     scores_batches = options.rollout.mode == "sync" and options.reward.enable
     teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
@@ -139,33 +151,43 @@ def open_groups(
             stack.callback(group.close)
             return group
 
-        rollout = opened(ActorRolloutRefWorker if trains else RolloutWorker)
+        actor = opened(TrainWorker) if options.standalone else None
+        rollout = opened(ActorRolloutRefWorker if trains and actor is None else RolloutWorker)
         found: dict[str, Any] = {
             "critic": opened(CriticWorker) if critic else None,
             "reward": opened(RewardWorker) if scores_batches else None,
             "teachers": {teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
         }
-        batches = _batch_process(options, stack) if keeps_batches else _in_process(BatchWorker, options)
-        stack.callback(batches.close)
+        beside, rank = rollout, 0
         if keeps_batches:
-            for group in (rollout, batches, found["critic"], found["reward"], *found["teachers"].values()):
+            beside, rank = _beside_driver(rollout, options, stack)
+            for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
-                    group.store = RayStore()
-        return Groups(rollout, actor=rollout, batches=batches, **found, resources=stack.pop_all())
+                    group.store = RankStore()
+        elif isinstance(rollout, RayWorkerGroup):  # batches come to the driver
+            beside = _in_process(RoleWorker, options)
+        run_beside = beside.direct("run", rank)
+        return Groups(rollout, actor=actor or rollout, run=run_beside, **found, resources=stack.pop_all())
 
 
 def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
     return InProcessWorkerGroup(worker, 1, options)
 
 
-def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
-    """On the driver's node, whose files it writes; it takes none of its CPUs."""
+def _beside_driver(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
+    """A rank on the driver's node: of `actor`, if it has one there, or of a group of its own, which takes no CPU."""
     import ray
 
-    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}  # Ray has one such resource per node
-    pool = ResourcePool([1], each=here)
+    assert isinstance(actor, RayWorkerGroup)
+    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    here = [rank for rank, place in enumerate(actor.places) if place.node_id == node]
+    if here:
+        return actor, here[0]
+    pool = ResourcePool([1], each={f"node:{address}": 0.001})  # Ray has one such resource per node
     stack.callback(pool.close)
-    return RayWorkerGroup(BatchWorker, pool, replace(options, device="cpu"))
+    alone = RayWorkerGroup(RoleWorker, pool, replace(options, device="cpu"))
+    stack.callback(alone.close)
+    return alone, 0
 
 
 def _on_ray(
@@ -173,37 +195,44 @@ def _on_ray(
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
     """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
     trainer, cluster = run.trainer, run.ray
-    stack.callback(connect(cluster.address, cluster.init_kwargs, trainer.n_gpus_per_node * trainer.nnodes))
+    sizes = {"trainer": (trainer.nnodes, trainer.n_gpus_per_node)}
+    if options.standalone:
+        rollout = options.rollout
+        sizes["actor_rollout_ref.rollout"] = (rollout.nnodes, rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+    stack.callback(connect(cluster.address, cluster.init_kwargs, sum(nodes * each for nodes, each in sizes.values())))
     if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # the driver's node need not have one
-    pool = _place(trainer, options.device.startswith("cuda"), roles, wait)
-    stack.callback(pool.close)
+    use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()
+    for key, (nodes, each) in sizes.items():
+        least = nodes if pools else trainer.min_nnodes or nodes
+        pools.append(_place(key, each, (nodes, least), use_gpu, 1 if pools else roles, wait))
+        stack.callback(pools[-1].close)
+    check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), use_gpu)
 
     def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
+        pool = pools[-1] if worker is RolloutWorker else pools[0]
         return RayWorkerGroup(worker, pool, its_options, call_seconds=cluster.call_timeout)
 
-    check_nodes(run, pool.node_ids, pool.use_gpu)
     return options, start
 
 
-def _place(trainer: RunOptions, use_gpu: bool, roles: int, wait: float) -> ResourcePool:
-    """A pool on `nnodes` nodes, which may take `wait` seconds to appear, or else on as many as there are, `min_nnodes` at
-    least."""
-    end, most, least = time.monotonic() + wait, trainer.nnodes, trainer.min_nnodes or trainer.nnodes
+def _place(key: str, each: int, nodes: tuple[int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:
+    """A pool of `each` slots on as many nodes as there are, `nodes` at most and at least; it waits `wait` seconds for all to
+    appear."""
+    end, (most, least) = time.monotonic() + wait, nodes
     while True:
         waits = time.monotonic() < end
         refused: ConfigError | None = None
-        for nodes in range(most, (most if waits else least) - 1, -1):
-            pool = ResourcePool([trainer.n_gpus_per_node] * nodes, use_gpu=use_gpu, max_colocate_count=roles)
+        for count in range(most, (most if waits else least) - 1, -1):
+            pool = ResourcePool([each] * count, use_gpu=use_gpu, max_colocate_count=roles)
             try:
                 pool.place()
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if nodes < most:
-                logger.warning("%s; trainer.min_nnodes lets the run go on with %d", refused, nodes)
+            if count < most:
+                logger.warning("%s; %s.min_nnodes lets the run go on with %d", refused, key, count)
             return pool
         if not waits:
-            asked = f"trainer.nnodes={most}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-            raise ConfigError(f"{asked}: {refused}") from refused
+            raise ConfigError(f"{key}.nnodes={most}, {key}.n_gpus_per_node={each}: {refused}") from refused
         time.sleep(_LOOK_SECONDS)

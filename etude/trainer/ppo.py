@@ -11,7 +11,7 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from etude.trainer.batch_functions import (
     cut_updates,
     engine_log_probs,
     judge_batch,
+    token_columns,
     uids_of,
     without_log_probs,
     without_objects,
@@ -95,6 +96,8 @@ class PPOTrainer:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
+        if groups.rollout is not groups.actor:
+            groups.rollout.init_model()
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
@@ -109,7 +112,7 @@ class PPOTrainer:
             self._restore_weights(self.resumption)
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self._version)
+            groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -268,19 +271,27 @@ class PPOTrainer:
         metrics |= timing_metrics(timings.of_work(), *tokens)
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts)
+            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(batch))
         return metrics
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
-        return self.groups.batches.run(function, *args)
+        return self.groups.run(function, *args)
 
     def _expand(self, rollouts: Batch) -> Batch:
         expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
         return rollouts if expanded is None else expanded
 
-    def _dump(self, folder: str, rollouts: Batch) -> None:
-        self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward)
+    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
+        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        self.groups.run(dump, *given, with_chat=True)
+
+    def _token_values(self, batch: Batch) -> list[Batch]:
+        """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
+        if not self.options.rollout_token_values or not len(batch):
+            return []
+        updates = self.groups.actor.take_token_values()
+        return [token_columns(batch), *(part for part in updates if part is not None)]
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
@@ -350,7 +361,7 @@ class PPOTrainer:
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
         self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
+        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

@@ -20,7 +20,7 @@ from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
 from etude.distributed import BatchRef, WorkerGroup
-from etude.dumps import rollout_record, sequence_record, write_rollouts
+from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.jsonl import JsonValue, json_line
 from etude.metrics import Metrics, add_metrics, finish_metrics
@@ -45,7 +45,7 @@ class Rollouts:
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
         """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
-        self.run: Callable[..., Any] = setup.groups.batches.run
+        self.run = setup.groups.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
         """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""
@@ -219,6 +219,11 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
 
 
+def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
+    """The sequences before the main one in which something was sampled."""
+    return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
+
+
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
     cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
@@ -354,20 +359,36 @@ def read_answer(trajectory: Trajectory) -> str | None:
     return answer if answer is None or isinstance(answer, str) else json_line(answer).decode()
 
 
-def dump(chat: ChatTemplate, folder: str | Path, step: int, batch: DataProto, options: RewardOptions) -> None:
-    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`."""
-    write_rollouts(folder, step, dump_records(chat, step, batch, options))
+def dump(
+    chat: ChatTemplate,
+    folder: str | Path,
+    step: int,
+    batch: DataProto,
+    options: RewardOptions,
+    values: Sequence[DataProto] = (),
+) -> None:
+    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`; see `dump_records`."""
+    write_rollouts(folder, step, dump_records(chat, step, batch, options, values))
 
 
-def dump_records(chat: ChatTemplate, step: int, batch: DataProto, options: RewardOptions) -> list[dict[str, JsonValue]]:
-    """The records of the batch's trajectories; those that were dropped have none."""
+def dump_records(
+    chat: ChatTemplate, step: int, batch: DataProto, options: RewardOptions, values: Sequence[DataProto] = ()
+) -> list[dict[str, JsonValue]]:
+    """The records of the batch's trajectories; those that were dropped have none. With what the trainer had of their tokens:
+    `values` are the judged batch, then what updates recorded of its rows."""
     records = []
     decode = chat.tokenizer.decode
+    of_rows = iter(list_token_values(values))
     for row, result in zip(rows_of(batch), rollouts_of(batch) if len(batch) else ()):
         trajectory = result.trajectory
         if trajectory is None:
             continue
         row.pop("rollout")
+        found = {id(each): next(of_rows, {}) for each in (trajectory, *sampled_earlier(result))}
+        earlier = [
+            sequence_record(sequence, found.get(id(sequence), {}), **decode_texts(sequence, decode))
+            for sequence in result.earlier
+        ]
         records.append(
             rollout_record(
                 trajectory,
@@ -375,11 +396,26 @@ def dump_records(chat: ChatTemplate, step: int, batch: DataProto, options: Rewar
                 step=step,
                 score=trajectory.rewards.total(options.tool_reward_weight, options.score_weight),
                 reward_weights={"tool": options.tool_reward_weight, "score": options.score_weight},
-                earlier=[sequence_record(sequence, **decode_texts(sequence, decode)) for sequence in result.earlier],
+                earlier=earlier,
+                token_values=found[id(trajectory)],
                 **decode_texts(trajectory, decode),
             )
         )
     return records
+
+
+def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]]]:
+    """For each row of the judged batch, the columns of `TOKEN_VALUES` that it or the updates have, (response_len,) each."""
+    if not values:
+        return []
+    judged, *updates = values
+    columns = {name: judged.batch[name].tolist() for name in TOKEN_VALUES if name in judged.batch}
+    found = [{name: column[row] for name, column in columns.items()} for row in range(len(judged))]
+    for part in updates:
+        for name in ("log_probs", "entropys"):
+            for row, numbers in zip(part.batch["row"].tolist(), part.batch[name].tolist()):
+                found[row].setdefault(name, numbers)
+    return found
 
 
 def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

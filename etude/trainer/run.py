@@ -6,6 +6,7 @@ report is written.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,11 +15,14 @@ from etude.events import EventSink, ignore_event
 from etude.inference import check_returns_kept_ids, check_trainable
 from etude.trainer.evaluation import evaluate
 from etude.trainer.ppo import PPOTrainer
+from etude.trainer.resources import find_shortages
 from etude.trainer.restarts import restart_on_loss
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 
 __all__ = ["evaluate", "fine_tune", "train"]
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
@@ -33,7 +37,10 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
         with setup.groups.closed_on_error():
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
-            return PPOTrainer(setup, resume_from)
+            trainer = PPOTrainer(setup, resume_from)
+            for found in find_shortages(setup):  # a service may yet come up, and an estimate be wrong: none is refused
+                logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
+            return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
         trainer.init_workers()

@@ -23,8 +23,8 @@ from etude.agents import to_batch
 from etude.agents.batch import OF_SEQUENCES, concat_batches
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
-from etude.trainer.columns import read_column, sampled_earlier
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of
+from etude.trainer.columns import read_column
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, sampled_earlier
 from etude.trajectory import Rollout
 
 

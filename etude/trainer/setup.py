@@ -16,7 +16,7 @@ from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
 from etude.config.checks import check_names, check_records, effective_keys
 from etude.data import RLDataset, custom_rows
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DataError
 from etude.inference import check_takes_images
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import (
@@ -68,18 +68,11 @@ class PlainSetup:
 
 
 @dataclass(frozen=True)
-class RunSetup(PlainSetup):
-    """With the tokenizer and chat template of the run, its groups and the tools that they loaded."""
+class LoadedSetup(PlainSetup):
+    """With the tokenizer and chat template of the run, and what its rollout worker loaded."""
 
     bundle: TokenizerBundle
-    config: DictConfig
-    groups: Groups
     catalogue: ToolCatalogue
-
-    @property
-    def plain(self) -> PlainSetup:
-        """The options alone."""
-        return PlainSetup(self.data, self.algorithm, self.needs, self.trainer, self.roles)
 
     @property
     def tokenizer(self) -> Any:
@@ -96,8 +89,10 @@ class RunSetup(PlainSetup):
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
         return self.catalogue.schemas if self.roles.rollout.multi_turn.enable else None
 
-    def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
-        """The rows of `files`, checked against the tools and the scorers.
+    def dataset(
+        self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
+    ) -> RLDataset:
+        """The rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
 
         Raises:
             ConfigError: no scorer is known for a row's data source.
@@ -121,6 +116,7 @@ class RunSetup(PlainSetup):
             images=self.bundle.images,
             max_samples=max_samples,
             rows=given,
+            problems=problems,
         )
         reward = self.roles.reward
         custom = self.roles.custom_reward
@@ -134,6 +130,19 @@ class RunSetup(PlainSetup):
         """The rows of `data.val_files`; None without any."""
         files = self.data.val_files
         return self.dataset(files, self.data.val_max_samples) if files else None
+
+
+@dataclass(frozen=True)
+class RunSetup(LoadedSetup):
+    """With the run's groups."""
+
+    config: DictConfig
+    groups: Groups
+
+    @property
+    def plain(self) -> PlainSetup:
+        """The options alone."""
+        return PlainSetup(self.data, self.algorithm, self.needs, self.trainer, self.roles)
 
 
 def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) -> RunSetup:
@@ -158,11 +167,11 @@ def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) 
             options.trainer,
             roles,
             bundle,
+            catalogue,
             config,
-            groups=groups,
-            catalogue=catalogue,
+            groups,
         )
-        _check_tool_messages(setup, options.data.apply_chat_template_kwargs)
+        check_tool_messages(setup, options.data.apply_chat_template_kwargs)
     return setup
 
 
@@ -174,12 +183,26 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
     """
     plain = plain_config(config)
     options = to_options(TrainOptions, plain)
-    policy, data, run = options.actor_rollout_ref, options.data, options.trainer
+    policy, data = options.actor_rollout_ref, options.data
     effective = effective_keys(options)
-    register_names(options, run, policy.rollout.agent.agent_loop_config_path)
+    register_names(options, options.trainer, policy.rollout.agent.agent_loop_config_path)
     for line in check_records(options, effective):
         logger.warning("%s", line)
-    roles = role_options(
+    roles = roles_of(options, plain)
+    bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
+    if bundle.processor is not None:
+        check_takes_images(policy.rollout.name)
+    return options, roles, bundle
+
+
+def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
+    """The options of the roles of a run; `plain` is its whole configuration.
+
+    Raises:
+        ConfigError: the rollout section does not fit its engine or the device.
+    """
+    policy, data, run = options.actor_rollout_ref, options.data, options.trainer
+    return role_options(
         options.plugins,
         run,
         plain,
@@ -197,17 +220,14 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
+        standalone=options.has_rollout_group,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,
         stall_timeout=run.stall_timeout,
     )
-    bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
-    if bundle.processor is not None:
-        check_takes_images(policy.rollout.name)
-    return options, roles, bundle
 
 
-def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) -> None:
+def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
     """Checks that the chat template can render the configured tools' answers.
 
     Every accepted template renders what a user or a text environment says.
@@ -243,7 +263,7 @@ def _warn_of_unread_calls(
         )
 
 
-def warn_of_rewards(setup: RunSetup, train: RLDataset) -> None:
+def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
     """Warns where answers earn 0 unless a call returns a reward, and where a right answer counts twice."""
     reward, catalogue = setup.roles.reward, setup.catalogue
     scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment

@@ -4,7 +4,7 @@ from etude.options import OptimOptions
 from etude.training.log_probs import token_log_probs
 from etude.training.optim import OptimizerSet
 from etude.training.partitions import balanced_partitions, token_budget_batches
-from etude.training.policy import LossScale, PolicyEngine, count_scored
+from etude.training.policy import LossScale, MicroLoss, PolicyEngine, count_scored
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
 from etude.training.sharding import build_mesh, is_sharded, mesh_shape, shard_model
@@ -12,6 +12,7 @@ from etude.training.value import ValueEngine
 
 __all__ = [
     "LossScale",
+    "MicroLoss",
     "OptimOptions",
     "OptimizerSet",
     "PolicyEngine",

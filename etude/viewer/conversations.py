@@ -23,6 +23,8 @@ MAX_BLOCKS = 80
 MAX_SCANNED = 5000  # records searched for a prompt's second appearance
 
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
+PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
+"""Of text in a terminal, as Rich names them."""
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
 _HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
@@ -135,11 +137,11 @@ def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[st
     return found
 
 
-def parse_conversation(record: Mapping[str, Any] | None) -> Conversation | None:
-    """A dump's record as readable blocks."""
+def parse_conversation(record: Mapping[str, Any] | None, max_text: int = MAX_TEXT) -> Conversation | None:
+    """A dump's record as readable blocks of at most `max_text` characters."""
     if record is None:
         return None
-    blocks = _segment_blocks(record) or _flat_blocks(record)
+    blocks = _segment_blocks(record, max_text) or _flat_blocks(record, max_text)
     if len(blocks) > MAX_BLOCKS:
         left = len(blocks) - MAX_BLOCKS
         blocks = [*blocks[:MAX_BLOCKS], Block("template", "template", f"… {left} more parts")]
@@ -153,18 +155,18 @@ def parse_conversation(record: Mapping[str, Any] | None) -> Conversation | None:
     )
 
 
-def _block(kind: str, text: object, label: str = "") -> Block:
+def _block(kind: str, text: object, label: str = "", max_text: int = MAX_TEXT) -> Block:
     clean = sanitize_text(str(text))
-    return Block(kind, label or _LABELS[kind], clean[:MAX_TEXT], max(len(clean) - MAX_TEXT, 0))
+    return Block(kind, label or _LABELS[kind], clean[:max_text], max(len(clean) - max_text, 0))
 
 
-def _segment_blocks(record: Mapping[str, Any]) -> list[Block]:
+def _segment_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
     """Exact text by provenance, the reward of a turn after its tools; empty where segments carry no text."""
     segments = [item for item in _list(record, "segments") if isinstance(item, Mapping) and "text" in item]
     if not segments:
         return []
     rewards = _step_rewards(record)
-    blocks = [_block("prompt", record.get("input", ""))]
+    blocks = [_block("prompt", record.get("input", ""), max_text=max_text)]
     turn: object = None
     for item in segments[:MAX_BLOCKS]:
         kind = item.get("provenance") if item.get("provenance") in _LABELS else "template"
@@ -172,7 +174,7 @@ def _segment_blocks(record: Mapping[str, Any]) -> list[Block]:
             blocks += rewards.pop(turn, [])
             turn = item.get("turn")
         if str(item["text"]):
-            blocks.append(_block(str(kind), item["text"]))
+            blocks.append(_block(str(kind), item["text"], max_text=max_text))
     return blocks + [block for group in rewards.values() for block in group]
 
 
@@ -186,8 +188,9 @@ def _step_rewards(record: Mapping[str, Any]) -> dict[object, list[Block]]:
     return groups
 
 
-def _flat_blocks(record: Mapping[str, Any]) -> list[Block]:
-    return [_block("prompt", record.get("input", "")), _block("template", record.get("output", ""), "response")]
+def _flat_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
+    response = _block("template", record.get("output", ""), "response", max_text)
+    return [_block("prompt", record.get("input", ""), max_text=max_text), response]
 
 
 def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

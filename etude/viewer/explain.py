@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
+from etude.dumps import read_rollouts, sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
 from etude.trajectory import Provenance, Segment, Trajectory
 
@@ -44,7 +44,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Token:
-    """One response token; `log_prob` and `version` are None where the policy did not sample it."""
+    """One response token; `log_prob` and `version` are None where the policy did not sample it. `values` are the
+    trainer's of it, by name (`etude.dumps.TOKEN_VALUES`), if the dump has them."""
 
     position: int
     id: int
@@ -54,6 +55,7 @@ class Token:
     log_prob: float | None
     version: int | None
     reward: float
+    values: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def mask(self) -> int:
@@ -79,6 +81,7 @@ def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | 
     """The response, token by token; without a tokenizer a segment's text stands at its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
+    values = token_values(record)
     position = 0
     for number, segment in enumerate(trajectory.segments):
         texts = _texts(segment, record["segments"][number].get("text"), tokenizer)
@@ -92,6 +95,7 @@ def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | 
                 segment.log_probs[i] if segment.log_probs else None,
                 segment.weight_versions[i] if segment.weight_versions else None,
                 rewards[position],
+                {name: column[position] for name, column in values.items()},
             )
             position += 1
 

@@ -16,20 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from etude.dumps import list_dump_steps
 from etude.errors import ConfigError, DataError, one_line
-from etude.run_folder import CONFIG_FILE, METRICS_FILE
-from etude.viewer.rows import FLAGS, Row, parse_light, parse_line, parse_row, texts_of
+from etude.run_folder import CONFIG_FILE, METRICS_FILE, read_config
+from etude.viewer.rows import Row, as_dict, parse_light, parse_line, parse_row, texts_of
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_PATTERN = 500  # characters
 MAX_BAD = 1000  # named per file; the rest are counted
-_MAX_CONFIG_BYTES = 2**20
 _PATTERN_SECONDS = 0.5  # per text: a pattern that needs more is refused
 _TAIL = 64  # bytes before the end of what was read: tell an appended file from a rewritten one
 _SPLITS = {"rollouts": "train", "validation": "validation"}
@@ -37,8 +35,6 @@ _NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
 
 _PLAIN_RUN = re.compile(r"[A-Za-z0-9 ]+")
 
-
-__all__ = ["FLAGS", "SORTS", "BadLine", "Filter", "RolloutIndex", "Row", "Selection", "count_values", "group_rows"]
 
 SORTS: dict[str, Callable[[Row], Any]] = {
     "step": lambda row: row.step,
@@ -171,7 +167,7 @@ class RolloutIndex:
                 read |= self._files[name].end != end  # each call reads something
             if changed:
                 rows = [row for file in self._files.values() for row in file.rows]
-                self.rows = sorted(rows, key=lambda row: (row.step, row.split))
+                self.rows = sorted(rows, key=lambda row: (row.step, split_order(row.split)))
                 self.version += 1
             return changed
 
@@ -287,6 +283,11 @@ class RolloutIndex:
         return found, len(rows)
 
 
+def split_order(split: str) -> tuple[bool, str]:
+    """What sorts splits: training before all others."""
+    return split not in ("", "train"), split
+
+
 def group_rows(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
     """The rows by prompt and step, in order of first appearance."""
     groups: dict[tuple[str, int, str], list[Row]] = {}
@@ -317,7 +318,8 @@ def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
     numbered = list_dump_steps(path)
     for step in numbered:
         yield _SPLITS.get(path.name, ""), f"{step}.jsonl", path / f"{step}.jsonl"
-    folders = {folder: split for folder, split in _run_folders(path).items() if folder.is_dir()}
+    found = {} if numbered else _run_folders(path)
+    folders = {folder: split for folder, split in found.items() if folder.is_dir()}
     for folder, split in folders.items():
         name = folder.relative_to(path) if folder.is_relative_to(path) else folder
         for step in list_dump_steps(folder):
@@ -329,19 +331,28 @@ def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def _run_folders(path: Path) -> dict[Path, str]:
-    """The folders of a run's dumps: those in it, else where its configuration says they are."""
-    folders, config = {path / name: split for name, split in _SPLITS.items()}, path / CONFIG_FILE
-    try:
-        if not config.is_file() or config.stat().st_size > _MAX_CONFIG_BYTES:
-            raise OSError(f"{config} is no configuration")
-        trainer = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("trainer") or {}
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-        trainer = {}
-    for (default, split), key in zip(list(folders.items()), ("rollout_data_dir", "validation_data_dir")):
-        if not default.is_dir() and isinstance(trainer, dict) and isinstance(named := trainer.get(key), str):
+    """The folders of a run's dumps: those in it, else where its configuration says they are; those of evaluations."""
+    folders = {path / name: split for name, split in _SPLITS.items()}
+    for (default, split), named in zip(list(folders.items()), _configured_folders(path / CONFIG_FILE)):
+        if named and not default.is_dir():
             folders[Path(named)] = split
-    folders |= {each: str(each.relative_to(path)) for each in sorted(path.glob("evaluation/*"))}
-    return folders | {path / "evaluation": "evaluation"}
+    evaluations = sorted({*path.glob("evaluation/*"), *path.glob("eval-*")})
+    return folders | {each: str(each.relative_to(path)) for each in evaluations}
+
+
+def _configured_folders(config: Path) -> tuple[str | None, str | None]:
+    """What a configuration says of the dumps of training and of validation."""
+    return _parse_folders(config, config.stat().st_mtime_ns) if config.is_file() else (None, None)
+
+
+@lru_cache(maxsize=8)
+def _parse_folders(config: Path, _modified: int) -> tuple[str | None, str | None]:
+    try:
+        trainer = read_config(config.parent).get("trainer")
+    except DataError:
+        return None, None
+    named = [as_dict(trainer).get(key) for key in ("rollout_data_dir", "validation_data_dir")]
+    return named[0] if isinstance(named[0], str) else None, named[1] if isinstance(named[1], str) else None
 
 
 def _open_regular(path: Path) -> BinaryIO:

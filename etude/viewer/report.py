@@ -13,7 +13,6 @@ validation are compared.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from markupsafe import Markup
 
 from etude.errors import DataError, one_line
 from etude.jsonl import write_atomically
-from etude.problems import find_problems
 from etude.run_folder import (
     COMPLETED,
     CONFIG_FILE,
@@ -38,7 +36,7 @@ from etude.run_folder import (
 from etude.viewer.charts import Chart, Records, draw_charts, series, validation_keys
 from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, sanitize_text
 from etude.viewer.panel import format_duration, is_number, validation_label
-from etude.viewer.signal import Cause, find_causes
+from etude.viewer.signal import Cause, count_problems, find_causes
 
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
@@ -168,7 +166,7 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
         charts=draw_charts(records),
         samples=samples,
         failures=next(filter(None, map(load_failures, folders)), ()),
-        problems=_problems(records),
+        problems=count_problems(records),
         causes=_causes(folders[1], records),
         ending=_ending(record),
         config=config,
@@ -181,22 +179,6 @@ def _ending(record: Mapping[str, Any]) -> str:
     if not record or record.get("ended") == COMPLETED:
         return ""
     return str(record.get("ended") or "it is still running, or was killed")[:300]
-
-
-def _problems(records: Records) -> list[str]:
-    """Each kind of problem with its number of steps and the last step's message."""
-    steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
-    last: dict[str, tuple[str, int]] = {}
-    count: Counter[str] = Counter()
-    for record in steps:
-        numbers = {name: float(value) for name, value in record.items() if is_number(value)}
-        for kind, sentence in find_problems(numbers).items():
-            last[kind] = sentence, record["step"]
-            count[kind] += 1
-    return [
-        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {sentence}"
-        for kind, (sentence, step) in last.items()
-    ]
 
 
 def _causes(rollouts: Path, records: Records) -> list[Cause]:

@@ -23,7 +23,8 @@ _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
 _TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 _ARRAY = re.compile(
-    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions)":\s?\[([^\[\]{}"]*)\]'
+    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
+    rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
 )
 """A key in unescaped quotes is never inside a JSON string, so these arrays, nine tenths of a dump, need not be parsed."""
 
@@ -41,7 +42,7 @@ class Row:
     line: int
     offset: int
     length: int  # bytes
-    split: str  # "train", "validation", "evaluation/…", or "" for dumps outside a run's folder
+    split: str  # "train", "validation", "evaluation/…", "eval-…", or "" for dumps outside a run's folder
     step: int
     uid: str
     prompt: str
@@ -117,9 +118,9 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         raise DataError(f"no rollout: neither 'input' nor 'output' (keys: {', '.join(list(record)[:6])[:_MAX_NAME]})")
     prompt = hashlib.blake2b(str(record.get("input")).encode("utf-8", "replace"), digest_size=8).hexdigest()
     masks, prompts = arrays.get("response_mask", []), arrays.get("prompt_ids", [])
-    calls = [call for call in _list(record.get("tool_calls")) if isinstance(call, dict)]
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, dict)]
     errors = {str(call["error"]) for call in calls if call.get("error")}
-    rewards = _dict(record.get("rewards"))
+    rewards = as_dict(record.get("rewards"))
     stem = Path(name).stem
     return Row(
         name=name,
@@ -142,9 +143,10 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         prompt_tokens=prompts[-1][0] if prompts else 0,
         response_tokens=sum(length for length, _ in masks),
         sampled_tokens=sum(ones for _, ones in masks),
-        sequences=1 + len(_list(record.get("earlier"))),
-        seconds=sum(max(_finite(value) or 0.0, 0.0) for value in _dict(record.get("timings")).values()),
-        flags=_flags(stop_reason, errors, _dict(rewards.get("score_info")), record.get("attempt")),
+        sequences=1 + len(as_list(record.get("earlier"))),
+        seconds=_finite(sum(max(_finite(value) or 0.0, 0.0) for value in as_dict(record.get("timings")).values()))
+        or 0.0,
+        flags=_flags(stop_reason, errors, as_dict(rewards.get("score_info")), record.get("attempt")),
     )
 
 
@@ -161,26 +163,26 @@ def _flags(stop_reason: object, errors: set[str], score_info: Mapping[str, Any],
 
 def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:
     sums: dict[str, float] = {}
-    steps = [entry[1:3] for entry in _list(rewards.get("steps")) if isinstance(entry, list) and len(entry) == 3]
-    for source, value in [*steps, *_dict(rewards.get("final")).items(), ("score", rewards.get("score"))]:
+    steps = [entry[1:3] for entry in as_list(rewards.get("steps")) if isinstance(entry, list) and len(entry) == 3]
+    for source, value in [*steps, *as_dict(rewards.get("final")).items(), ("score", rewards.get("score"))]:
         name, number = _name(source), _finite(value)
         if number is not None and (name in sums or len(sums) < _MAX_NAMES):
-            sums[name] = sums.get(name, 0.0) + number
+            sums[name] = _finite(sums.get(name, 0.0) + number) or 0.0
     return sums
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
     """The prompts and responses of all its sequences."""
-    for each in [record, *_list(record.get("earlier"))]:
+    for each in [record, *as_list(record.get("earlier"))]:
         if isinstance(each, dict):
             yield from (text for key in ("input", "output") if isinstance(text := each.get(key), str))
 
 
-def _dict(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -195,7 +197,7 @@ def _finite(value: object) -> float | None:
 
 
 def _whole(value: object, default: int) -> int:
-    return default if (number := _finite(value)) is None else int(number)
+    return default if (number := _finite(value)) is None or abs(number) > 2**53 else int(number)
 
 
 def _name(value: object) -> str:

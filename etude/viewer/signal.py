@@ -6,15 +6,17 @@ rollouts that were dropped, so that the share of failures is the metric's.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from etude.dumps import list_dump_steps, read_rollouts
+from etude.problems import find_problems
 from etude.trajectory import StopReason
+from etude.viewer.panel import is_number
 
 MAX_SCANNED = 20_000
 _EXAMPLES = 3
@@ -38,13 +40,13 @@ class Cause:
         return share if self.count is None else f"{share} ({self.count} of {self.total})"
 
 
-def find_causes(folder: Path, metrics: Mapping[str, Any]) -> list[Cause]:
-    """The causes in the last dump of `folder` and the last step's `metrics`.
+def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = None) -> list[Cause]:
+    """The causes in a step's dump of `folder`, by default the last one, and that step's `metrics`.
 
     Raises:
         DataError: the dump cannot be read; names file and line.
     """
-    steps = list_dump_steps(folder)
+    steps = list_dump_steps(folder) if step is None else [step]
     records = list(islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)) if steps else []
     groups: dict[str, set[float]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)
@@ -85,3 +87,19 @@ def _score_info(record: Mapping[str, Any]) -> Mapping[str, Any]:
     rewards = record.get("rewards")
     info = rewards.get("score_info") if isinstance(rewards, Mapping) else None
     return info if isinstance(info, Mapping) else {}
+
+
+def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each kind of problem that a run's metrics show, with its number of steps and the last step's message."""
+    steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
+    last: dict[str, tuple[str, int]] = {}
+    count: Counter[str] = Counter()
+    for record in steps:
+        numbers = {name: float(value) for name, value in record.items() if is_number(value)}
+        for kind, sentence in find_problems(numbers).items():
+            last[kind] = sentence, record["step"]
+            count[kind] += 1
+    return [
+        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {sentence}"
+        for kind, (sentence, step) in last.items()
+    ]

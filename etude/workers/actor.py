@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from etude.agents.batch import IMAGES, OF_SEQUENCES
@@ -31,12 +33,14 @@ from etude.metrics import Metrics
 from etude.models.lora import without_adapters
 from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
-from etude.training import LossScale, OptimizerSet, PolicyEngine, ValueEngine, sft_step
+from etude.training import LossScale, MicroLoss, OptimizerSet, PolicyEngine, ValueEngine, sft_step
 from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
+from etude.workers.engine_link import score_rows
 from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
+from etude.workers.weights import WeightSender
 
 
 class TrainWorker(TrainedWorker):
@@ -44,6 +48,7 @@ class TrainWorker(TrainedWorker):
 
     role = "actor"
     _copied_critic: dict[str, Tensor] | None = None
+    _token_values: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -73,6 +78,7 @@ class TrainWorker(TrainedWorker):
                 network = self.load_policy(options.model.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+        self._sender = WeightSender(self.model, options, self.rank)
         self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
@@ -129,6 +135,7 @@ class TrainWorker(TrainedWorker):
             "rollout_tokens",
             "selected_tokens",
             "rollout_is_weights",
+            "row",
             *OF_SEQUENCES,
         ),
     )
@@ -141,10 +148,45 @@ class TrainWorker(TrainedWorker):
         if self._actor.critic is not None:
             self._actor.critic.optimizer.training_step = meta["global_step"]
         compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # then these weights did not sample
-        loss = self._compared_loss if compares else self._loss
+        loss: MicroLoss = self._compared_loss if compares else self._loss
+        if "row" in data.batch:
+            loss = self._recorded(loss)
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def next_weights(self, first: bool) -> DataProto:
+        """A chunk of the weights for a rollout group of its own; see `WeightSender.next`."""
+        return self._sender.next(first)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def score_draws(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        """Log-probs of all responses of (prompt, response) pairs in a row, at the temperature of the rollouts."""
+        found = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
+        return [value for row in found for value in row]
+
+    def _recorded(self, loss: MicroLoss) -> MicroLoss:
+        """`loss`, which also keeps what `take_token_values` returns."""
+
+        def record(log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> Any:
+            kept = self._token_values = self._token_values or {}
+            seen = log_probs.detach().to("cpu", torch.float32), entropy.detach().to("cpu", torch.float32)
+            for row, *values in zip(micro.batch["row"].tolist(), *seen):
+                kept[row] = values[0], values[1]
+            return loss(log_probs, entropy, micro, scale)
+
+        return record
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_token_values(self) -> DataProto | None:
+        """`row` (rows,), `log_probs` and `entropys` (rows, response_len): as this rank's last update of each row saw them,
+        since the last call; None without any. A batch with the column `row` is recorded."""
+        found, self._token_values = self._token_values, None
+        if not found:
+            return None
+        log_probs, entropys = (torch.stack(column) for column in zip(*found.values()))
+        return DataProto.from_dict({"row": torch.tensor([*found]), "log_probs": log_probs, "entropys": entropys})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:

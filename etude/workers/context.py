@@ -7,7 +7,7 @@ model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class ToolCatalogue:
     """The configured tools' OpenAI schemas by name, and names of interactions and of registered agent loops.
 
     `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop renders tool
-    answers with the chat template; a user's loop, or an environment, may do it differently.
+    answers with the chat template; a user's loop, or an environment, may do it differently. `addresses`: (where configured,
+    http address) of the services that tools name.
     """
 
     schemas: Mapping[str, dict[str, Any]]
@@ -39,6 +40,7 @@ class ToolCatalogue:
     judging_tools: tuple[str, ...]
     has_environment: bool
     tool_messages: bool
+    addresses: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, context: AgentContext) -> ToolCatalogue:
@@ -51,7 +53,20 @@ class ToolCatalogue:
             tuple(name for name, tool in context.tools.items() if overrides(tool, "calc_reward")),
             context.environment is not None,
             isinstance(loop, type) and issubclass(loop, ToolAgentLoop),
+            tuple(each for name, tool in context.tools.items() for each in addresses_in(tool.config or {}, name)),
         )
+
+
+def addresses_in(values: object, place: str = "") -> Iterator[tuple[str, str]]:
+    """(place, http address) of the addresses within nested configuration; `tool.config.url` is such a place."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from addresses_in(value, f"{place}.{name}" if place else str(name))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from addresses_in(value, place)
+    elif isinstance(values, str) and values.startswith(("http://", "https://")):
+        yield place, values
 
 
 def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:

@@ -2,7 +2,8 @@
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 found its log-probs equal to the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle.
+others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle. Where the trainer is another
+group (`receives`), weights come in chunks (see `weights.py`), and the trainer judges what the probe drew.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from etude.inference import (
     EngineSetup,
     NativeEngine,
     NativeEngineOptions,
+    ProbeDraws,
     Router,
     WeightProbe,
     check_takes_images,
@@ -36,13 +38,16 @@ from etude.inference import (
 from etude.metrics import Max, Metrics
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
-from etude.models.lora import merged_state, save_adapters
+from etude.models.lora import add_adapters, merged_state, save_adapters
 from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
 from etude.training import PolicyEngine, is_sharded
 from etude.workers.options import RoleOptions
+from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
+
+R = TypeVar("R")
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
@@ -63,6 +68,8 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
         assert options.model.path is not None
         dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
         model = load_causal_lm(options.model.path, dtype=dtype, device=options.device, trust_remote_code=trust)
+        if options.standalone and keeps_adapters(options.model):
+            add_adapters(model, options.model)
     if model is not None and Vision.of(model.config) is not None:
         check_takes_images(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -125,18 +132,24 @@ class EngineLink:
         dtype: str,
         adapter_versions: int = 1,
         streams: bool = False,
+        receives: bool = False,
     ) -> None:
         """`dtype`: the trainer's; `adapter_versions`: of LoRA adapters, so many are kept at a server; `streams`: whether the
-        engine is in use while `actor` learns."""
+        engine is in use while `actor` learns; `receives`: whether weights come from another group."""
         self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
-        self.is_current = actor is None  # whether the engine has the current weights
+        self._receives = receives
+        self.is_current = actor is None and not receives  # whether the engine has the current weights
+        self.drawn: list[ProbeDraws] = []  # after the last sync, where another group judges it
+        self._files: CheckpointFolder | None = None
+        self._sync_began: float | None = None
         self._asleep = False
         self._version = 0
         self._folder: Scratch | None = None
         self._written: list[Path] = []
+        self._numbers = 0  # of the folders that were received
         self._adapter_versions = adapter_versions
-        self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
+        self._probe = self._build_probe(chat, dtype) if (actor or receives) and rollout.weight_probe else None
         scores = actor is not None and not streams and not is_sharded(actor.model)
         if isinstance(engine, Router) and self._probe is not None and scores:
             engine.admit = self._probe.check  # not by an actor that learns meanwhile, nor by one rank of a sharded one
@@ -148,7 +161,7 @@ class EngineLink:
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
             [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
-            self._score,
+            None if self._receives else self._score,
             tolerance=_tolerance(dtype, rollout.dtype or dtype) if tolerance is None else tolerance,
             temperature=rollout.temperature,
             tokens=tokens,
@@ -165,8 +178,33 @@ class EngineLink:
             raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
         slept = self._asleep
         await self._wake()
-        if slept and self._actor is not None and not is_sharded(self._actor.model):
+        if slept and self._receives and self._probe is not None:
+            before = {draws.name: draws for draws in self.drawn}
+            for draws in await within(self._rollout.weight_sync_timeout, self._draw_probe, self._version):
+                draws.judge_again(before.get(draws.name, draws))
+        elif slept and self._actor is not None and not is_sharded(self._actor.model):
             await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
+
+    async def receive(self, data: DataProto) -> None:
+        """Takes a chunk of the weights that the next `push` makes the current ones.
+
+        Raises:
+            EtudeError: a tensor is not what was sent, or the engine's model has none such; names it.
+        """
+        if self._sync_began is None:
+            self._sync_began = time.perf_counter()
+            await self._wake()
+        if isinstance(self.engine, NativeEngine):
+            await self.engine.load_weights(*tensors_of(data))
+            return
+        if self._files is None:
+            adapters = self._rollout.weight_transfer == "adapter"
+            base = self._base_folder(model_bytes(data))
+            if not adapters:  # a second copy of the model would be too much; who comes back now waits for this one
+                self._forget_versions(0)
+            self._numbers += 1
+            self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters)
+        self._files.write(data)
 
     async def push(self, version: int) -> Metrics:
         """Hands over the current weights as `version`, and probes.
@@ -178,9 +216,9 @@ class EngineLink:
             WeightSyncError: the engine did not take them.
             WeightMismatch: it claims to have them, but samples from others.
         """
-        if self._actor is None:
+        if self._actor is None and not self._receives:
             return {}
-        started = time.perf_counter()
+        started, self._sync_began = self._sync_began or time.perf_counter(), None
         await self._wake()
         try:
             source = await self._source(version)
@@ -199,26 +237,39 @@ class EngineLink:
     async def _run_probe(self, version: int) -> Metrics:
         if self._probe is None:
             return {}
+        if self._receives:
+            self.drawn = await self._draw_probe(version)
+            return {}
+        results = await self._probe_each(lambda probe, engine, name: probe.check(engine, version, name))
+        return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
+
+    async def _draw_probe(self, version: int) -> list[ProbeDraws]:
+        return await self._probe_each(lambda probe, engine, name: probe.draw(engine, version, name))
+
+    async def _probe_each(self, ask: Callable[[WeightProbe, Engine, str], Awaitable[R]]) -> list[R]:
+        """What `ask` makes of every engine that takes requests."""
+        assert self._probe is not None
         probe = self._probe
         if isinstance(self.engine, Router):
-            results = await self.engine.check_all(lambda engine, name: probe.check(engine, version, name))
+            results = await self.engine.check_all(lambda engine, name: ask(probe, engine, name))
             probed = list(self.engine.replicas.values())
         else:
-            results, probed = [await probe.check(self.engine, version)], [self.engine]
+            results, probed = [await ask(probe, self.engine, "the engine")], [self.engine]
         for engine in probed:
             engine.metrics()  # the probe's tokens do not count for the next rollout
-        return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
+        return results
 
     def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         assert self._actor is not None
-        values = self._actor.log_probs(_batch(rows), temperature)[0].tolist()
-        return [row[: len(response)] for row, (_, response) in zip(values, rows)]
+        return score_rows(self._actor, rows, temperature)
 
     # -- how weights travel --------------------------------------------------------------------------------------
 
     async def _source(self, version: int) -> Any:
         if self._shares:
             return None
+        if self._receives:
+            return self._received()
         assert self._actor is not None
         model = self._actor.model
         if isinstance(self.engine, NativeEngine):
@@ -227,26 +278,42 @@ class EngineLink:
         if self._rollout.weight_transfer == "cuda_ipc":
             return merged_state(model, weights)
         adapters = self._rollout.weight_transfer == "adapter"
-        base, keep = (
-            self._base_folder(model),
-            self._adapter_versions if adapters else 1,
-        )  # one is for a replica that comes back
-        folder = base / f"version-{version}"
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        folder = self._base_folder(size) / f"version-{version}"
         if adapters:
             save_adapters(model, folder, weights)
         else:
             save_pretrained(model, None, folder, weights)
+        return self._written_source(folder)
+
+    def _received(self) -> Any:
+        """What `receive` has taken, for the engine."""
+        if isinstance(self.engine, NativeEngine):
+            return ()
+        files, self._files = self._files, None
+        if files is None:
+            raise EtudeError("the engine was sent no weights")
+        files.finish()
+        return self._written_source(files.folder)
+
+    def _written_source(self, folder: Path) -> Path | AdapterFolder:
+        """A folder as the engine takes it; of the earlier ones the adapters that are in use stay, else none. This one stays
+        for a replica that comes back."""
+        adapters = self._rollout.weight_transfer == "adapter"
         self._written = [*(other for other in self._written if other != folder), folder]
-        while len(self._written) > keep:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        keep = self._adapter_versions if adapters else 1
+        self._forget_versions(keep)
         return AdapterFolder(str(folder.absolute()), keep) if adapters else folder
 
-    def _base_folder(self, model: Any) -> Path:
+    def _forget_versions(self, keep: int) -> None:
+        while len(self._written) > keep:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+
+    def _base_folder(self, size: int) -> Path:
         if self._folder is None:
             parent = self._rollout.weight_sync_dir
             if parent is None:
                 sweep(_MEMORY_FOLDER, _PREFIX)  # before free memory is measured
-                size = sum(parameter.nbytes for parameter in model.parameters())
                 parent = _memory_folder(int(_ROOM * size))
             else:
                 Path(parent).mkdir(parents=True, exist_ok=True)
@@ -292,6 +359,14 @@ def _memory_folder(size: int) -> str | None:
     if not os.access(_MEMORY_FOLDER, os.W_OK) or shutil.disk_usage(_MEMORY_FOLDER).free < size:
         return None
     return str(_MEMORY_FOLDER)
+
+
+def score_rows(
+    actor: PolicyEngine, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+) -> list[list[float]]:
+    """The actor's log-probs of the responses of (prompt, response) pairs."""
+    values = actor.log_probs(_batch(rows), temperature)[0].tolist()
+    return [row[: len(response)] for row, (_, response) in zip(values, rows)]
 
 
 def _batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DataProto:

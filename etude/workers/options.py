@@ -30,10 +30,11 @@ class RoleOptions:
 
     `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
     `needs_ref`: some loss or reward uses the reference policy. `value_head`: the critic is a head on the actor's trunk.
-    `teacher`: the folder or server that a `TeacherWorker` scores with. `streams`: rollouts go on while the policy learns,
-    on weights of up to `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`,
-    `seed` (None: left alone) and `deterministic` are for the worker's process. `config` is the whole resolved configuration
-    as plain containers, passed to users' agent loops and reward managers.
+    `teacher`: the folder or server that a `TeacherWorker` scores with. `standalone`: rollout workers are a group of their
+    own, which gets its weights from the actor's. `streams`: rollouts go on while the policy learns, on weights of up to
+    `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`, `seed` (None: left alone)
+    and `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, for
+    users' agent loops and reward managers.
 
     Raises:
         ConfigError: the rollout section does not fit its engine or the device; names the key.
@@ -55,6 +56,7 @@ class RoleOptions:
     actor_first_step: int = 0
     needs_ref: bool = False
     value_head: bool = False
+    standalone: bool = False
     streams: bool = False
     adapter_versions: int = 1
     stall_timeout: float | None = None

@@ -7,14 +7,14 @@ it needs itself, each once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from etude.agents.base import register_agent_loops
-from etude.distributed import Worker
+from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.lora import add_adapters
@@ -81,6 +81,12 @@ class RoleWorker(Worker):
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
         return self.bundle.tokenizer
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def run(self, function: Callable[..., Any], *args: Any, with_chat: bool = False) -> Any:
+        """`function(*args)`, or with `with_chat` `function(chat, *args)`: a function of a module. Where this worker is
+        another process, batches among the arguments may have references in their place, and those returned get them."""
+        return function(self.bundle.chat, *args) if with_chat else function(*args)
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
         """Whether this role's model is to be spread over the ranks. It is loaded on the CPU then, and its parts move.

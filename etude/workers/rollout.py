@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
-from etude.inference import evaluates_only
+from etude.inference import ProbeDraws, evaluates_only
 from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
@@ -36,7 +36,8 @@ _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop onc
 
 
 class RolloutWorker(RoleWorker):
-    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder.
+    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder; in a group
+    of its own (`standalone`) from the weights that the training group sends.
 
     Where the options say `streams`, its event loop runs in a thread of its own: groups that were submitted roll out while
     the caller trains, on weights that change only in `update_weights`.
@@ -86,7 +87,7 @@ class RolloutWorker(RoleWorker):
             ConfigError: the model's folder, or a name in the rollout section, is wrong.
         """
         actor = None
-        if not evaluates_only(self.options.rollout.name):
+        if not (self.options.standalone or evaluates_only(self.options.rollout.name)):
             self.model = self.load_policy(self.options.model.dtype)
             actor = PolicyEngine(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
         self.start_engine(actor)
@@ -108,6 +109,7 @@ class RolloutWorker(RoleWorker):
             options.model.dtype,
             options.adapter_versions,
             streams=options.streams,
+            receives=options.standalone and actor is None,
         )
         if options.stall_timeout is not None:
             self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
@@ -132,14 +134,36 @@ class RolloutWorker(RoleWorker):
         return metrics
 
     async def _push(self, version: int) -> Metrics:
-        drains = self._thread is not None and not self.options.rollout.partial_rollout
-        if drains:
-            await self._stream.drain()
-        try:
-            return await self._link.push(version)
+        await self._drain()
+        try:  # trajectories in flight stand still meanwhile
+            with nullcontext() if self._watch is None else self._watch.suspended():
+                return await self._link.push(version)
         finally:
-            if drains:
+            if self._thread is not None:
                 self._stream.resume()
+
+    async def _drain(self) -> None:
+        """Lets trajectories in flight end, where weights may not change beneath them."""
+        if self._thread is not None and not self.options.rollout.partial_rollout:
+            await self._stream.drain()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_weights(self, chunk: DataProto) -> None:
+        """Takes a chunk of the weights of another group (see `weights.py`), which `update_weights` makes the current ones.
+
+        Raises:
+            EtudeError: a tensor is not what was sent, or not one of the engine's; names it.
+        """
+        self._run(self._receive(chunk))
+
+    async def _receive(self, chunk: DataProto) -> None:
+        await self._drain()
+        await self._link.receive(chunk)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def probe_draws(self) -> list[ProbeDraws]:
+        """What the engines drew after the last update, for the group that they have their weights from."""
+        return self._link.drawn
 
     @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:

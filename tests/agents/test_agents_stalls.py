@@ -98,6 +98,31 @@ def test_one_that_moves_keeps_the_others_from_being_stalled(caplog):
     assert reports(caplog) == []
 
 
+def test_what_holds_everything_up_on_purpose_is_no_stall(caplog):
+    """Such as a hand-over of weights."""
+    world, gate = World("nowhere", infrastructure_retries=0), threading.Event()
+
+    async def held(point):
+        await asyncio.to_thread(gate.wait)
+
+    world.gate.at = held
+
+    async def run():
+        watch = StallWatch(world.manager, asyncio.get_running_loop(), SECONDS)
+        rollouts = asyncio.ensure_future(world.generate())
+        with watch.suspended():
+            await asyncio.sleep(4 * SECONDS)
+        gate.set()
+        try:
+            return await rollouts
+        finally:
+            await asyncio.to_thread(watch.close)
+
+    results = asyncio.run(run())
+    assert [r.stalls for r in results] == [0, 0, 0]
+    assert reports(caplog) == []
+
+
 def test_a_step_of_the_engine_is_progress_and_a_hanging_one_is_not(caplog):
     """The native engine's own count: a long turn is no stall."""
     world = World(engine="native")

@@ -1,5 +1,6 @@
 """`etude gateway` as a process: it serves, records every session however it ends, and what it recorded is proven."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,11 +14,14 @@ import urllib.request
 import openai
 import pytest
 from house_stage import one_line_error
+from judge_stage import rig_judge
 from vision_stage import picture, save_vision_model
 
 from etude.cli.main import cli, run
 from etude.dumps import read_rollouts, sequences_of
+from etude.errors import InfrastructureError
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.rewards import judge, usage
 from etude.tools.builtin.images import image_url
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
@@ -82,6 +86,35 @@ class Gateway:
 
     def records(self):
         return {record["uid"]: record for record in read_rollouts(self.record)}
+
+
+def test_a_judge_asks_a_real_server(model, tmp_path, monkeypatch):
+    """By the rubric, with votes, in pairs (which this model has no verdict on), and paid for by the server's own counts."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    gateway = Gateway(rig_judge(model, tmp_path / "judge"), tmp_path)
+    options = {"base_url": f"{gateway.url}/v1", "model": "judge", "api_key_env": "JUDGE_KEY", "retries": 0}
+    used = usage.Counter()
+    try:
+
+        async def ask():
+            scores = await asyncio.gather(
+                *(judge.compute_score(f"It is {n}.", "5", votes=3, completion_price=1e6, **options) for n in range(4))
+            )
+            with pytest.raises(InfrastructureError, match="holds no verdict"):
+                await judge.rank_group("ab", "55", [{}, {}], [None, None], **options)
+            with pytest.raises(InfrastructureError, match="longer than max_tokens"):
+                await judge.compute_score("cut", "5", max_tokens=1, **options)
+            return scores
+
+        with usage.counting(used):
+            scores = asyncio.run(ask())
+        assert [each["score"] for each in scores] == [0.7] * 4
+        assert used["cost"] == 4 * 3 * 2  # "7" and the end of the turn
+        assert used["prompt_tokens"] > 100 * used["requests"]
+        with pytest.raises(InfrastructureError, match="HTTP 401"):
+            asyncio.run(judge.compute_score("x", "5", **options | {"api_key_env": ""}))
+    finally:
+        gateway.end(signal.SIGTERM)
 
 
 def test_sessions_are_served_recorded_and_proven(model, tmp_path, capsys):

@@ -139,7 +139,7 @@ def test_faults_of_a_file_and_of_the_command_line_come_together(tmp_path):
         "actor_rollout_ref.multi_turn.max_user_turns": "did you mean actor_rollout_ref.rollout.multi_turn?",
         "actor_rollout_ref.actor.lr_warmup_steps": "did you mean actor_rollout_ref.actor.optim.lr_warmup_steps?",
         "trainer.ray_kwarg": "`etude config` lists the keys",  # val_kwargs is spelled alike, and something else
-        "actor_rollout_ref.rollout.nodes": "did you mean trainer.nnodes?",  # not mode
+        "actor_rollout_ref.rollout.nodes": "did you mean actor_rollout_ref.rollout.nnodes?",  # not mode
         "data.sampler_path": "`etude config` lists the keys",
     }.items(),
 )

@@ -20,8 +20,10 @@ from etude.data import DataOptions, RLDataset, SFTDataset, write_parquet
 from etude.data import files as data_files
 from etude.data.blobs import SMALLEST, Blobs, Kept
 from etude.data.images import place_images
+from etude.data.rlhf import custom_rows
 from etude.errors import DataError
 from etude.models import ImageReader
+from etude.options.data import CustomClassOptions
 from etude.tools.builtin.images import image_name, load_image
 
 PROCESSOR = build_vision_stage("qwen2_5_vl")[1]
@@ -278,7 +280,7 @@ def test_a_demonstration_whose_images_are_wrong_is_named(tmp_path, row, problem)
 def test_a_picture_of_pillow_in_a_row_of_ones_own(tmp_path):
     row = a_row(images=[picture(16, 16)])
     [found] = place_images(row, "images", "prompt", tmp_path, "x")
-    assert found.size == (16, 16)
+    assert load_image(found, 10**6).tobytes() == picture(16, 16).tobytes()
 
 
 # -- what stays in memory ------------------------------------------------------------------------------------------
@@ -425,3 +427,69 @@ def test_a_picture_is_known_by_its_bytes_or_its_file(tmp_path):
     assert image_name(f"file://{tmp_path}/a%20b.png") is not None
     for nothing in ("", str(tmp_path / "none.png"), "a\0b", None, {}, picture(16, 16)):
         assert image_name(nothing) is None
+
+
+CLASSES = """
+from PIL import Image
+
+from etude.data import RLHFDataset
+
+
+class Ours(RLHFDataset):
+    pass
+
+
+class Old:
+    def __init__(self, data_files, tokenizer, config, processor, max_samples):
+        self.key = config.image_key
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, number):
+        row = {"data_source": "task", "reward_model": {}, "extra_info": {}, "raw_prompt": self.prompt()}
+        return row | {"multi_modal_data": {"image": [self.image()]}}
+
+    def image(self):
+        return Image.new("RGB", (40, 24), (200, 30, 30))
+
+    def prompt(self):
+        return [{"role": "user", "content": "<image>What?"}]
+
+
+class New(Old):
+    def prompt(self):
+        return [{"role": "user", "content": [{"type": "image", "image": self.image()}, {"type": "text", "text": "What?"}]}]
+
+
+class Film(Old):
+    def __getitem__(self, number):
+        return super().__getitem__(number) | {"multi_modal_data": {"video": ["film.mp4"]}}
+"""
+
+
+@pytest.mark.parametrize("key", ["images", "pictures"])
+@pytest.mark.parametrize("name", ["Ours", "Old", "New"])
+def test_images_of_a_dataset_class_of_ones_own(tmp_path, name, key):
+    """The rows of verl's classes, old and new, and of one derived from ours: the images are placed as those of files."""
+    Image.new("RGB", (40, 24), (200, 30, 30)).save(tmp_path / "red.png")
+    file = lines(tmp_path / "rows.jsonl", a_row(**{key: ["red.png"]}))
+    found = [own_class(tmp_path, file, name, key) for _ in range(2)]
+    row, expected = found[0][0], dataset(file, image_key=key)[0]
+    assert row["raw_prompt_ids"] == expected["raw_prompt_ids"]
+    assert [load_image(each, 10**6).tobytes() for each in row["images"]] == [
+        load_image(each, 10**6).tobytes() for each in expected["images"]
+    ]
+    assert found[0].fingerprint == found[1].fingerprint
+
+
+def own_class(folder, file, name, key="images"):
+    (folder / "own.py").write_text(CLASSES)
+    options = DataOptions(image_key=key, custom_cls=CustomClassOptions(path=f"{folder}/own.py", name=name))
+    rows = list(custom_rows(options, [file], PROCESSOR.tokenizer, PROCESSOR, {}, -1))
+    return RLDataset(file, CHAT, None, options, images=READER, rows=rows)
+
+
+def test_a_video_of_a_dataset_class_of_ones_own_is_refused(tmp_path):
+    with pytest.raises(DataError, match="'videos' is not supported"):
+        own_class(tmp_path, lines(tmp_path / "rows.jsonl", a_row()), "Film")

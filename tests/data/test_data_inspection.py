@@ -1,6 +1,7 @@
 """`etude data inspect` and `etude data traces`: what a file holds, what is wrong with it, and which rollouts to imitate."""
 
 import json
+import tracemalloc
 
 import pytest
 from click.testing import CliRunner
@@ -117,8 +118,8 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
     result = invoke("traces", "--input", tmp_path / "rollouts", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     chosen = [json.loads(line) for line in (tmp_path / "out" / "traces.jsonl").read_text().splitlines()]
-    assert chosen == [first[1], first[0], second[1]]  # records as they were
-    assert [rollout.score for rollout in read_dumps([str(tmp_path / "out" / "traces.jsonl")])] == [2.0, 1.0, 1.0]
+    assert chosen == [first[0], first[1], second[1]]  # records as they were, in their order
+    assert [rollout.score for rollout in read_dumps([str(tmp_path / "out" / "traces.jsonl")])] == [1.0, 2.0, 1.0]
     assert inspect_file(tmp_path / "out" / "traces.jsonl").kind == "rollouts"
     assert inspect_file(tmp_path / "out" / "traces.jsonl").lengths == [5, 5, 4]
     whole = dump(tmp_path / "one.jsonl", *first, *second)
@@ -129,8 +130,22 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
     ]
 
 
+def test_rollouts_are_chosen_without_holding_them_all(tmp_path):
+    line = json.dumps({**record(1, [5], 1.0), "output": "x" * 400_000})
+    file = tmp_path / "1.jsonl"
+    with file.open("w") as output:
+        for number in range(40):
+            output.write(line.replace('"prompt_ids": [1,', f'"prompt_ids": [{number},') + "\n")
+    tracemalloc.start()
+    traces.write([file], tmp_path, min_score=1.0, per_prompt=None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "traces.jsonl").stat().st_size > 40 * 400_000
+    assert peak < 10 * 400_000
+
+
 def test_what_is_no_dump_is_named(tmp_path):
-    with pytest.raises(DataError, match="record 0: not a rollout"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 1: not a rollout"):
         traces.write([dump(tmp_path / "rows.jsonl", {"prompt": []})], tmp_path, min_score=1.0, per_prompt=None)
     with pytest.raises(DataError, match=r"no rollout in .* scores 3 or more"):
         traces.write([dump(tmp_path / "d.jsonl", record(1, [5], 1.0))], tmp_path, min_score=3.0, per_prompt=None)

@@ -19,10 +19,12 @@ from test_distributed_worker_group import Doubler, batch
 from etude.distributed import (
     Dispatch,
     InProcessWorkerGroup,
+    LostSamplesError,
     MeshPlace,
     RayWorkerGroup,
     ResourcePool,
     ray_group,
+    ray_store,
     register,
 )
 from etude.distributed.rank_process import RankProcess
@@ -38,6 +40,11 @@ class Odd(Exception):
     def __init__(self, name, number):
         super().__init__(f"{name} is odd")
         self.number, self.lock = number, threading.Lock()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise AssertionError("this was to stay where it is")
 
 
 class Prober(Doubler):
@@ -83,6 +90,23 @@ class Prober(Doubler):
     @register(Dispatch.ONE_TO_ALL)
     def warn(self, text):
         logging.getLogger("etude.tests").warning(text)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def make(self, data):
+        """Columns of which no rank reads another's unless it is sent them."""
+        self.made = data.batch["x"] * 1.0
+        objects = [Unpicklable() if row else None for row in range(len(data))]
+        return DataProto.from_dict({"x": data.batch["x"], "y": self.made}, {"here": objects})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, columns=("y",))
+    def read(self, data):
+        """Its rows, and whether they are what this rank has made, without a copy."""
+        mine = data.batch["y"].data_ptr() == self.made.data_ptr()
+        return DataProto.from_dict({"y": data.batch["y"].clone(), "mine": torch.full((len(data),), mine)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keeps(self):
+        return len(ray_store._kept)
 
     @register(Dispatch.DP_COMPUTE_PROTO, mesh="teams")
     def by_team(self, data):
@@ -165,6 +189,29 @@ def test_ranks_of_a_team_get_one_shard_and_one_answers(group, monkeypatch):
     assert len(kept) == 1  # for the shard that two ranks hold
     assert group.share(batch(100)) == [4950] * 3
     assert len(kept) == 2
+
+
+def test_batches_stay_in_the_rank_that_made_them_until_another_reads_them(group):
+    group.store = ray_store.RankStore()
+    try:
+        kept = sum(group.keeps())
+        ref = group.make(batch(6))
+        here = group.read(ref).fetch().batch
+        assert (here["y"].tolist(), here["mine"].tolist()) == ([0, 1, 2, 3, 4, 5], [True] * 6)
+        away = group.read(ref.select_idxs([5, 3, 1, 1, 0, 2])).fetch().batch  # each has rows of two others
+        assert (away["y"].tolist(), away["mine"].any().item()) == ([5, 3, 1, 1, 0, 2], False)
+        assert ref.select(["x"]).fetch().batch["x"].tolist() == list(range(6))  # by the driver
+        assert sum(group.keeps()) >= kept + 3
+        with pytest.raises(LostSamplesError, match=r"cannot be read: .*this was to stay where it is"):
+            ref.fetch()
+        del ref
+        assert sum(group.keeps()) == kept  # the call says what the driver holds no longer
+        gone = group.make(batch(6))
+        ray_store._lenders.clear()
+        with pytest.raises(LostSamplesError, match="keeps it no more"):
+            gone.fetch()
+    finally:
+        group.store = None
 
 
 def test_an_error_of_a_rank_is_the_callers(group, caplog):

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from importlib.util import find_spec
+from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -28,7 +29,9 @@ from etude.inference import (
 )
 from etude.inference.http import HttpServer
 from etude.inference.sampling import restrict
+from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 from etude.inference.vllm.server import COMPLETIONS, GENERATE
+from etude.models.named_weights import checksum
 from etude.protocol import DataProto
 
 PROMPT = [3, 1, 4]
@@ -197,6 +200,67 @@ def test_new_weights_come_between_pause_and_resume(tmp_path):
 
     assert against(app, scenario) == [3, 3]
     assert calls[:5] == ["pause keep", "etude_load_folder", "reset True", "version 3", "resume"]
+
+
+class Fused(torch.nn.Module):
+    """A layer as vLLM has it: q, k and v in one matrix; an embedding with rows to spare; a norm."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self):
+        super().__init__()
+        self.attn = torch.nn.Module()
+        self.attn.qkv_proj = torch.nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.LayerNorm(4, bias=False)
+
+    def load_weights(self, weights, rows=(("q", 0, 4), ("k", 4, 6), ("v", 6, 8))):
+        for name, tensor in weights:
+            for part, start, end in rows:
+                if name == f"attn.{part}_proj.weight":
+                    self.attn.qkv_proj.weight.data[start:end] = tensor
+            if name == "embed.weight":
+                self.embed.weight.data[: len(tensor)] = tensor
+
+
+def test_what_vllms_loader_was_given_is_compared_with_what_it_made_of_it():
+    sizes = {"attn.q_proj": 4, "attn.k_proj": 2, "attn.v_proj": 2, "embed": 5}
+    sent = [(f"{name}.weight", torch.randn(rows, 4)) for name, rows in sizes.items()]
+    sent += [("norm.weight", torch.ones(4)), ("elsewhere.weight", torch.ones(2, 2))]
+    model = Fused()
+    watched = WatchedLoad(model)
+    model.load_weights(watched.watch(reversed(sent)))
+    assert watched.check() == 4
+    before = parameter_checksums(model)
+    assert before.keys() == {"attn.qkv_proj.weight", "embed.weight", "norm.weight"}
+    swapped = (("q", 0, 4), ("k", 6, 8), ("v", 4, 6))
+    watched = WatchedLoad(model)
+    model.load_weights(watched.watch(sent), swapped)
+    with pytest.raises(ValueError, match=r"'attn\.k_proj\.weight' is not in the engine's 'attn\.qkv_proj\.weight'"):
+        watched.check()
+    changed = {name for name, value in parameter_checksums(model).items() if value != before[name]}
+    assert changed == {"attn.qkv_proj.weight"}
+
+
+def test_weights_lost_in_a_servers_sleep_are_named():
+    results = [{"model.norm.weight": "1f"}]
+    app, calls = imitation(results=results)
+
+    @app.post("/sleep")
+    @app.post("/wake_up")
+    async def control():
+        return {}
+
+    async def scenario(engine):
+        await engine.sleep()
+        await engine.wake()
+        await engine.sleep()
+        results[0] = {"model.norm.weight": "2e"}
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is not what it was before the engine's sleep"):
+            await engine.wake()
+
+    against(app, scenario)
+    assert calls == ["etude_checksums"] * 4
 
 
 @pytest.mark.parametrize(
@@ -496,6 +560,8 @@ def test_in_this_process(stage, monkeypatch):
         try:
             await conformance(engine, stage)
             await overtaken(engine, stage)
+            await engine.update_weights(stage[0][0], 99)
+            assert_fused(stage[1][0].state_dict(), *await engine._engine.collective_rpc("etude_checksums"))
             for child in psutil.Process().children(recursive=True):
                 child.send_signal(signal.SIGINT)  # as Ctrl-C does: the trainer finishes its step with the engine
             await asyncio.sleep(1)
@@ -505,6 +571,17 @@ def test_in_this_process(stage, monkeypatch):
             await engine.shutdown()
 
     asyncio.run(main())
+
+
+def assert_fused(weights, sums):
+    """vLLM's parameters are those of the checkpoint, under vLLM's names."""
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    fused = {f"{attention}.qkv_proj": [f"{attention}.{x}_proj" for x in "qkv"]}
+    fused[f"{mlp}.gate_up_proj"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    fused[f"{mlp}.down_proj"] = [f"{mlp}.down_proj"]
+    for whole, parts in fused.items():
+        expected = torch.cat([weights[f"{part}.weight"] for part in parts])
+        assert sums[f"{whole}.weight"] == f"{checksum(expected):x}"
 
 
 @real

@@ -39,6 +39,7 @@ WITNESSES = {
     "trainer/test_trainer_async.py": {
         "trainer.max_staleness": "test_every_prompt_of_the_plan_is_trained_on_once_and_none_is_too_old",
         "trainer.stall_timeout": "test_a_stalled_tool_is_tried_again_and_the_run_goes_on",
+        "trainer.validation_data_dir": "test_validation_is_of_the_weights_of_its_step",
         f"{ROLLOUT}.partial_rollout": "test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end",
     },
     "trainer/test_trainer_correction.py": {
@@ -72,6 +73,9 @@ WITNESSES = {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
     "trainer/test_trainer_ray.py": {
+        "actor_rollout_ref.hybrid_engine": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.n_gpus_per_node": "test_two_nodes_learn_what_one_process_learns",
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
         "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
@@ -106,8 +110,8 @@ WITNESSES = {
     "trainer/test_trainer_training.py": {
         f"{ROLLOUT}.mode": "test_a_step_goes_in_the_documented_order_through_groups_alone",
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
+        "trainer.rollout_token_values": "test_a_dump_says_what_the_trainer_had_of_each_token",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
-        "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
     },
     "workers/test_workers_lora.py": {
         f"{section}.{name}": test

@@ -12,6 +12,14 @@ from etude.rewards.answers import answers_equal
 from etude.rewards.numeral import read_numeral
 
 EQUAL = [
+    (r"\text{all real numbers}", r"\mathbb{R}"),
+    ("all reals", r"(-\infty,\infty)"),
+    ("5^{th}", "5"),
+    (r"3^{\text{rd}}", "3"),
+    ("about 5", "5"),
+    (r"\approx 3.5", "7/2"),
+    ("so we get x = 5", "5"),
+    ("so we get x = 5", "x=5"),
     ("5 million", "5000000"),
     (r"5 \text{ million dollars}", "5,000,000"),
     ("1.5 billion people", "1500000000"),
@@ -194,6 +202,15 @@ EQUAL = [
 ]
 
 DIFFERENT = [
+    (r"\text{all real numbers except 2}", r"\mathbb{R}"),
+    (r"\text{all real numbers}", "5"),
+    ("5^{t}", "5"),
+    ("5^{th} root", "5"),
+    ("x^{th}", "x"),
+    ("not about 5", "5"),
+    ("about 5 or 6", "5"),
+    ("so we get y = 5", "x=5"),
+    ("so we get x = 5 or x = 6", "5"),
     ("The answer is negative 5", "5"),
     ("It is less than 5", "5"),
     ("x is at most 5", "5"),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.rewards import TrajectoryScorer, build_manager, judge, load_compute_score
+from etude.rewards import TrajectoryScorer, build_manager, judge, load_compute_score, score_rollout, usage
+from etude.trajectory import Rollout
 
 
 class Endpoint:
@@ -190,6 +191,7 @@ def test_a_megabyte_of_anything_is_read():
     ("options", "words"),
     [
         ({"base_url": "nowhere"}, "base_url must be an http address"),
+        ({"prompt_price": -1.0}, "cannot be negative"),
         ({"votes": 0}, "votes must be from 1 to 100"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"vote": 3}, "unknown option"),
@@ -200,3 +202,79 @@ def test_options_that_cannot_be_used(serve, options, words):
     endpoint = serve(lambda *_: "7")
     with pytest.raises(ConfigError, match=words):
         scored(endpoint, "x", **options)
+
+
+def test_a_group_is_ranked_at_once_whatever_the_order_it_is_shown_in(serve):
+    def says(prompt, *_):
+        shown = [between(prompt, f"answer_{n}") for n in (1, 2, 3)]
+        order = sorted((1, 2, 3), key=lambda n: -len(shown[n - 1]))
+        return json.dumps({"ranking": order if "".join(shown).count("a") == 6 else [1, 1, 2]})
+
+    endpoint = serve(says)
+    found = scored(endpoint, "aaa", "a", "aa", manager="batch", name="order_group", votes=3)
+    assert [each.score for each in found] == [1.0, 0.0, 0.5]
+    assert len(endpoint.requests) == 3
+    assert len({each["messages"][0]["content"] for each in endpoint.requests}) > 1
+    with pytest.raises(InfrastructureError, match="no verdict"):
+        scored(endpoint, "b", "bb", "bbb", manager="batch", name="order_group", retries=0)
+    assert scored(endpoint, "alone", manager="batch", name="order_group")[0].score == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "ranking"),
+    [
+        ('{"ranking": [1, 2]} no {"ranking": [2, 1]}', [2, 1]),
+        ('{"ranking": [1, 2, 3]}', None),
+        ('{"ranking": [1, 1]}', None),
+        ('{"ranking": [,]}', None),
+        ('{"ranking": [1 2]}', None),
+        ("2, 1", None),
+        ('{"ranking": [' + "1," * 500_000, None),
+    ],
+)
+def test_rankings(text, ranking):
+    assert judge.read_ranking(text, 2) == ranking
+
+
+PRICES = {"prompt_price": 2.0, "completion_price": 10.0}  # of the stage's 100 and 7 tokens: 0.00027
+
+
+def test_everything_is_paid_for_once_failed_attempts_too(serve):
+    """An endpoint that fails costs nothing; an answer without a verdict costs as one with it; a remembered one nothing."""
+    answers = [500, "I cannot say.", '{"score": 5}']
+    endpoint, used = serve(lambda prompt, body, count: answers[min(count, 3) - 1]), usage.Counter()
+    with usage.counting(used):
+        [rewards] = scored(endpoint, "paid", **PRICES)
+    assert used == {"requests": 2, "prompt_tokens": 200, "completion_tokens": 14, "cost": pytest.approx(0.00054)}
+    assert rewards.score_info["judge_tokens"] == 214
+    assert rewards.score_info["judge_cost"] == pytest.approx(0.00054)
+    with usage.counting(used):
+        assert scored(endpoint, "paid", **PRICES)[0].score_info["judge_cost"] == 0
+    assert (used["requests"], used["cached"]) == (2, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}])
+def test_what_a_comparison_costs_counts_for_one_of_its_rollouts(serve, options):
+    endpoint = serve(lambda *_: '{"better": "A"}')
+    function = load_compute_score(
+        "etude.rewards.judge", "rank_group", {"base_url": endpoint.url, "model": "m", **PRICES}
+    )
+    of = build_manager("batch", config=None, tokenizer=Letters(), compute_score=function, reward_kwargs=options)
+    rollouts = [Rollout([trajectory((text, ""))]) for text in ("aa", "b", "c")]
+
+    async def run():
+        scoring = {"retries": 0, "timeout": 60, "on_failure": print}
+        await asyncio.gather(
+            *(score_rollout(each, row(question="q"), TrajectoryScorer(of), **scoring) for each in rollouts)
+        )
+
+    asyncio.run(run())
+    total = sum((each.judge_usage for each in rollouts), usage.Counter())
+    assert total["requests"] == len(endpoint.requests) == (0 if options else 6)
+    assert total["cost"] == pytest.approx(0.00027 * len(endpoint.requests))
+
+
+def test_further_fields_of_a_request(serve):
+    endpoint = serve(lambda *_: '{"score": 5}')
+    assert scored(endpoint, "x", extra_body={"response_format": {"type": "json_object"}})[0].score == 0.5
+    assert endpoint.requests[0]["response_format"] == {"type": "json_object"}

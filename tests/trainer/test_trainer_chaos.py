@@ -21,4 +21,4 @@ def test_a_run_goes_on_whatever_is_killed_and_accounts_for_every_prompt(tiny, tm
         said = run.stop()
     assert run.killed == dict.fromkeys(kinds, 1)
     [line] = [line for line in said.splitlines() if "the workers start again" in line]
-    assert "ActorRolloutRefWorker, rank " in line
+    assert "Worker, rank " in line

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from async_stage import ASYNC, plan, trained
-from house_stage import ACTOR, TOOLS, Launched, metrics, steps, weights
+from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
@@ -29,6 +29,7 @@ from etude.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
 CRITIC = ("algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=3")
+VALUES = "trainer.rollout_token_values=true"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def cluster(nodes):
 def alone(tiny, tmp_path_factory):
     """A run in this process."""
     folder = tmp_path_factory.mktemp("alone")
-    train(tiny.config(folder, *CRITIC))
+    train(tiny.config(folder, *CRITIC, VALUES))
     return folder
 
 
@@ -57,15 +58,20 @@ def sampled(folder, step):
 
 TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2")  # and a sharded critic
 
+OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3")
 
-@pytest.mark.parametrize("held", [(), TEAM], ids=["replicated", "in parts"])
+
+@pytest.mark.parametrize(
+    "held", [(), TEAM, (*TEAM, *OWN)], ids=["replicated", "in parts", "a rollout group of its own"]
+)
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
         assert (groups.actor.dp_size, groups.critic.dp_size) == ((1 if held else 2), 2)
+        assert groups.rollout.world_size == (3 if OWN[0] in held else 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
         trainer.init_workers()
@@ -80,6 +86,11 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert first[1][name] == pytest.approx(first[0][name], abs=1e-5, rel=1e-5)
         assert all(there[name] == pytest.approx(here[name], abs=1e-3, rel=1e-3) for here, there in mine)
     assert sampled(tmp_path, 1) == sampled(alone, 1)
+    for here, there in zip(*(read_rollouts(folder / "rollouts" / "1.jsonl") for folder in (alone, tmp_path))):
+        assert set(here["token_values"]) == {"advantages", "old_log_probs", "log_probs", "entropys", "values"}
+        for name, column in here["token_values"].items():
+            other = [value or 0.0 for value in there["token_values"][name]]
+            assert other == pytest.approx([value or 0.0 for value in column], abs=1e-3)
     for role in ("actor", "critic"):
         here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
@@ -113,8 +124,12 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
     assert all(weights(tmp_path, step) for step in (1, 2, 3))
 
 
-def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
-    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1")
+SHARDED = (f"{ACTOR}.strategy=fsdp2",)
+
+
+@pytest.mark.parametrize("held", [SHARDED, (*SHARDED, *OWN[:2])], ids=["in parts", "a rollout group of its own"])
+def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster, held):
+    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1", *held)
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
     assert sorted(trained(tmp_path)) == plan(6)
     assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2

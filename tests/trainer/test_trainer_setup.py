@@ -55,14 +55,14 @@ def test_training_that_cannot_start_closes_its_groups(tiny, folder, groups, what
     with pytest.raises(EtudeError):
         train(config)
     opened, closed = groups
-    assert sorted(closed) == sorted(opened) == ["ActorRolloutRefWorker", "BatchWorker"]
+    assert sorted(closed) == sorted(opened) == ["ActorRolloutRefWorker"]
 
 
 def test_an_evaluation_without_rows_closes_its_groups(tiny, folder, groups):
     with pytest.raises(EtudeError, match=r"data\.val_files is empty"):
         evaluate(tiny.config(folder / "run"))
     opened, closed = groups
-    assert sorted(closed) == sorted(opened) == ["BatchWorker", "RolloutWorker"]
+    assert sorted(closed) == sorted(opened) == ["RolloutWorker"]
 
 
 @pytest.mark.parametrize("what", ["tools", "rows", "no rows"])
@@ -78,7 +78,7 @@ def test_fine_tuning_that_cannot_start_closes_its_groups(tiny, folder, groups, w
     with pytest.raises(EtudeError):
         fine_tune(compose("sft", settings, root="sft"))
     opened, closed = groups
-    assert sorted(closed) == sorted(opened) == ["ActorRolloutRefWorker", "BatchWorker"]
+    assert sorted(closed) == sorted(opened) == ["ActorRolloutRefWorker"]
 
 
 def test_a_role_that_cannot_start_closes_the_others(tiny, folder, groups, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 
+import numpy as np
 import pytest
 from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
 from safetensors.torch import load_file
@@ -61,7 +62,12 @@ def spied(monkeypatch, trainer):
 def grpo(tiny, tmp_path_factory):
     """A finished GRPO run of six steps."""
     folder = tmp_path_factory.mktemp("grpo")
-    train(tiny.config(folder, f"data.val_files={tiny.folder}/data/val.parquet", "trainer.test_freq=3"))
+    given = (
+        f"data.val_files={tiny.folder}/data/val.parquet",
+        "trainer.test_freq=3",
+        "trainer.rollout_token_values=true",
+    )
+    train(tiny.config(folder, *given))
     return folder
 
 
@@ -118,6 +124,32 @@ def test_a_dump_is_enough_to_score_again(tiny, grpo):
             assert trajectory.rewards.score == before
             seen += 1
     assert seen == 6 * 8
+
+
+def test_a_dump_says_what_the_trainer_had_of_each_token(grpo):
+    """One update a batch: its own log-probs are the old ones, and the engine's up to rounding."""
+    groups = {}
+    for record in read_rollouts(grpo / "rollouts" / "3.jsonl"):
+        groups.setdefault(record["uid"], []).append(record)
+    assert len(groups) == 2
+    for members in groups.values():
+        scores = np.array([record["score"] for record in members])
+        expected = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+        for record, advantage in zip(members, expected):
+            values, mask = record["token_values"], record["response_mask"]
+            assert set(values) == {"advantages", "log_probs", "entropys"}
+            for column in values.values():
+                assert [value is not None for value in column] == [bool(each) for each in mask]
+            for token, log_prob in enumerate(record["response_log_probs"]):
+                if mask[token]:
+                    assert values["advantages"][token] == pytest.approx(advantage, abs=1e-5)
+                    assert values["log_probs"][token] == pytest.approx(log_prob, abs=1e-4)
+                    assert values["entropys"][token] > 0
+    validated = next(read_rollouts(grpo / "rollouts" / "1.jsonl"))
+    assert [name for name, _, _ in validated["timeline"]][:2] == ["queue", "generate_sequences"]
+    assert validated["timeline"][-1][0] == "compute_score"
+    starts = [start for _, start, _ in validated["timeline"]]
+    assert starts == sorted(starts)
 
 
 def test_a_step_goes_in_the_documented_order_through_groups_alone(tiny, tmp_path, monkeypatch):
@@ -228,7 +260,7 @@ def test_a_critic_on_the_policys_trunk_learns_where_batches_are_in_another_proce
 
     def run(self, function, *args):
         sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
-        return self.groups.batches.run(function, *sent)
+        return self.groups.run(function, *sent)
 
     monkeypatch.setattr(PPOTrainer, "_run", run)
     train(tiny.config(tmp_path / "there", *keys))
@@ -354,7 +386,6 @@ def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
             "data.val_max_samples=3",
             f"{ROLLOUT}.val_kwargs.n=2",
             f"{ROLLOUT}.val_kwargs.do_sample=true",
-            f"trainer.validation_data_dir={tmp_path}/validation",
         )
     )
     records = list(read_rollouts(tmp_path / "validation" / "1.jsonl"))

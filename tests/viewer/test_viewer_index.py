@@ -1,11 +1,12 @@
 """The index of dumps: every trajectory by offset, refreshes that read only what is new, bad lines named and not fatal."""
 
 import json
+import math
 import os
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from index_stage import make_record, make_records, verl_line, write_run
 
@@ -81,6 +82,20 @@ def test_a_run_whose_configuration_puts_the_dumps_elsewhere_is_followed(tmp_path
     write_rollouts(run / "rollouts", 3, make_records(3))  # a copied run's own dumps come first
     index.refresh()
     assert {row.step for row in index.rows} == {3}
+
+
+def test_evaluations_in_a_run_folder_have_splits_of_their_own(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    for name in ("evaluation/greedy", "eval-1a2b"):
+        write_rollouts(run / name, 0, make_records(0))
+    (run / "eval-1a2b" / "config.yaml").write_text(f"trainer:\n  rollout_data_dir: {run / 'rollouts'}\n")
+    assert count_values(opened(run).rows)["split"] == {
+        "train": 4,
+        "validation": 1,
+        "evaluation/greedy": 4,
+        "eval-1a2b": 4,
+    }
+    assert {row.name for row in opened(run / "eval-1a2b").rows} == {"0.jsonl"}  # its own, not the configured run's
 
 
 def test_a_missing_folder_is_a_clear_error(tmp_path):
@@ -174,13 +189,15 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(make_record())), json_values))
+@example({"num_turns": 2.0**54, "timings": {"a": 1e308, "b": 1e308}, "rewards": {"steps": [[0, "t", 1e308]] * 2}})
 def test_whatever_the_values_are_a_line_is_a_row(tmp_path_factory, changed):
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text(json.dumps(make_record() | changed) + "\n")
     index = opened(path)
     assert len(index.rows) == 1
     row = index.rows[0]
-    assert all(abs(number) <= 2**53 for number in (row.step, row.turns, row.calls, row.score or 0))
+    assert all(abs(number) <= 2**53 for number in (row.step, row.turns, row.calls))
+    assert all(map(math.isfinite, (row.score or 0.0, row.seconds, *row.rewards.values())))
 
 
 def test_text_that_looks_like_token_arrays_stays_text(tmp_path):

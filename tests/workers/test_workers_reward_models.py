@@ -5,8 +5,9 @@ import copy
 
 import pytest
 import torch
+from judge_stage import rig_judge
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from workers_stage import Echo, policy, prompts, rig_judge, roles
+from workers_stage import Echo, policy, prompts, roles
 
 from etude.agents.environments import Env, register_env
 from etude.distributed import InProcessWorkerGroup

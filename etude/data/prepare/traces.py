@@ -1,11 +1,12 @@
 """Rollout dumps as demonstrations: the rollouts worth imitating, in one file that `etude sft` reads.
 
-Invariant: what is kept is kept as it was dumped, token for token; nothing is rendered or tokenised again. Of a prompt the
-best come first, of equal ones the earlier; the result does not depend on how the dumps are split into files.
+Invariant: what is kept is kept as it was dumped, token for token; nothing is rendered or tokenised again. The result has the
+order of the dumps, and does not depend on how they are split into files. Rollouts are read one at a time, twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,31 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row
-from etude.dumps import read_rollouts
 from etude.errors import DataError
-from etude.jsonl import json_line, write_atomically
+from etude.jsonl import json_line, read_json_lines, write_atomically
+
+Place = tuple[Path, int]
+"""A file and a line in it."""
 
 
-def choose(records: Iterable[tuple[str, Row]], min_score: float, per_prompt: int | None) -> list[Row]:
-    """The (place, record) pairs whose score is at least `min_score`, at most `per_prompt` different ones of a prompt.
+def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: int | None) -> set[Place]:
+    """Where the rollouts are whose score is at least `min_score`: of each prompt the best `per_prompt` different ones, of
+    equal ones the earlier.
 
     Raises:
         DataError: a record is no rollout; names its place.
     """
-    kept: dict[str, list[Row]] = defaultdict(list)
+    kept: dict[bytes, list[tuple[float, bytes, Place]]] = defaultdict(list)
     for place, record in records:
         if "segments" not in record or "prompt_ids" not in record:
-            raise DataError(f"{place}: not a rollout of trainer.rollout_data_dir (keys: {', '.join(record)})")
+            keys = ", ".join(record)
+            raise DataError(f"{place[0]}: line {place[1]}: not a rollout of trainer.rollout_data_dir (keys: {keys})")
         score = record.get("score")
         if isinstance(score, int | float) and score >= min_score:
-            kept[json.dumps(record["prompt_ids"])].append(record)
-    found = []
+            said = _digest([part["token_ids"] for part in record["segments"]])
+            kept[_digest(record["prompt_ids"])].append((-score, said, place))
+    found = set[Place]()
     for rollouts in kept.values():
-        different: dict[Any, Row] = {}
-        for record in sorted(rollouts, key=lambda each: -each["score"]):
-            different.setdefault(json.dumps([part["token_ids"] for part in record["segments"]]), record)
-        found += list(different.values())[:per_prompt]
+        different: dict[bytes, Place] = {}
+        for _, said, place in sorted(rollouts, key=lambda each: each[0]):
+            different.setdefault(said, place)
+        found.update(list(different.values())[:per_prompt])
     return found
+
+
+def _digest(ids: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).digest()
 
 
 def write(
@@ -49,16 +59,17 @@ def write(
         DataError: a file is no dump, or nothing is good enough.
     """
     files = [file for path in map(Path, inputs) for file in (_dumps_in(path) if path.is_dir() else [path])]
-    places = (
-        (f"{file}: record {number}", record) for file in files for number, record in enumerate(read_rollouts(file))
+    chosen = choose(
+        (((file, line), record) for file in files for line, record in read_json_lines(file)), min_score, per_prompt
     )
-    chosen = choose(places, min_score, per_prompt)
     if not chosen:
         raise DataError(f"no rollout in {', '.join(map(str, inputs))} scores {min_score:g} or more")
     path = Path(output_dir).expanduser() / "traces.jsonl"
-    with write_atomically(path) as file:
-        for record in chosen:
-            file.write(json_line(record))
+    with write_atomically(path) as output:
+        for file in files:
+            for line, record in read_json_lines(file):
+                if (file, line) in chosen:
+                    output.write(json_line(record))
     return {"traces": path}
 
 

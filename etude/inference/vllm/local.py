@@ -25,7 +25,7 @@ from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.router import connect
 from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
-from etude.inference.vllm.server import VLLMServerEngine, check_loaded, sampling_fields
+from etude.inference.vllm.server import VLLMServerEngine, check_loaded, check_same, sampling_fields
 from etude.registry import did_you_mean
 
 _RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
@@ -44,6 +44,7 @@ class VLLMEngine(ServedEngine):
         super().__init__(max_model_len)
         self._arguments, self._sync_timeout = dict(arguments), sync_timeout
         self._engine: Any = None
+        self._slept_with: Any = None
         self._starting = asyncio.Lock()
 
     @classmethod
@@ -162,11 +163,18 @@ class VLLMEngine(ServedEngine):
 
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the cache (needs engine_kwargs.vllm.enable_sleep_mode)."""
+        self._slept_with = await (await self._started()).collective_rpc("etude_checksums")
         await (await self._started()).sleep(level=1)
 
     async def wake(self) -> None:
-        """Reallocates the device's memory."""
+        """Reallocates the device's memory.
+
+        Raises:
+            EngineError: its weights are not those that it fell asleep with.
+        """
         await (await self._started()).wake_up()
+        if self._slept_with is not None:
+            check_same(self._slept_with, await (await self._started()).collective_rpc("etude_checksums"), "vLLM")
 
     async def shutdown(self) -> None:
         """Ends vLLM's processes; using the engine again restarts it."""

@@ -56,6 +56,7 @@ class VLLMServerEngine(ServedEngine):
     ) -> None:
         super().__init__(max_model_len)
         self._server, self._sync_timeout, self._route = server, sync_timeout, route
+        self._slept_with: Any = None
         self._connecting = asyncio.Lock()
         self._connected: str | None = None
 
@@ -144,11 +145,23 @@ class VLLMServerEngine(ServedEngine):
 
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the cache (the server needs --enable-sleep-mode)."""
+        self._slept_with = await self._checksums()
         await self._control("/sleep", level="1", mode="wait")
 
     async def wake(self) -> None:
-        """Reallocates the device's memory."""
+        """Reallocates the device's memory.
+
+        Raises:
+            EngineError: its weights are not those that it fell asleep with.
+        """
         await self._control("/wake_up")
+        if self._slept_with is not None:
+            check_same(self._slept_with, await self._checksums(), self._server.url)
+
+    async def _checksums(self) -> Any:
+        """By worker, of its parameters."""
+        call = {"method": "etude_checksums", "timeout": self._sync_timeout}
+        return (await self._server.ask("/collective_rpc", call, timeout=self._sync_timeout)).get("results")
 
     async def _control(self, path: str, **query: str) -> None:
         await self._server.post(path, query=query, timeout=_CONTROL_SECONDS)
@@ -159,6 +172,13 @@ def check_loaded(results: Any, source: str) -> None:
     counts = results if isinstance(results, list) else []
     if not counts or not all(str(count).isdecimal() and int(count) > 0 for count in counts):
         raise EngineError(f"{source}: not every worker loaded the weights: {json.dumps(results, default=str)[:200]}")
+
+
+def check_same(before: Any, after: Any, source: str) -> None:
+    """Raises EngineError, which names a parameter, unless the checksums of all workers are the same."""
+    for was, now in zip(before, after, strict=True):
+        if name := next((name for name, value in was.items() if now.get(name) != value), None):
+            raise EngineError(f"{source}: '{name}' is not what it was before the engine's sleep")
 
 
 def _completions_body(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
+
 _DISPATCH = "dispatch_cpu_unquantized_gemm"
 _USERS = ("utils", "linear", "vocab_parallel_embedding")  # below vllm.model_executor.layers; some import it by name
 
@@ -42,7 +44,8 @@ def compute_with_parameters() -> None:
 
 
 class WeightReceiver:
-    """Methods that `collective_rpc` calls by name; each returns how many parameters it loaded."""
+    """Methods that `collective_rpc` calls by name. Those that load return how many parameters, and raise ValueError where
+    one is not what was sent."""
 
     model_runner: Any
 
@@ -50,9 +53,17 @@ class WeightReceiver:
         """Loads the safetensors files of a Hugging Face checkpoint into the model in place."""
         return self._etude_load(_tensors(Path(folder)))
 
+    def etude_checksums(self) -> dict[str, str]:
+        """Of all that this worker computes with, under vLLM's names."""
+        return parameter_checksums(self.model_runner.get_model())
+
     def _etude_load(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        model = self.model_runner.get_model()
+        watched = WatchedLoad(model)
         with torch.inference_mode():
-            return len(self.model_runner.get_model().load_weights(weights) or ())
+            loaded = model.load_weights(watched.watch(weights)) or ()
+            watched.check()
+        return len(loaded)
 
 
 class SharedWeightReceiver(WeightReceiver):

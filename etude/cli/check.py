@@ -1,0 +1,86 @@
+"""`etude check`: whether a configuration would train, in seconds. `etude doctor`: whether this machine would.
+
+Invariant: exit status 0 means that there is no error, 1 that there is one; warnings do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
+
+if TYPE_CHECKING:
+    from etude.findings import Findings
+
+_MARKS = {
+    "ok": ("✓", "green"),
+    "warning": ("!", "yellow"),
+    "error": ("✗", "bold red"),
+    "skipped": ("–", "bright_black"),
+}
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of the table.")
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@configuration_arguments
+@click.option("--rows", default=1000, show_default=True, type=click.IntRange(1), help="Rows to read of each split.")
+@click.option("--timeout", default=8.0, show_default=True, help="Seconds for a trial rollout, and for a score.")
+@click.option("--rollout/--no-rollout", "rolls_out", default=True, help="Whether to call each tool once.")
+@json_option
+def check(
+    config_name: str | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    rows: int,
+    timeout: float,
+    rolls_out: bool,
+    as_json: bool,
+) -> int:
+    """Check whether a configuration would train, without a GPU or the model's weights.
+
+    The arguments are those of `etude train`. Everything is looked at, and each finding has its remedy: keys, plug-ins,
+    chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a scripted model calls
+    each tool once. Exit status 1 if there is an error.
+
+    \b
+    Example:
+      etude check --config-path guess --config-name agent
+    """
+    from etude.preflight.check import inspect_run
+
+    found = inspect_run(config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out)
+    return print_findings(found, as_json)
+
+
+def print_findings(found: Findings, as_json: bool) -> int:
+    """Prints findings, and returns the exit status."""
+    if as_json:
+        click.echo(json.dumps({"ok": not found.failed, "findings": [asdict(each) for each in found.all]}, indent=2))
+        return int(found.failed)
+    from rich.table import Table
+    from rich.text import Text
+
+    from etude.cli.console import open_console
+    from etude.viewer.conversations import sanitize_text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for options in ({}, {}, {"overflow": "fold"}):
+        table.add_column(**options)  # type: ignore[arg-type]
+    for each in found.all:
+        mark, colour = _MARKS[each.level.value]
+        text = Text(sanitize_text(each.message))
+        if each.fix:
+            text.append(f"\n→ {sanitize_text(each.fix)}", style="cyan")
+        table.add_row(Text(mark, style=colour), Text(each.subject, style=colour), text)
+    console = open_console()
+    with console.capture() as printed:
+        console.print(table)
+    for line in printed.get().splitlines():
+        click.echo(line.rstrip())
+    counts = {level: sum(each.level.value == level for each in found.all) for level in ("error", "warning")}
+    console.print(", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))
+    return int(found.failed)

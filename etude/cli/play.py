@@ -1,0 +1,53 @@
+"""`etude play`: a person in the model's seat."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@configuration_arguments
+@click.option("--row", default=0, show_default=True, type=click.IntRange(0), help="Which row, from 0.")
+@click.option("--val", "validation", is_flag=True, help="A row of data.val_files instead of data.train_files.")
+@click.option(
+    "--output-dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder for the trajectory; default play in the run's folder.",
+)
+def play(
+    config_name: str | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    row: int,
+    validation: bool,
+    folder: Path | None,
+) -> int:
+    """Take the model's seat: the prompt, tools and reward of a run, and you type what the model would write.
+
+    The arguments are those of `etude train`. What is printed is what the model sees. A call is typed as
+    {"name": "TOOL", "arguments": {…}} or as  TOOL key=value;  anything else is an answer. At the end come the score and its
+    parts, and the trajectory is kept as a run keeps its rollouts, for `etude explain` and `etude view`.
+
+    \b
+    Example:
+      etude play --config-path shop --config-name agent --row 3
+    """
+    from etude.preflight.play import play as play_row
+
+    scored = play_row(
+        config_name,
+        overrides,
+        config_path,
+        row=row,
+        validation=validation,
+        folder=folder,
+        typed=sys.stdin,
+        echo=click.echo,
+    )
+    return 0 if scored else 1

@@ -1,0 +1,62 @@
+"""`WatchedLoad`: whether a model has the weights that its loader was given, under vLLM's names for them.
+
+Invariant: a matrix is compared, by checksum, where it is in the model under its own name, or as the rows of a fused one
+(q, k and v in `qkv_proj`, gate and up in `gate_up_proj`). What a loader may compute with (vectors), or has cut up for
+several ranks, is left to the probe of log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from etude.models.named_weights import checksum
+
+
+class WatchedLoad:
+    """`model` is one of vLLM's, whose `packed_modules_mapping` names what it fuses."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._parameters = model, dict(model.named_parameters())
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        self._fused = {part: (whole, place) for whole, parts in packed.items() for place, part in enumerate(parts)}
+        self._sent: dict[str, dict[int, tuple[str, int, int]]] = {}  # parameter → place in it → (name, rows, checksum)
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, on their way to the model's loader."""
+        for name, tensor in weights:
+            owner, _, kind = name.rpartition(".")
+            rest, _, module = owner.rpartition(".")
+            whole, place = self._fused.get(module, (module, 0))
+            target = f"{rest}.{whole}.{kind}" if rest else f"{whole}.{kind}"
+            own = self._parameters.get(target)
+            if own is not None and own.ndim == tensor.ndim == 2 and own.shape[1] == tensor.shape[1]:
+                total = checksum(tensor.to(own.device, own.dtype))
+                self._sent.setdefault(target, {})[place] = name, len(tensor), total
+            yield name, tensor
+
+    def check(self) -> int:
+        """After the load: how many tensors were compared.
+
+        Raises:
+            ValueError: one is not in the model what was sent; names it.
+        """
+        parameters, compared = dict(self._model.named_parameters()), 0
+        for target, parts in self._sent.items():
+            rows = sum(size for _, size, _ in parts.values())
+            fused = target.rpartition(".")[0].rpartition(".")[2] in {whole for whole, _ in self._fused.values()}
+            if rows > len(parameters[target]) or (fused and rows != len(parameters[target])):
+                continue  # a part of several ranks'; an embedding may have rows that nothing is sent for
+            start = 0
+            for _, (name, size, total) in sorted(parts.items()):
+                if checksum(parameters[target][start : start + size]) != total:
+                    raise ValueError(f"'{name}' is not in the engine's '{target}' what was sent")
+                start, compared = start + size, compared + 1
+        return compared
+
+
+def parameter_checksums(model: Any) -> dict[str, str]:
+    """Of everything that the model computes with, by the model's own names."""
+    return {name: f"{checksum(parameter):x}" for name, parameter in model.named_parameters()}

@@ -1,0 +1,439 @@
+"""`inspect_run`: whether a configuration would train: everything that can be known in seconds, without a GPU or the model.
+
+Invariant: every step is the code that a run uses, on the run's own options; all findings are collected. No weights are
+loaded and nothing is written. Tools and scorers are really called: each tool once, each data source's scorer twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.config import Composition, compose_with_sources
+from etude.errors import ConfigError
+from etude.findings import Findings, Level, split_advice
+from etude.options import TrainOptions
+
+if TYPE_CHECKING:
+    from etude.data import RLDataset
+    from etude.preflight.trial import TrialRollouts
+    from etude.trainer.setup import LoadedSetup
+    from etude.trajectory import Rollout, ToolCallRecord, Trajectory
+    from etude.workers import RoleOptions
+    from etude.workers.tokenizer_bundle import TokenizerBundle
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MAX_SOURCES = 8
+_LISTED = 5  # kinds of invalid rows, for each split
+_ENDINGS = {
+    "response_length": "raise data.max_response_length",
+    "tool_response_overflow": "raise data.max_response_length, or lower the tool's config.max_response_chars",
+    "prompt_too_long": "raise data.max_prompt_length",
+    "context_refused": "take a chat template that writes the tools' answers; `etude chat check MODEL` says what it does",
+    "max_assistant_turns": f"raise {_ROLLOUT}.multi_turn.max_assistant_turns to 2 or more",
+    "max_user_turns": f"raise {_ROLLOUT}.multi_turn.max_user_turns",
+}
+"""Endings after which the model has not seen a tool's answer, and what to do."""
+
+
+def inspect_run(
+    config_name: str | None,
+    overrides: Sequence[str],
+    config_path: str | Path | None,
+    *,
+    rows: int = 1000,
+    seconds: float = 8.0,
+    rolls_out: bool = True,
+) -> Findings:
+    """Inspects the run that `etude train` with these arguments would start.
+
+    Args:
+        rows: of each data file list, the first so many are read.
+        seconds: limit of a trial rollout, and of a scorer.
+        rolls_out: whether tools are called.
+    """
+    run = _Inspection(rows, seconds)
+    run.configuration(config_name, overrides, config_path)
+    if run.options is not None:
+        run.parts(rolls_out)
+    return run.findings
+
+
+class _Inspection:
+    """The steps, and what each leaves to the next; None where it failed."""
+
+    def __init__(self, rows: int, seconds: float) -> None:
+        self.findings = Findings()
+        self._rows, self._seconds = rows, seconds
+        self.options: TrainOptions | None = None
+        self._composition: Composition | None = None
+        self._roles: RoleOptions | None = None
+        self._bundle: TokenizerBundle | None = None
+        self._worker: TrialRollouts | None = None
+        self._setup: LoadedSetup | None = None
+        self._train: RLDataset | None = None
+
+    def configuration(self, config_name: str | None, overrides: Sequence[str], config_path: str | Path | None) -> None:
+        """Composes it; every wrong key and value is a finding."""
+
+        def step() -> str:
+            found = compose_with_sources(
+                config_name or "ppo_trainer", overrides, config_path, root="ppo_trainer", command="train", collect=True
+            )
+            for level, lines in ((Level.ERROR, found.faults), (Level.WARNING, found.remarks)):
+                for line in lines:
+                    key = re.split(r"[= ]", line, maxsplit=1)[0]
+                    self.findings.add_line(level, "configuration", line, f"`etude config {key}` says what it takes")
+            assert isinstance(found.options, TrainOptions)
+            self._composition, self.options = found, found.options
+            return "every key is known, and their values go together"
+
+        self.findings.run("configuration", step, fix="`etude config` shows the whole configuration")
+
+    def parts(self, rolls_out: bool) -> None:
+        """Everything after the configuration."""
+        run, tools_fix = (
+            self.findings.run,
+            f"mend {_ROLLOUT}.multi_turn.tool_config_path; `etude tools list FILE` tries it",
+        )
+        run("plug-ins", self._names, fix="mend the file that the key `plugins` names")
+        run(
+            "model",
+            self._model,
+            fix="take another model folder; `etude chat check MODEL` tries its template",
+            needs=[self._roles],
+        )
+        run("tools", self._tools, fix=tools_fix, needs=[self._bundle])
+        run("template", self._template, fix=f"set {_ROLLOUT}.multi_turn.format=auto", needs=[self._setup])
+        run("rows", self._read_rows, fix="mend the row; `etude data inspect FILE` lists all", needs=[self._setup])
+        run("batch", self._batch, fix="change data.train_batch_size", needs=[self._train])
+        run(
+            "reward",
+            self._reward,
+            fix="mend custom_reward_function.path; `etude reward try ROWS` runs it",
+            needs=[self._train],
+        )
+        run("services", self._services, fix="start the service", needs=[self._setup])
+        run("machine", self._machine, fix="take a smaller model", needs=[self._setup])
+        down = any(each.subject == "services" and each.level is Level.ERROR for each in self.findings.all)
+        if down:
+            self.findings.add(Level.SKIPPED, "rollout", "not tried: a service does not answer")
+        elif rolls_out:
+            run(
+                "rollout",
+                self._roll_out,
+                fix="`etude tools call CONFIG NAME ARGUMENTS` runs a tool by hand",
+                needs=[self._train],
+            )
+        if self._worker is not None:
+            self._worker.end()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _names(self) -> str:
+        from etude.config.checks import check_records, effective_keys
+        from etude.trainer.setup import plain_config, register_names, resolve_device, roles_of
+
+        assert self.options is not None
+        assert self._composition is not None
+        options, broken = self.options, len(self.findings.all)
+        try:
+            resolve_device(options.trainer.device)
+        except ConfigError as error:  # all else can be looked at without it
+            self.findings.add_line(Level.ERROR, "machine", str(error), "`etude doctor` lists this machine's devices")
+            options = replace(options, trainer=replace(options.trainer, device="cpu"))
+            broken += 1
+        effective = effective_keys(options)
+        for plugin in options.plugins:
+            self.findings.run("plug-ins", partial(_import, plugin), fix=f"mend {plugin}")
+        if len(self.findings.all) > broken:
+            return ""
+        loops = options.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        register_names(options, options.trainer, loops)
+        self.findings.run("plug-ins", lambda: self._records(check_records(options, effective)), fix="")
+        self._roles = roles_of(options, plain_config(self._composition.config))
+        return f"{len(options.plugins)} imported; every name is registered"
+
+    def _records(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.findings.add_line(Level.WARNING, "plug-ins", line, "leave the key out")
+
+    def _model(self) -> str:
+        from etude.inference import check_takes_images
+        from etude.workers.tokenizer_bundle import load_tokenizer_bundle
+
+        assert self._roles is not None
+        model = self._roles.model
+        bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs)
+        if bundle.processor is not None:
+            check_takes_images(self._roles.rollout.name)
+        self._bundle = bundle
+        return f"{model.path}: its chat template continues conversations exactly"
+
+    def _tools(self) -> str:
+        from etude.preflight.trial import TrialRollouts, load_setup
+
+        assert self.options is not None
+        assert self._roles is not None
+        assert self._bundle is not None
+        worker = TrialRollouts(self._roles, self._seconds)
+        worker.__dict__["bundle"] = self._bundle  # loaded already
+        self._setup = load_setup(self.options, self._roles, self._bundle, worker)
+        self.findings.run("reward", partial(_load_scorer, worker), fix="mend reward_model, or custom_reward_function")
+        self._worker = worker
+        return f"loaded: {', '.join(self._setup.catalogue.schemas) or 'none'}"
+
+    def _template(self) -> str:
+        from etude.trainer.setup import check_tool_messages
+
+        assert self._setup is not None
+        check_tool_messages(self._setup, self._setup.data.apply_chat_template_kwargs)
+        if not self._setup.schemas:
+            return "no tools: nothing to be written between turns but a user's words"
+        return "writes the tools' answers; the parser reads the calls that it writes"
+
+    def _read_rows(self) -> str:
+        from etude.errors import DataError
+        from etude.trainer.setup import warn_of_rewards
+
+        assert self._setup is not None
+        setup, said = self._setup, []
+        for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
+            if not files:
+                continue
+            problems: list[DataError] = []
+            dataset: RLDataset = setup.dataset(files, self._rows, problems)
+            self._list_problems(key, str(files[0]), problems)
+            lengths = [len(row["raw_prompt_ids"]) for row in dataset]
+            if lengths:
+                said.append(
+                    f"{key}: {len(lengths)} read, prompts of {min(lengths)} to {max(lengths)} tokens "
+                    f"(limit {setup.data.max_prompt_length})"
+                )
+                if key == "data.train_files":
+                    self._train = dataset
+                    warn_of_rewards(setup, dataset)
+        return "; ".join(said)
+
+    def _list_problems(self, key: str, file: str, problems: Sequence[Exception]) -> None:
+        """One finding for each kind of problem, with its first row."""
+        kinds: dict[str, list[str]] = {}
+        for error in problems:
+            kinds.setdefault(str(error).partition(": ")[2], []).append(str(error))
+        fix = f"mend the row; `etude data inspect {file}` lists all"
+        for lines in list(kinds.values())[:_LISTED]:
+            more = f" ({len(lines)} such rows)" if len(lines) > 1 else ""
+            message, advice = split_advice(lines[0])
+            self.findings.add(Level.ERROR, "rows", message + more, advice or fix)
+        if len(kinds) > _LISTED:
+            self.findings.add(Level.ERROR, "rows", f"{key}: {len(kinds) - _LISTED} more kinds of invalid rows", fix)
+
+    def _batch(self) -> str:
+        from etude.data import ResumableLoader
+
+        assert self.options is not None
+        assert self._train is not None
+        options, data = self.options, self.options.data
+        if len(self._train) < self._rows:  # all were read
+            ResumableLoader(self._train, data.train_batch_size, seed=data.seed)
+        n, size, mini = options.actor_rollout_ref.rollout.n, data.train_batch_size, options.actor.ppo_mini_batch_size
+        if mini < size and size % mini:
+            updates = -(-size // mini)
+            divisor = max(each for each in range(1, mini + 1) if size % each == 0)
+            self.findings.add(
+                Level.WARNING,
+                "batch",
+                f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={size}: {updates} updates of "
+                "unequal size a step",
+                f"set actor_rollout_ref.actor.ppo_mini_batch_size={divisor}, or a batch that is a multiple of {mini}",
+            )
+        ranks = options.trainer.n_gpus_per_node * options.trainer.nnodes if options.trainer.backend == "ray" else 1
+        if size % ranks:
+            line = f"{size} prompts on {ranks} ranks: some wait for the others at each step"
+            fix = f"set data.train_batch_size={-(-size // ranks) * ranks}"
+            self.findings.add(Level.WARNING, "batch", line, fix)
+        return f"{size} prompts of {n} answers a step, {max(1, -(-size // mini))} updates"
+
+    def _reward(self) -> str:
+        assert self._train is not None
+        assert self._worker is not None
+        scorer = self._worker.scorer
+        if scorer is None:
+            return "reward_model.enable=false: tools and environments alone reward"
+        firsts: dict[str, dict[str, Any]] = {}
+        for number, source in enumerate(self._train.sources):
+            if source not in firsts and len(firsts) < _MAX_SOURCES:
+                firsts[source] = self._train[number]
+        said = []
+        for source, row in firsts.items():
+            truth = (row.get("reward_model") or {}).get("ground_truth")
+            found = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
+            said.append(f"{source}: the ground truth alone earns {found[1]:g}")
+            if found[0] > 0:
+                self.findings.add(
+                    Level.WARNING,
+                    "reward",
+                    f"{source}: an empty answer earns {found[0]:g}",
+                    "let the scorer return 0 for an answer that is not there",
+                )
+        return "; ".join(said)
+
+    async def _scored(self, row: Mapping[str, Any], text: str) -> float:
+        """The manager's score of an answer that says `text`."""
+        from etude.trajectory import Provenance, Trajectory
+
+        assert self._worker is not None
+        assert self._worker.scorer is not None
+        trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
+        ids = self._worker.say(text)
+        trajectory.append(ids, Provenance.SAMPLED, log_probs=[0.0] * len(ids))
+        trajectory.messages.append({"role": "assistant", "content": text})
+        trajectory.assistant_turns = 1
+        await asyncio.wait_for(self._worker.scorer(trajectory, row), self._seconds)
+        return float(trajectory.rewards.score or 0.0)
+
+    def _services(self) -> str:
+        from etude.config.nodes import runs_code, sandbox_problems
+        from etude.trainer.resources import service_addresses, unreachable_services
+
+        assert self.options is not None
+        assert self._setup is not None
+        self.findings.all += unreachable_services(self._setup)
+        addresses = service_addresses(self._setup)
+        roles = self._setup.roles
+        here = runs_code(roles.rollout.multi_turn, roles.custom_reward.path) and not any(
+            "sandbox" in place.lower() for place, _ in addresses.values()
+        )
+        for reason in sandbox_problems() if here else ():
+            fix = (
+                "install bubblewrap, or run `etude sandbox serve` elsewhere and name it; `etude doctor` tries all modes"
+            )
+            self.findings.add(Level.ERROR, "services", f"sandbox: {reason}", fix)
+        return f"{len(addresses)} reachable{', and the sandbox of this machine' if here else ''}"
+
+    def _machine(self) -> str:
+        from etude.trainer.resources import count_weights, disk, memory
+
+        assert self.options is not None
+        assert self._setup is not None
+        weights = count_weights(self._setup.roles.model.path)
+        if not weights:
+            return "the model's size is not known here: it is fetched when the run starts"
+        found = memory(self._setup, weights), disk(self._setup, weights)
+        self.findings.all += found
+        return ""
+
+    def _roll_out(self) -> str:
+        """A trajectory for each tool: its call, then an answer; without tools, an answer."""
+        from etude.preflight.trial import example_arguments, rollouts_of, row_number
+
+        assert self._train is not None
+        assert self._worker is not None
+        worker, tools = self._worker, [*self._worker.context.tools]
+        calls = {name: example_arguments(worker.context, name) for name in tools}
+        written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
+        if None in written.values():
+            worker.read_plain_calls()
+            written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
+        rows = [self._row_for(name) for name in tools] or [self._train[0]]
+
+        def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+            row = row_number(request_id)
+            ids = written[tools[row]] if turn == 0 and tools else None
+            return ids or worker.say(_truth(rows[row]))
+
+        batch = worker.roll_out(
+            [row for row in rows if row is not None] if not tools else _filled(rows, self._train), play
+        )
+        for name, rollout in zip(tools or [""], rollouts_of(batch)):
+            self._judge(name, calls.get(name), rollout)
+        scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts_of(batch))
+        return f"{'every tool was called and answered' if tools else 'an answer was rolled out'}; rewards {scores}"
+
+    def _row_for(self, tool: str) -> dict[str, Any] | None:
+        """The first row that may use the tool, with its `tools_kwargs` where any has them."""
+        from etude.data import active_tools
+
+        assert self._train is not None
+        assert self._setup is not None
+        usable = None
+        for number in range(min(len(self._train), self._rows)):
+            row = self._train[number]
+            if tool in active_tools(row, list(self._setup.schemas or {})):
+                if tool in (row.get("tools_kwargs") or {}):
+                    return row
+                usable = row if usable is None else usable
+        return usable
+
+    def _judge(self, tool: str, arguments: Mapping[str, Any] | None, rollout: Rollout) -> None:
+        trajectory, where = rollout.trajectory, f"tool '{tool}'" if tool else "an answer"
+        if trajectory is None:
+            reason = rollout.cause or (rollout.dropped.value if rollout.dropped else "dropped")
+            alone = f"`etude tools call CONFIG {tool} …` runs it alone"
+            fix = _ENDINGS.get(rollout.dropped.value, alone) if rollout.dropped else alone
+            self.findings.add_line(Level.ERROR, "rollout", f"{where}: {reason}", fix)
+            return
+        calls = [call for call in trajectory.tool_calls if call.name == tool]
+        if tool and not calls:
+            self._not_called(tool, trajectory)
+        for call in calls[:1]:
+            self._judge_call(where, arguments or {}, call)
+        if calls and (remedy := _ENDINGS.get(trajectory.stop_reason.value)):
+            line = f"{where}: the model does not see its answer ({trajectory.stop_reason.value})"
+            self.findings.add(Level.WARNING, "rollout", line, remedy)
+        self._judge_tokens(where, trajectory)
+
+    def _not_called(self, tool: str, trajectory: Trajectory) -> None:
+        ending = trajectory.stop_reason.value
+        self.findings.add(
+            Level.WARNING,
+            "rollout",
+            f"tool '{tool}': a call of it was not run ({ending})",
+            _ENDINGS.get(ending, "see whether the row's agent loop runs tools: agent_name, and tool_selection"),
+        )
+
+    def _judge_call(self, where: str, arguments: Mapping[str, Any], call: ToolCallRecord) -> None:
+        shown, answer = str(dict(arguments))[:200], call.response[:200]
+        if call.error == "exception":
+            line = f"{where} raised on {shown}: {answer}"
+            fix = "mend it; for a mistake of the model's raise ToolError(text), which is told to it"
+            self.findings.add(Level.WARNING, "rollout", line, fix)
+        elif call.error not in (None, "tool"):
+            fix = "give its schema examples or defaults that are valid"
+            self.findings.add(Level.WARNING, "rollout", f"{where} refused {shown} ({call.error}): {answer}", fix)
+        if call.blocked_loop:
+            line = f"{where} blocks the event loop: all other trajectories wait for it"
+            self.findings.add(Level.WARNING, "rollout", line, "await what it waits for, or use asyncio.to_thread")
+
+    def _judge_tokens(self, where: str, trajectory: Trajectory) -> None:
+        from etude.trajectory import Provenance
+
+        exact = trajectory.prompt_ids + [token for part in trajectory.segments for token in part.token_ids]
+        sampled = [int(part.provenance is Provenance.SAMPLED) for part in trajectory.segments for _ in part.token_ids]
+        if trajectory.context_ids() != exact or trajectory.response_mask != sampled:
+            line = f"{where}: what would be trained on is not what the model saw"
+            self.findings.add(Level.ERROR, "rollout", line, "let the agent loop append to its trajectory only")
+
+
+def _import(plugin: str) -> None:
+    from etude.registry import import_module
+
+    import_module(plugin)
+
+
+def _load_scorer(worker: TrialRollouts) -> None:
+    _ = worker.scorer
+
+
+def _filled(rows: Sequence[dict[str, Any] | None], dataset: RLDataset) -> list[dict[str, Any]]:
+    return [dataset[0] if row is None else row for row in rows]
+
+
+def _truth(row: Mapping[str, Any] | None) -> str:
+    truth = ((row or {}).get("reward_model") or {}).get("ground_truth")
+    return "done" if truth is None else str(truth)[:200]

@@ -1,0 +1,446 @@
+"""`inspect_environment`: the conformance test of a tool set or environment: scripted agents play the run's own rows.
+
+An agent that says nothing, one that copies what it sees, one that guesses at everything and one that calls at random must
+not be paid; trajectories must not see each other; what begins must end, also where a call is cancelled or never ends; the
+same seed must give the same trajectory.
+
+Invariant: an agent's turns are a function of (seed, row, turn) alone, so that what differs between two plays is the
+environment's doing. Tools are really called, some of them with arguments that no sane model writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import psutil
+
+from etude.errors import DataError
+from etude.findings import Findings, Level
+from etude.inference.scripted import Script
+from etude.preflight.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
+from etude.tools import BaseTool, ToolRuntime
+from etude.tools.runtime import overrides
+from etude.trajectory import Rollout, ToolCallRecord
+
+_METHODS = ("create", "execute", "calc_reward", "release")
+_TURNS = 3  # of the random agent, before it answers
+_NONSENSE = ("zorp", "quibble", "flum", "drast", "ookle", "vinth")
+_GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false", "987654321")
+"""The last one is no plausible answer: a scorer that reads the last one is not fooled."""
+_ODD: tuple[Any, ...] = (
+    "",
+    None,
+    -1,
+    10**12,
+    3.7,
+    True,
+    [],
+    {},
+    "x" * 200,
+    "naïve \u202e\x00",
+    {"a": [1, {"b": None}]},
+)
+_DUST = 1e-9
+_OURS = ("etude", "asyncio_", "MainThread")
+"""Names of threads that are pooled, and kept."""
+_ROUNDS = 3  # of plays between two counts of what is left behind
+
+
+def inspect_environment(
+    config_name: str | None,
+    overrides_: Sequence[str],
+    config_path: str | None,
+    *,
+    rows: int = 6,
+    seed: int = 0,
+    seconds: float = 10.0,
+) -> Findings:
+    """Plays the first `rows` rows of `data.train_files`; a trajectory has `seconds`.
+
+    Raises:
+        ConfigError, DataError: the run could not start.
+    """
+    worker, setup = open_trial(config_name, overrides_, config_path, seconds)
+    dataset = setup.dataset(setup.data.train_files, rows)
+    if not len(dataset):
+        raise DataError("data.train_files: there is no row to play")
+    test = _Conformance(worker, [dataset[number] for number in range(len(dataset))], seed)
+    try:
+        test.run()
+    finally:
+        worker.end()
+    return test.findings
+
+
+class Spy:
+    """Counts and times what the tools, and the environment of a trajectory, are asked; `hangs` makes each call wait for
+    ever."""
+
+    def __init__(self, worker: TrialRollouts) -> None:
+        self.calls: Counter[str] = Counter()  # of those that succeeded
+        self.executing = asyncio.Event()
+        self.hangs = False
+        for tool in worker.context.tools.values():
+            for method in _METHODS:
+                if overrides(tool, method):
+                    spied = self._spied(getattr(type(tool), method), f"{tool.name}.{method}")
+                    setattr(tool, method, MethodType(spied, tool))
+        environment = worker.context.environment
+        if environment is not None and inspect.isclass(environment.target):
+            target = type(environment.target.__name__, (environment.target,), {})
+            for method in ("reset", "close"):
+                if hasattr(target, method):
+                    setattr(target, method, self._spied(getattr(target, method), f"{environment.name}.{method}"))
+            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, target=target))
+
+    def _spied(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        executes = name.endswith(".execute")
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            if executes:
+                self.executing.set()
+                if self.hangs:
+                    await asyncio.Event().wait()
+            returned = await function(*args, **kwargs)
+            self.calls[name] += 1
+            return returned
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            returned = function(*args, **kwargs)
+            self.calls[name] += 1
+            return returned
+
+        return awaited if inspect.iscoroutinefunction(function) else called
+
+    def unbalanced(self) -> Iterator[tuple[str, int, int]]:
+        """(name, begun, ended) where these differ."""
+        for begin, end in (("create", "release"), ("reset", "close")):
+            for name in {key.rpartition(".")[0] for key in self.calls if key.endswith((begin, end))}:
+                begun, ended = self.calls[f"{name}.{begin}"], self.calls[f"{name}.{end}"]
+                if f"{name}.{begin}" in self.calls and begun != ended and (ended or begin == "reset"):
+                    yield name, begun, ended
+
+
+class _Conformance:
+    def __init__(self, worker: TrialRollouts, rows: Sequence[dict[str, Any]], seed: int) -> None:
+        self.findings = Findings()
+        self._worker, self._rows, self._seed = worker, list(rows), seed
+        self._tools: dict[str, BaseTool] = dict(worker.context.tools)
+        if (
+            self._tools
+            and worker.call(name := next(iter(self._tools)), example_arguments(worker.context, name)) is None
+        ):
+            worker.read_plain_calls()
+        self._spy = Spy(worker)
+        self._first: list[object] = []  # what each row gives alone
+        self._repeats = False
+        self._records: list[ToolCallRecord] = []  # of all plays
+        self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
+
+    def run(self) -> None:
+        """All tests, in an order in which an earlier failure does not disturb the later ones."""
+        tests: dict[str, Callable[[], str]] = {
+            "empty agent": lambda: self._unpaid(
+                "empty agent", self._silent, "let the scorer return 0 without an answer"
+            ),
+            "copying agent": lambda: self._unpaid("copying agent", self._copies, _COPIED),
+            "guessing agent": lambda: self._unpaid("guessing agent", self._guesses, _GUESSED),
+            "random agent": self._random_agent,
+            "ground truth": self._hidden,
+            "determinism": self._deterministic,
+            "isolation": self._isolated,
+            "leaks": self._leaks,
+            "time": self._times,
+            "cancelled call": self._cancelled,
+            "late call": self._late,
+        }
+        for name, test in tests.items():
+            self.findings.run(name, test, fix="mend the tool or environment")
+        self._balance()
+
+    # -- agents --------------------------------------------------------------------------------------------------
+
+    def _cut(self, text: str) -> list[int]:
+        ids = self._worker.say(text)
+        return ids if len(ids) <= self._budget else [*ids[: self._budget - 1], ids[-1]]
+
+    def _silent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        return self._worker.say("")
+
+    def _guesses(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        return self._cut(" ".join(_GUESSES))
+
+    async def _copies(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        """Calls each tool once, as its schema's examples say, then repeats the end of all that it has seen."""
+        names = [*self._tools][:_TURNS]
+        if turn < len(names):
+            arguments = example_arguments(self._worker.context, names[turn])
+            return await self._worker.call_ids(names[turn], arguments) or self._worker.say("")
+        asked = len(self._rows[row_number(request_id)]["raw_prompt_ids"])
+        parts = [
+            self._worker.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (prompt_ids[:asked], prompt_ids[asked:])
+        ]
+        copied = [
+            self._worker.say(re.sub(r'[<>"|`\[\]]', " ", part)) for part in parts
+        ]  # copied calls must not be calls
+        return [*copied[0][-self._budget : -1], *copied[1][-self._budget :]]
+
+    async def _at_random(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        """Mostly calls, with valid, odd and missing arguments, then nonsense."""
+        draw = random.Random(f"{self._seed}/{row_number(request_id)}/{turn}")
+        words = " ".join(draw.choices(_NONSENSE, k=draw.randint(1, 4)))
+        if turn >= _TURNS or not self._tools or draw.random() < 0.1:
+            return self._cut(words)
+        name = draw.choice([*self._tools])
+        arguments = example_arguments(self._worker.context, name)
+        for key in [*arguments]:
+            if (chance := draw.random()) < 0.3:
+                arguments[key] = draw.choice(_ODD)
+            elif chance < 0.4:
+                del arguments[key]
+        ids = await self._worker.call_ids(name, arguments)
+        return self._cut(words) if ids is None else ids
+
+    def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
+        """Rows together, in the order of their numbers."""
+        numbers = range(len(self._rows)) if rows is None else rows
+        batch = self._worker.roll_out([self._rows[n] for n in numbers], script, seed=self._seed, first=numbers[0])
+        rollouts = rollouts_of(batch)
+        self._records += [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
+        return rollouts
+
+    # -- tests ---------------------------------------------------------------------------------------------------
+
+    def _unpaid(self, name: str, script: Script, fix: str) -> str:
+        rollouts = self._play(script)
+        self._dropped(name, rollouts)
+        paid = {n: total for n, total in self._totals(rollouts) if total > _DUST}
+        for number, total in [*paid.items()][:1]:
+            line = f"it earns {total:g} in row {number}{f', and in {len(paid) - 1} others' if len(paid) > 1 else ''}"
+            self.findings.add(Level.ERROR, name, line, fix)
+        return f"earns at most {max((total for _, total in self._totals(rollouts)), default=0.0):g}"
+
+    def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> list[tuple[int, float]]:
+        """(row, reward) of those that were not dropped; a tool's step rewards only with `steps`: they may pay for a call."""
+        found, weight = [], self._worker.options.reward.tool_reward_weight
+        for number, rollout in enumerate(rollouts):
+            total = self._worker.total(rollout)
+            if rollout.trajectory is not None and total is not None:
+                paid = sum(value for _, source, value in rollout.trajectory.rewards.steps if source in self._tools)
+                found.append((number, total if steps else total - weight * paid))
+        return found
+
+    def _dropped(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        lost = [each for each in rollouts if each.trajectory is None]
+        if lost:
+            line = f"{len(lost)} of {len(rollouts)} trajectories were dropped: {lost[0].cause or lost[0].dropped}"
+            fix = "a failure drops the trajectory: mend it, or start the service that it needs"
+            self.findings.add_line(Level.ERROR, name, line, fix)
+
+    def _random_agent(self) -> str:
+        rollouts = self._play(self._at_random)
+        self._dropped("random agent", rollouts)
+        records = [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
+        raised = {call.name: call for call in records if call.error == "exception"}
+        for name, call in raised.items():
+            line = f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}"
+            fix = "check the argument, and raise ToolError(text): the model reads the text"
+            self.findings.add(Level.WARNING, "random agent", line, fix)
+        paid = [total for _, total in self._totals(rollouts, steps=True) if total > _DUST]
+        if paid:
+            line = f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows"
+            fix = (
+                "pay for what was achieved: a reward for each call, or for its form, is what a policy learns to collect"
+            )
+            self.findings.add(Level.WARNING, "random agent", line, fix)
+        return f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
+
+    def _times(self) -> str:
+        """How long calls took, and whether they let others run."""
+        for name in {call.name for call in self._records if call.blocked_loop}:
+            line = f"'{name}' blocks the event loop: all other trajectories wait for it"
+            self.findings.add(Level.ERROR, "time", line, "await what it waits for, or use asyncio.to_thread")
+        for name, tool in self._tools.items():
+            slowest = max((call.seconds for call in self._records if call.name == name), default=0.0)
+            if slowest > (limit := ToolRuntime.of(tool).policy.timeout) / 2:
+                line = f"'{name}' took {slowest:.2f} s of the {limit:g} s that it has"
+                self.findings.add(Level.WARNING, "time", line, "raise config.timeout in its YAML")
+        slowest = max((call.seconds for call in self._records), default=0.0)
+        return f"{len(self._records)} calls, the slowest took {slowest:.3f} s"
+
+    def _hidden(self) -> str:
+        """The ground truth does not stand in the prompt."""
+        for number, row in enumerate(self._rows):
+            truth = (row.get("reward_model") or {}).get("ground_truth")
+            if isinstance(truth, str) and len(truth.strip()) > 3 and truth.strip() in str(row["full_prompts"]):
+                line = f"row {number}: the prompt holds the ground truth, {truth.strip()[:80]!r}"
+                self.findings.add(
+                    Level.WARNING, "ground truth", line, "leave it out of the prompt, unless it is a choice"
+                )
+                return ""
+        return f"not in the prompts of {len(self._rows)} rows"
+
+    def _alone(self) -> list[object]:
+        return [_trace(self._play(self._at_random, [number])[0]) for number in range(len(self._rows))]
+
+    def _deterministic(self) -> str:
+        self._first, again = self._alone(), self._alone()
+        self._repeats = self._first == again
+        if not self._repeats:
+            number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
+            differs = _difference(self._first[number], again[number])
+            line = f"row {number}: the same calls were answered differently: {differs}"
+            fix = (
+                "seed randomness from the row's create_kwargs, or from reset(seed=…), and keep state under the instance id; "
+                "what asks the world (a search, a clock) may differ"
+            )
+            self.findings.add(Level.WARNING, "determinism", line, fix)
+        return "the same seed gives the same trajectories"
+
+    def _isolated(self) -> str:
+        if not self._repeats:
+            return "not known: a trajectory does not repeat even alone"
+        together = [_trace(each) for each in self._play(self._at_random)]
+        for number, (one, two) in enumerate(zip(self._first, together)):
+            if one != two:
+                line = f"row {number} sees the others: {_difference(one, two)}"
+                fix = (
+                    "keep what belongs to a trajectory under its instance id (see StatefulTool), not on the tool itself"
+                )
+                self.findings.add(Level.ERROR, "isolation", line, fix)
+                break
+        return "trajectories that run together answer as each does alone"
+
+    def _leaks(self) -> str:
+        self._play(self._at_random)  # what is opened once and kept is no leak
+        before = self._left_behind()
+        for _ in range(_ROUNDS):
+            self._play(self._at_random)
+        fixes = {
+            "processes": "end them in release, and wait for them",
+            "files": "close files, sockets and sessions in release",
+            "threads": "join them in release, or share one pool",
+            "tasks": "cancel and await them in release",
+        }
+        for kind, count in self._left_behind().items():
+            if (more := count - before[kind]) >= _ROUNDS * len(self._rows) / 2:
+                line = f"{more} more {kind} after {_ROUNDS * len(self._rows)} trajectories"
+                self.findings.add(Level.ERROR, "leaks", line, fixes[kind])
+        return f"nothing is left of {_ROUNDS * len(self._rows)} trajectories"
+
+    def _left_behind(self) -> dict[str, int]:
+        me = psutil.Process()
+        return {
+            "processes": len(me.children(recursive=True)),
+            "files": me.num_fds(),
+            "threads": sum(not thread.name.startswith(_OURS) for thread in threading.enumerate()),
+            "tasks": len(asyncio.all_tasks(self._worker._loop)),
+        }
+
+    def _cancelled(self) -> str:
+        """What is released where a rollout is cancelled in the middle of a call."""
+        if not self._tools:
+            return "no tools"
+        before = self._spy.calls.copy()
+
+        async def cancel_in_a_call() -> None:
+            self._spy.executing.clear()
+            playing = asyncio.ensure_future(self._worker.play([self._rows[0]], self._calls_first, self._seed))
+            waiting = asyncio.ensure_future(self._spy.executing.wait())
+            await asyncio.wait({playing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (playing, waiting):
+                task.cancel()
+            await asyncio.gather(playing, waiting, return_exceptions=True)
+
+        self._spy.hangs = True
+        try:
+            self._worker._run(cancel_in_a_call())
+        finally:
+            self._spy.hangs = False
+        return self._released_since(before, "cancelled call")
+
+    def _late(self) -> str:
+        """What is released where a call takes longer than it may."""
+        if not self._tools:
+            return "no tools"
+        before, kept = self._spy.calls.copy(), {}
+        for tool in self._tools.values():
+            runtime = ToolRuntime.of(tool)
+            kept[runtime] = runtime.policy
+            runtime.policy = runtime.policy.model_copy(update={"timeout": 0.2, "max_retries": 0})
+        self._spy.hangs = True
+        try:
+            [rollout] = self._play(self._calls_first, [0])
+        finally:
+            self._spy.hangs = False
+            for runtime, policy in kept.items():
+                runtime.policy = policy
+        calls = rollout.trajectory.tool_calls if rollout.trajectory else []
+        if any(call.error is None for call in calls):
+            fix = "let a call that takes too long fail: it is then retried, and never scored as a wrong answer"
+            self.findings.add(Level.ERROR, "late call", "a call that never ended was answered", fix)
+        return self._released_since(before, "late call")
+
+    async def _calls_first(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        name = next(iter(self._tools))
+        ids = await self._worker.call_ids(name, example_arguments(self._worker.context, name)) if turn == 0 else None
+        return ids or self._worker.say("")
+
+    def _released_since(self, before: Mapping[str, int], subject: str) -> str:
+        for name in self._tools:
+            begun, ended = (
+                self._spy.calls[f"{name}.{word}"] - before.get(f"{name}.{word}", 0) for word in ("create", "release")
+            )
+            if overrides(self._tools[name], "release") and ended < begun:
+                line = f"'{name}': {begun} created, {ended} released"
+                fix = "let release succeed in every state, also before a call has ended: pop(instance_id, None)"
+                self.findings.add(Level.ERROR, subject, line, fix)
+        return "what was created is released"
+
+    def _balance(self) -> None:
+        for name, begun, ended in self._spy.unbalanced():
+            line = f"'{name}': {begun} trajectories begun, {ended} ended"
+            self.findings.add(Level.ERROR, "teardown", line, "let release (close) succeed in every state")
+
+
+_COPIED = "score what the model did, not what stands anywhere in its answer; keep the truth out of prompts and schemas"
+_GUESSED = "read one answer, such as the last number or what stands in \\boxed{}, not any that is mentioned"
+
+
+def _trace(rollout: Rollout) -> object:
+    """What a trajectory was answered, and what it earned."""
+    trajectory = rollout.trajectory
+    if trajectory is None:
+        return rollout.cause, str(rollout.dropped)
+    calls = [(call.name, call.arguments, call.response, call.error, call.reward) for call in trajectory.tool_calls]
+    said = [(message["role"], str(message.get("content"))) for message in trajectory.messages]
+    rewards = trajectory.rewards
+    return (
+        calls,
+        said,
+        (tuple(rewards.steps), tuple(rewards.final.items()), rewards.score),
+        trajectory.stop_reason.value,
+    )
+
+
+def _difference(one: object, two: object) -> str:
+    """The first pair of parts that differ."""
+    while isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)) and len(one) == len(two):
+        pair = next(((a, b) for a, b in zip(one, two) if a != b), None)
+        if pair is None:
+            break
+        one, two = pair
+    return f"{str(one)[:150]!r} and {str(two)[:150]!r}"

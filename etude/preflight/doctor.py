@@ -1,0 +1,195 @@
+"""`inspect_machine`: whether this machine can run Étude: versions, processors, sandbox modes, extras, Ray, disk, limits.
+
+Invariant: what is said to work was tried (a sandbox mode runs its proofs, a GPU multiplies a matrix), and nothing is started
+that does not end here: no cluster, no server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from urllib.request import getproxies
+
+from packaging.requirements import Requirement
+
+from etude.config.nodes import versions
+from etude.errors import one_line
+from etude.findings import Findings, Level
+
+_MIN_FILES = 4096  # open files that many tools, sessions and connections may need
+_MIN_FREE = 5 * 2**30
+_MIN_SHARED = 2**30  # of /dev/shm, where Ray and vLLM exchange tensors
+GIB = 2**30
+
+
+def inspect_machine() -> Findings:
+    """Looks at everything; only a base dependency that is missing, or torch that does not compute, is an error."""
+    found = Findings()
+    steps = {
+        "python": (_python, "install Python 3.10 or newer"),
+        "packages": (_packages, "pip install -c constraints.txt -e ."),
+        "processors": (_processors, "give the process more CPUs"),
+        "gpu": (_gpu, "install the CUDA build of torch that fits the driver"),
+        "sandbox": (_sandbox, "install bubblewrap"),
+        "extras": (_extras, "pip install 'etude[dev]'"),
+        "ray": (_ray, "unset RAY_ADDRESS, or start the cluster"),
+        "disk": (_disk, "free space"),
+        "limits": (_limits, "raise it"),
+    }
+    for subject, (step, fix) in steps.items():
+        found.run(subject, lambda step=step: step(found), fix=fix)  # type: ignore[misc]
+    return found
+
+
+def _python(found: Findings) -> str:
+    return f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _requirements(extra: str = "") -> Iterator[Requirement]:
+    """Of the base install, or those that an extra adds."""
+    for line in requires("etude") or ():
+        needed = Requirement(line)
+        conditional = "extra" in str(needed.marker or "")
+        if conditional == bool(extra) and (needed.marker is None or needed.marker.evaluate({"extra": extra})):
+            yield needed
+
+
+def _fault(needed: Requirement) -> str:
+    """What is wrong with an installed package; empty if nothing is."""
+    try:
+        have = version(needed.name)
+    except PackageNotFoundError:
+        return f"{needed.name} is not installed"
+    return (
+        "" if needed.specifier.contains(have, prereleases=True) else f"{needed.name} {have} is not {needed.specifier}"
+    )
+
+
+def _packages(found: Findings) -> str:
+    for needed in _requirements():
+        if fault := _fault(needed):
+            found.add(Level.ERROR, "packages", fault, f"run  pip install '{needed.name}{needed.specifier}'")
+    return ", ".join(f"{name} {have}" for name, have in versions().items() if have and name != "python")
+
+
+def _processors(found: Findings) -> str:
+    import psutil
+    import torch
+
+    usable, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    load = os.getloadavg()[0]
+    if load > 2 * usable:
+        line = f"{load:.0f} processes compete for {usable} CPUs"
+        found.add(Level.WARNING, "processors", line, "wait for the others: time-outs are in seconds of the clock")
+    return (
+        f"{usable} of {os.cpu_count()} CPUs, {torch.get_num_threads()} torch threads, "
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
+    )
+
+
+def _gpu(found: Findings) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            fix = "install the CUDA build of torch that fits the driver"
+            found.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
+        return "none: runs train on the CPU (trainer.device=auto)"
+    said = []
+    for number in range(torch.cuda.device_count()):
+        square = torch.eye(64, device=f"cuda:{number}")
+        assert float((square @ square).sum()) == 64.0, f"cuda:{number} multiplies wrongly"
+        free, total = torch.cuda.mem_get_info(number)
+        said.append(f"{torch.cuda.get_device_name(number)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
+    return ", ".join(said)
+
+
+def _sandbox(found: Findings) -> str:
+    from etude.sandbox import Executor, Isolation, SandboxUnavailableError
+
+    async def prove(mode: Isolation) -> str:
+        async with await Executor.open(mode, 1) as executor:
+            return ", ".join(language.value for language in executor.languages)
+
+    works: dict[str, str] = {}
+    for mode in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES):
+        try:
+            works[mode.value] = asyncio.run(prove(mode))
+        except SandboxUnavailableError as error:
+            fix = "apt-get install bubblewrap" if mode is Isolation.BUBBLEWRAP else "allow unprivileged user namespaces"
+            found.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
+    if not works:
+        fix = "install bubblewrap, or name a server: `etude sandbox serve` elsewhere, ETUDE_SANDBOX_URL here"
+        found.add(Level.WARNING, "sandbox", "no mode isolates: model-written code cannot run here", fix)
+    said = "; ".join(f"{mode}: every guarantee holds ({languages})" for mode, languages in works.items())
+    if said:
+        found.add(Level.OK, "sandbox", said)
+    return ""
+
+
+def _extras(found: Findings) -> str:
+    lines = requires("etude") or ()
+    names = dict.fromkeys(
+        part.split("'")[1]
+        for line in lines
+        if "extra ==" in line
+        for part in line.replace('"', "'").split("extra ==")[1:]
+    )
+    have = []
+    for extra in names:
+        faults = [fault for needed in _requirements(extra) if needed.name != "etude" and (fault := _fault(needed))]
+        if faults and extra != "dev":
+            fix = f"if you need it: pip install 'etude[{extra}]'"
+            found.add(Level.SKIPPED, "extras", f"{extra}: {'; '.join(faults)}", fix)
+        elif not faults:
+            have.append(extra)
+    found.add(Level.OK, "extras", f"installed: {', '.join(have) or 'none'}")
+    return ""
+
+
+def _ray(found: Findings) -> str:
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    try:
+        have = version("ray")
+    except PackageNotFoundError:
+        return "not installed: runs train in one process (trainer.backend=local)"
+    if shared < _MIN_SHARED:
+        line = f"/dev/shm has {shared / 2**20:.0f} MiB: Ray's object store falls back to the disk"
+        found.add(Level.WARNING, "ray", line, "mount a larger one (docker run --shm-size=8g)")
+    address = os.environ.get("RAY_ADDRESS")
+    return f"{have}; a run starts its own cluster" if not address else f"{have}; runs join the cluster at {address}"
+
+
+def _disk(found: Findings) -> str:
+    places = {"here": Path.cwd(), "temporary files": Path(tempfile.gettempdir()), "models": _hub_cache()}
+    said = []
+    for name, folder in places.items():
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        free = shutil.disk_usage(there).free
+        said.append(f"{name} {free / GIB:.1f} GiB ({folder})")
+        if free < _MIN_FREE:
+            line = f"{name}: only {free / GIB:.1f} GiB are free at {there}"
+            found.add(Level.WARNING, "disk", line, "free space, or set trainer.default_local_dir, TMPDIR or HF_HOME")
+    return "free: " + ", ".join(said)
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _limits(found: Findings) -> str:
+    files, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    if 0 <= files < _MIN_FILES:
+        line = f"{files} open files: many tool connections at once fail"
+        found.add(Level.WARNING, "limits", line, f"ulimit -n {_MIN_FILES * 16}")
+    proxies = ", ".join(sorted(getproxies()))
+    shown = ["unlimited" if each < 0 else str(each) for each in (files, processes)]
+    return f"{shown[0]} open files, {shown[1]} processes" + (f"; proxies for {proxies}" if proxies else "")

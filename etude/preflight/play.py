@@ -1,0 +1,186 @@
+"""`play`: a person takes the model's seat: the same prompt, tools, loop and reward; the trajectory is kept as a dump.
+
+Invariant: what is shown is the text of the ids that the model would get, special tokens included, and what is typed becomes
+ids as a model would have sampled them: a call is written in the format that the run's parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from etude.bounded import BlockingCalls
+from etude.dumps import list_dump_steps
+from etude.errors import DataError, EtudeError
+from etude.preflight.trial import TrialRollouts, open_trial, rollouts_of
+from etude.trajectory import Rollout, Trajectory
+from etude.viewer.conversations import sanitize_text
+
+Echo = Callable[[str], None]
+
+HELP = """Type an answer, or a call: {"name": "TOOL", "arguments": {…}} or TOOL key=value …
+A line that ends with \\ goes on in the next one. /raw TEXT is taken as it is, /tools lists the tools, /quit leaves."""
+_SECONDS = 24 * 3600.0
+_keyboard = BlockingCalls("etude-keyboard", limit=1)
+
+
+class Left(EtudeError):
+    """The player left before the end."""
+
+
+class Seat:
+    """Reads what the person types as the ids of turns; a script of `ScriptedEngine`."""
+
+    def __init__(self, worker: TrialRollouts, typed: TextIO, echo: Echo) -> None:
+        self._worker, self._typed, self._echo = worker, typed, echo
+        self._seen: list[int] = []
+
+    async def turn(self, request_id: str, prompt_ids: list[int], number: int) -> list[int]:
+        """Shows what is new to the model, and the ids of what is typed."""
+        known = len(self._seen) if prompt_ids[: len(self._seen)] == self._seen else 0
+        self._echo(sanitize_text(self._worker.tokenizer.decode(prompt_ids[known:])))
+        ids = None
+        while ids is None:
+            ids = await self._read()
+        self._seen = [*prompt_ids, *ids]
+        return ids
+
+    async def _read(self) -> list[int] | None:
+        """The ids of the next lines; None if they were a command or could not be used."""
+        line = await self._line()
+        command, _, rest = line.partition(" ")
+        if command == "/quit":
+            raise Left("left before the end: nothing is scored")
+        if command == "/raw":
+            return self._worker.say(rest)
+        if command == "/tools":
+            for schema in self._worker.schemas:
+                self._echo(json.dumps(schema["function"], ensure_ascii=False))
+            return None
+        if command.startswith("/"):
+            self._echo(HELP)
+            return None
+        try:
+            call = read_call(line, {schema["function"]["name"]: schema for schema in self._worker.schemas})
+        except DataError as error:
+            self._echo(f"not sent: {error}")
+            return None
+        if call is None:
+            return self._worker.say(line)
+        ids = await self._worker.call_ids(*call)
+        if ids is None:
+            self._echo(
+                "not sent: the run's parser reads no format known here; type the call as it wants it, after /raw"
+            )
+        return ids
+
+    async def _line(self) -> str:
+        lines = []
+        while True:
+            line = await _keyboard.run(self._typed.readline)
+            if not line:
+                raise Left("the input ended before the conversation: nothing is scored")
+            line = line.rstrip("\n")
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines)
+
+
+def read_call(line: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """(tool, arguments) of a typed call; None for an answer. Unknown tools are called as they are: a model may, too.
+
+    Raises:
+        DataError: it looks like a call, and is none.
+    """
+    text = line.strip()
+    if text.startswith("{"):
+        try:
+            made = json.loads(text)
+            name, arguments = made["name"], made.get("arguments") or {}
+        except (ValueError, KeyError, RecursionError) as error:
+            raise DataError('a call is JSON such as {"name": "TOOL", "arguments": {}}') from error
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise DataError('"name" must be a text, and "arguments" an object')
+        return name, arguments
+    name, _, rest = text.partition(" ")
+    if name not in schemas:
+        return None
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise DataError(f"{error}: quote values with spaces: {name} key='two words'") from error
+    properties = (schemas[name]["function"].get("parameters") or {}).get("properties") or {}
+    arguments = {}
+    for word in words:
+        key, found, value = word.partition("=")
+        if not found or not key:
+            return None  # "price is 3" is an answer
+        arguments[key] = value if (properties.get(key) or {}).get("type") == "string" else _value(value)
+    return name, arguments
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def play(
+    config_name: str | None,
+    overrides: tuple[str, ...],
+    config_path: str | None,
+    *,
+    row: int,
+    validation: bool,
+    folder: Path | None,
+    typed: TextIO,
+    echo: Echo,
+) -> bool:
+    """Plays one row to its end, and prints its score and where that comes from. Whether it was scored.
+
+    Raises:
+        DataError: there is no such row.
+        Left: the player left.
+    """
+    worker, setup = open_trial(config_name, overrides, config_path, _SECONDS)
+    try:
+        patient = replace(worker.context.options.multi_turn, max_seconds=None)
+        options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
+        worker.__dict__["context"] = replace(worker.context, options=options)
+        files = setup.data.val_files if validation else setup.data.train_files
+        rows = setup.dataset(files, row + 1)
+        if row >= len(rows):
+            raise DataError(f"{', '.join(map(str, files))}: no row {row}: there are {len(rows)}")
+        echo(f"{HELP}\n")
+        batch = worker.roll_out([rows[row]], Seat(worker, typed, echo).turn)
+        [rollout] = rollouts_of(batch)
+        echo("")
+        if rollout.trajectory is None:
+            echo(f"dropped: {rollout.cause or (rollout.dropped and rollout.dropped.value)}")
+            return False
+        _tell_score(worker, rollout, rollout.trajectory, echo)
+        place = folder or Path(setup.trainer.default_local_dir) / "play"
+        step = max(list_dump_steps(place), default=-1) + 1
+        worker.dump(place, batch, step)
+        echo(f"kept in {place / f'{step}.jsonl'}")
+        return True
+    finally:
+        worker.end()
+
+
+def _tell_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:
+    rewards, weights = trajectory.rewards, worker.options.reward
+    echo(f"ended: {trajectory.stop_reason.value}, {trajectory.assistant_turns} turns of yours")
+    echo(f"reward {worker.total(rollout) or 0.0:g}")
+    for turn, source, value in rewards.steps:
+        echo(f"  {weights.tool_reward_weight:g} × {value:g}  {source}, turn {turn}")
+    for tool, value in rewards.final.items():
+        echo(f"  {weights.tool_reward_weight:g} × {value:g}  {tool}, calc_reward")
+    if rewards.score is not None:
+        details = sanitize_text(json.dumps(rewards.score_info, ensure_ascii=False, default=str))
+        echo(f"  {weights.score_weight:g} × {rewards.score:g}  {weights.reward_manager}, {details}")

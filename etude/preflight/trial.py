@@ -1,0 +1,185 @@
+"""`TrialRollouts`: rolls out rows exactly as a run would, with somebody else in the model's place: a script, or a person.
+
+Invariant: only the engine differs. Prompts, loop, tools, parser and scorer are the run's; what is played is ids, and calls
+are written so that the run's own parser reads them. A failure of infrastructure is not retried: it is what one wants to see.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from etude.agents import AgentContext, AgentLoopManager
+from etude.chat import ToolParser
+from etude.chat.parsers.trial import write_call
+from etude.config import DEFAULT_ROOT, compose_run
+from etude.inference.scripted import Script, ScriptedEngine
+from etude.options import TrainOptions
+from etude.protocol import DataProto
+from etude.trainer.rollouts import dump, rollout_batch, rollouts_of, scored_batch
+from etude.trainer.setup import LoadedSetup, check
+from etude.trajectory import Rollout
+from etude.workers import RoleOptions, RolloutWorker
+from etude.workers.context import ToolCatalogue
+from etude.workers.engine_link import EngineLink
+from etude.workers.tokenizer_bundle import TokenizerBundle
+
+LABEL = "trial"
+_MAX_DEPTH = 8  # of an example's nested objects
+
+
+class TrialRollouts(RolloutWorker):
+    """A rollout worker whose engine is set for each batch; `seconds` is the limit of a trajectory."""
+
+    def __init__(self, options: RoleOptions, seconds: float) -> None:
+        rollout = replace(
+            options.rollout,
+            mode="async",
+            infrastructure_retries=0,
+            trajectory_timeout=min(seconds, options.rollout.trajectory_timeout),
+        )
+        super().__init__(replace(options, rollout=rollout, streams=False), rank=0, world_size=1)
+
+    def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
+        """Each row once, scored; they are numbered from `first`: see `row_number`."""
+        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
+        self._seat(script)
+        return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
+
+    async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:
+        """`roll_out`, within the event loop, scored by its manager, without columns of a batch."""
+        work = self._asked("", rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True))
+        return await self._seat(script).generate(work.rows, work.sampling)
+
+    def _seat(self, script: Script) -> AgentLoopManager:
+        """Puts `script` in the model's place."""
+        engine = ScriptedEngine(script)
+        self._manager = AgentLoopManager(self.context, engine, self.scorer)
+        self._manager._logged = True  # rollouts have their cause: no warning beside it
+        self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.options.model.dtype)
+        return self._manager
+
+    def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:
+        """Writes a batch of `roll_out` as a run dumps its rollouts."""
+        dump(self.context.chat, folder, step, batch, self.options.reward)
+
+    def total(self, rollout: Rollout) -> float | None:
+        """The weighted reward; None for a rollout that was dropped."""
+        reward, trajectory = self.options.reward, rollout.trajectory
+        return None if trajectory is None else trajectory.rewards.total(reward.tool_reward_weight, reward.score_weight)
+
+    def say(self, text: str) -> list[int]:
+        """The ids of a turn that says `text` and ends."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return [*ids, self.context.chat.end_of_turn_id]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
+        """The ids of a turn that calls a tool; None if the run's parser reads no format that is known here."""
+        work = self.call_ids(name, arguments)
+        found: list[int] | None = self._run(work)
+        return found
+
+    async def call_ids(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
+        """`call`, within the event loop."""
+        context, kwargs = self.context, self.options.chat_template_kwargs
+        ids = await write_call(context.parser, self.tokenizer, self.schemas, name, arguments, **kwargs)
+        if ids is None:
+            return None
+        stops = set(context.chat.stop_token_ids)
+        end = next((place for place, token in enumerate(ids) if token in stops), None)
+        return [*ids, context.chat.end_of_turn_id] if end is None else ids[: end + 1]
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of all tools."""
+        return [tool.get_openai_tool_schema().to_openai() for tool in self.context.tools.values()]
+
+    def read_plain_calls(self) -> None:
+        """Makes the run's loop read calls in Hermes' format: for a parser whose own format nobody here can write."""
+        parser = ToolParser.get_tool_parser("hermes", self.tokenizer)
+        self.__dict__["context"] = replace(self.context, parser=parser)  # the cached property's value
+
+    def end(self) -> None:
+        """Ends the event loop and what tools keep in it."""
+        self.close()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+
+def open_trial(
+    config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, seconds: float
+) -> tuple[TrialRollouts, LoadedSetup]:
+    """The worker of the run that `etude train` with these arguments would start, its tools loaded, and its setup.
+
+    Raises:
+        ConfigError: it could not start.
+    """
+    config = compose_run("train", config_name or DEFAULT_ROOT, overrides, config_path, root=DEFAULT_ROOT)
+    options, roles, bundle = check(config)
+    worker = TrialRollouts(roles, seconds)
+    worker.__dict__["bundle"] = bundle  # loaded already
+    return worker, load_setup(options, roles, bundle, worker)
+
+
+def load_setup(
+    options: TrainOptions, roles: RoleOptions, bundle: TokenizerBundle, worker: TrialRollouts
+) -> LoadedSetup:
+    """The run's setup, with what `worker` loads."""
+    catalogue = ToolCatalogue.of(worker.context)
+    return LoadedSetup(options.data, options.algorithm, options.needs, options.trainer, roles, bundle, catalogue)
+
+
+def row_number(request_id: str) -> int:
+    """Which of the rows a scripted engine's request belongs to."""
+    return int(request_id.split("/")[1])
+
+
+def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
+    """A value that a JSON Schema allows: its own example or default if it has one, else the simplest."""
+    root = schema if root is None else root
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    for key in ("examples", "enum"):
+        if schema.get(key):
+            return schema[key][0]
+    if depth > _MAX_DEPTH:
+        return None
+    if isinstance(ref := schema.get("$ref"), str):
+        target: Any = root
+        for part in ref.removeprefix("#/").split("/"):
+            target = target.get(part, {}) if isinstance(target, Mapping) else {}
+        return example_of(target, root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example_of(schema[key][0], root, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    kind = next((each for each in kind if each != "null"), "null") if isinstance(kind, list) else kind
+    if kind == "object":
+        properties, required = schema.get("properties") or {}, schema.get("required")
+        names: Iterable[str] = properties if required is None else required
+        return {name: example_of(properties.get(name) or {}, root, depth + 1) for name in names}
+    if kind == "array":
+        return [example_of(schema.get("items") or {}, root, depth + 1)] * max(1, int(schema.get("minItems", 1)))
+    lowest = schema.get("minimum", 1)
+    longest = int(schema.get("maxLength", 100))
+    return {
+        "integer": int(lowest),
+        "number": float(lowest),
+        "boolean": True,
+        "null": None,
+        "string": "example"[:longest].ljust(int(schema.get("minLength", 0)), "x"),
+    }.get(kind, "example")
+
+
+def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
+    """Arguments that the tool's schema allows."""
+    function = context.tools[name].get_openai_tool_schema().to_openai()["function"]
+    made = example_of(function.get("parameters") or {"type": "object"})
+    return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
+
+
+__all__ = ["TrialRollouts", "example_arguments", "example_of", "load_setup", "open_trial", "rollouts_of", "row_number"]

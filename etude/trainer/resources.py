@@ -1,0 +1,203 @@
+"""What a run needs of its machine: services that answer, memory, disk.
+
+Invariant: estimates come from the headers of the model's files, addresses are only connected to: nothing is loaded, sent or
+written, and the whole takes milliseconds unless a service does not answer (`_SECONDS`). Memory is a lower bound:
+activations are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import psutil
+import torch
+
+from etude.config.nodes import runs_code
+from etude.errors import ConfigError, one_line
+from etude.findings import Finding, Level
+from etude.model_folder import local_folder
+from etude.options.distillation import is_address
+from etude.rewards.code import URL_VARIABLE
+from etude.trainer.setup import LoadedSetup
+from etude.workers.context import addresses_in
+
+_SECONDS = 2.0  # for a service to accept a connection
+_MAX_HEADER = 100_000_000  # bytes of a safetensors header
+_STORED = {"float32": 4, "fp32": 4}
+"""Bytes of a weight by dtype; 2 for the others."""
+_MOMENTS = {"adamw": 8.0, "muon": 4.0, "adamw_8bit": 2.0, "adamw_schedule_free": 8.0}
+"""Bytes of optimizer state per weight."""
+GIB = 2**30
+
+
+def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
+    """Services that do not answer, memory or disk that will not do: warnings and errors only."""
+    yield from unreachable_services(setup)
+    weights = count_weights(setup.roles.model.path)
+    if weights:
+        yield from (found for found in (memory(setup, weights), disk(setup, weights)) if found.level is not Level.OK)
+
+
+# -- services --------------------------------------------------------------------------------------------------------------
+
+
+def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
+    """Address → (where it is configured, what to do if nothing is there)."""
+    start = "start the service, or correct its address"
+    rollout, custom = setup.roles.rollout, setup.roles.custom_reward
+    found = {url: (f"tool {place}", _start_line(url, place)) for place, url in setup.catalogue.addresses}
+    serve = "start the inference server, or correct actor_rollout_ref.rollout.server_urls"
+    found |= dict.fromkeys(rollout.server_urls, ("actor_rollout_ref.rollout.server_urls", serve))
+    for key, kwargs in (
+        ("reward_model.reward_kwargs", setup.roles.reward.reward_kwargs),
+        ("custom_reward_function.reward_kwargs", custom.reward_kwargs),
+        ("custom_reward_function.rewards", custom.rewards),
+    ):
+        found |= {url: (place, start) for place, url in addresses_in(kwargs, key)}
+    teachers = setup.roles.distillation.teachers.items()
+    found |= {url: (f"distillation.teachers.{name}", start) for name, url in teachers if is_address(url)}
+    if runs_code(rollout.multi_turn, custom.path) and (url := os.environ.get(URL_VARIABLE)):
+        found[url] = (URL_VARIABLE, "run `etude sandbox serve`, or unset it to use the sandbox of this machine")
+    return found
+
+
+def _start_line(url: str, place: str) -> str:
+    if "sandbox" in place:
+        return f"run `etude sandbox serve`, or correct {place.rpartition('.')[2]}"
+    if "retriev" in place or "retrieve" in url:
+        return f"run `etude retrieve serve`, or correct {place.rpartition('.')[2]}"
+    return f"start the service, or correct {place.rpartition('.')[2]}"
+
+
+def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
+    """An error for each service that accepts no connection; a warning if the run's workers may be elsewhere."""
+    services = service_addresses(setup)
+    if not services:
+        return
+    level = Level.WARNING if setup.trainer.backend == "ray" else Level.ERROR
+    with ThreadPoolExecutor(min(len(services), 32)) as pool:
+        for (url, (place, fix)), reason in zip(services.items(), pool.map(_refusal, services)):
+            if reason:
+                yield Finding(level, "services", f"{place}: nothing answers at {_shown(url)}: {reason}", fix)
+
+
+def _shown(url: str) -> str:
+    """Without credentials or a query."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    return f"{parts.scheme or 'http'}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _refusal(url: str) -> str:
+    """Why no connection to `url` can be made; empty if one can, or if it would go through a proxy."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        if not host:
+            return "it names no host"
+        if parts.scheme in getproxies() and not proxy_bypass(host):
+            return ""
+        socket.create_connection((host, port), timeout=_SECONDS).close()
+    except (OSError, ValueError, UnicodeError) as error:
+        return one_line(error)
+    return ""
+
+
+# -- memory and disk -------------------------------------------------------------------------------------------------------
+
+
+def count_weights(model: str | None) -> int:
+    """Weights in a model's folder, from the headers of its safetensors files; 0 where they cannot be told."""
+    try:
+        folder = local_folder(model) if model else None
+    except ConfigError:
+        return 0
+    return sum(_header_weights(file) for file in sorted(folder.glob("*.safetensors"))) if folder else 0
+
+
+def _header_weights(file: Path) -> int:
+    """The format: eight bytes, the header's length; the header, JSON: tensor → {dtype, shape, data_offsets}."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length <= _MAX_HEADER else {}
+        return sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def memory(setup: LoadedSetup, weights: int) -> Finding:
+    """Whether weights, gradients and optimizer states of a rank fit its memory."""
+    cluster = setup.trainer.backend == "ray"
+    here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks that share this machine
+    ranks = (
+        here * setup.trainer.nnodes if cluster and setup.roles.actor.strategy != "ddp" else 1
+    )  # that share the model
+    parts = {name: size * weights / ranks for name, size in _bytes_per_weight(setup).items()}
+    if cache := setup.roles.rollout.kv_cache_memory_mb:
+        parts["KV cache"] = cache * 2**20
+    needed, (total, free, where) = sum(parts.values()), _memory_here(setup.roles.device, here)
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    line = f"at least {needed / GIB:.2f} GiB of {total / GIB:.1f} GiB {where} ({listed}; activations not counted)"
+    fix = (
+        "take a smaller model, set actor_rollout_ref.model.lora_rank=16, or spread it: trainer.backend=ray with "
+        "actor.strategy=fsdp2"
+    )
+    if needed > total and not cluster:
+        return Finding(Level.ERROR, "memory", line, fix)
+    if needed > 0.9 * free:
+        return Finding(Level.WARNING, "memory", f"{line}; {free / GIB:.1f} GiB are free", fix)
+    return Finding(Level.OK, "memory", line)
+
+
+def _bytes_per_weight(setup: LoadedSetup) -> dict[str, float]:
+    roles = setup.roles
+    computed = _STORED.get(roles.model.dtype, 2)
+    if roles.model.lora_rank:
+        return {"frozen weights": 0.6 if roles.model.quantization else computed, "adapters": 0.2}
+    moments = _MOMENTS.get(roles.actor.optim.name, 8.0)
+    parts = {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
+    if computed < 4:
+        parts["computing"] = computed
+    if roles.needs_ref:
+        parts["reference"] = computed
+    if "values" in setup.needs and not roles.value_head:
+        parts["critic"] = 8.0 + _MOMENTS.get(roles.critic.optim.name, 8.0)
+    if roles.streams:
+        parts["engine"] = computed
+    return parts
+
+
+def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
+    """(bytes in all, free bytes, where) that one rank has."""
+    if device.startswith("cuda") and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total, free, "of the GPU"
+    machine = psutil.virtual_memory()
+    return machine.total / processes, machine.available / processes, "of memory"
+
+
+def disk(setup: LoadedSetup, weights: int) -> Finding:
+    """Whether the checkpoints that are kept fit the disk: weights as the model's dtype, and the float32 state."""
+    trainer, roles = setup.trainer, setup.roles
+    state = 0.2 if roles.model.lora_rank else 4 + _MOMENTS.get(roles.actor.optim.name, 8.0)
+    size = weights * (_STORED.get(roles.model.dtype, 2) + state)
+    kept = trainer.max_actor_ckpt_to_keep or 1
+    folder = Path(trainer.default_local_dir).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
+    fix = "free space, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
+    if 2 * size > free:  # a new one is whole before an old one goes
+        return Finding(Level.ERROR, "disk", line, fix)
+    if kept > 0 and (kept + 1) * size > free:
+        return Finding(Level.WARNING, "disk", f"{line}, and {kept} are kept", fix)
+    return Finding(Level.OK, "disk", line)

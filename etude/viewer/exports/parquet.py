@@ -1,0 +1,57 @@
+"""A parquet table with a row per rollout: names, scores, texts, and the main sequence's ids, mask and log-probs as lists.
+
+Nested values of any shape (messages, tool calls, earlier sequences, extra_info) are JSON texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etude.jsonl import json_safe
+from etude.viewer.exports.turns import ExportedRollout, valid
+
+_BATCH = 256  # rollouts in memory
+_JSON = ("messages", "tool_calls", "extra_info", "reward_weights", "sampling", "timings")
+
+SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("place", "uid", "request_id", "split")),
+        ("training_step", pa.int64()),
+        ("data_source", pa.string()),
+        ("score", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        *((name, pa.string()) for name in ("expected", "stop_reason", "input", "output")),
+        ("turns", pa.int64()),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("response_ids", pa.list_(pa.int64())),
+        ("response_mask", pa.list_(pa.int8())),
+        ("response_log_probs", pa.list_(pa.float64())),
+        *((name, pa.string()) for name in (*_JSON, "earlier")),
+    ]
+)
+
+
+def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
+    """Writes one file, a batch of rollouts at a time."""
+    with pq.ParquetWriter(out, SCHEMA, compression="zstd") as writer:
+        while batch := [_row(rollout) for rollout in islice(rollouts, _BATCH)]:
+            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+
+
+def _row(rollout: ExportedRollout) -> dict[str, Any]:
+    record, facts = rollout.record, rollout.facts
+    main = rollout.sequences[-1] if rollout.sequences else {}
+    return (
+        {name: valid(value) if isinstance(value, str) else value for name, value in facts.items()}
+        | {"rewards": [(valid(name), value) for name, value in rollout.row.rewards.items()]}
+        | {name: valid(record.get(name)) for name in ("input", "output")}
+        | {"turns": rollout.row.turns, **main, "earlier": json.dumps(json_safe(rollout.sequences[:-1]))}
+        | {name: json.dumps(json_safe(record[name])) if name in record else None for name in _JSON}
+    )

@@ -1,0 +1,1 @@
+"""`etude view DIR --web`: a run's files as pages in a browser."""

@@ -1,0 +1,188 @@
+"""The web viewer's server: pages from the package, and JSON of a run's files.
+
+Invariant: it answers GET alone and changes nothing. A client names runs and trajectories by what lists gave it, which are
+looked up: nothing that a client sends becomes a path. Answers are bounded (see `answers`). Pages may load nothing but their
+own files and make no markup from text (their policy forbids both); a request for another host's name is refused, so that no
+site can reach the server through a name of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from etude.errors import EtudeError, one_line
+from etude.jsonl import json_line
+from etude.serving.listening import limited_protocol, listen, url_of
+from etude.viewer.index import Filter
+from etude.viewer.web import answers
+from etude.viewer.web.runs import Runs, RunView
+
+PAGES = Path(__file__).with_name("pages")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_CONNECTIONS = 64
+
+Name = Annotated[str, Query(max_length=500)]
+Step = Annotated[int | None, Query(ge=0, le=2**53)]
+Number = Annotated[float | None, Query(allow_inf_nan=False)]
+Offset = Annotated[int, Query(ge=0, le=10_000_000)]
+
+
+def create_app(path: Path | str, host: str = "127.0.0.1") -> FastAPI:
+    """The application over a run's folder, a folder of runs, or dumps.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    runs = Runs(Path(path))
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(_guarded)
+    names = ["127.0.0.1", "localhost", "[::1]", host]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names if host in _LOOPBACK else ["*"])
+    app.add_exception_handler(EtudeError, _refused)
+    _add_pages(app)
+    _add_answers(app, runs)
+    return app
+
+
+async def _guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await call_next(request)
+    response.headers.update(_HEADERS)
+    return response
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": one_line(error)}, 422)
+
+
+def _add_pages(app: FastAPI) -> None:
+    pages = {
+        path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES
+    }  # read when asked: small, and editable
+
+    @app.get("/")
+    @app.get("/{name}")
+    def page(name: str = "index.html") -> Response:
+        if name not in pages:
+            raise HTTPException(404, "no such page")
+        return Response(pages[name].read_bytes(), media_type=_TYPES[pages[name].suffix])
+
+
+def _add_answers(app: FastAPI, runs: Runs) -> None:
+    def run_of(name: str) -> RunView:
+        if (run := runs.get(name)) is None:
+            raise HTTPException(404, "no such run; reload the page")
+        return run
+
+    def answer(content: Any) -> Response:
+        return Response(json_line(content), media_type="application/json")
+
+    @app.get("/api/runs")
+    def list_runs() -> Response:
+        return answer(answers.list_runs(runs))
+
+    @app.get("/api/overview")
+    def overview(run: Name = "") -> Response:
+        return answer(answers.overview(run_of(run)))
+
+    @app.get("/api/curves")
+    def curves(run: Name = "", version: Name = "") -> Response:
+        return answer(answers.curves(run_of(run), version))
+
+    @app.get("/api/why")
+    def why(run: Name = "", step: Step = None) -> Response:
+        return answer(answers.why(run_of(run), step))
+
+    @app.get("/api/trajectories")
+    def trajectories(
+        run: Name = "",
+        q: Name = "",
+        regex: bool = False,
+        stop: Name = "",
+        tool: Name = "",
+        source: Name = "",
+        flag: Name = "",
+        split: Name = "",
+        step: Step = None,
+        low: Number = None,
+        high: Number = None,
+        sort: Name = "step",
+        desc: bool = False,
+        group: bool = False,
+        offset: Offset = 0,
+    ) -> Response:
+        wanted = Filter(
+            min_score=low,
+            max_score=high,
+            min_step=step,
+            max_step=step,
+            split=split or None,
+            stop_reason=stop or None,
+            tool=tool or None,
+            data_source=source or None,
+            flag=flag or None,
+            text=q,
+            regex=regex,
+        )
+        return answer(answers.trajectories(run_of(run), wanted, sort, desc, group, offset))
+
+    @app.get("/api/trajectory")
+    def trajectory(place: Name, run: Name = "") -> Response:
+        return answer(answers.trajectory(run_of(run), place))
+
+    @app.get("/api/tokens")
+    def tokens(place: Name, run: Name = "", sequence: Offset = 0, offset: Offset = 0) -> Response:
+        return answer(answers.tokens(run_of(run), place, sequence, offset))
+
+    @app.get("/api/timeline")
+    def timeline(run: Name = "", step: Step = None) -> Response:
+        return answer(answers.timeline(run_of(run), step))
+
+    @app.get("/api/compare")
+    def compare(other: Name, run: Name = "") -> Response:
+        return answer(answers.compare(run_of(run), run_of(other)))
+
+
+def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None] = print) -> None:
+    """Serves until SIGINT or SIGTERM; `ready` is called with the URL. Port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+        DataError: there is no such file or folder.
+    """
+    app = create_app(path, host)
+    with listen(host, port) as listener:
+        config = uvicorn.Config(
+            app,
+            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            http=limited_protocol(_MAX_CONNECTIONS),
+            ws="none",
+            server_header=False,
+            lifespan="off",
+        )
+        ready(url_of(listener, host))  # it accepts already
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,143 @@
+"""How weights reach a rollout group of its own: the training group sends them in chunks of named tensors, which pass through
+the data plane, and every rollout worker reads each chunk once.
+
+Invariant: at most two chunks are on their way, so no process holds a second copy of the model for a sync, nor does the
+object store. Every tensor comes with the checksum that it had in the trainer: a native engine compares it in the memory that
+it samples from, and the files that other engines load hold nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from etude.distributed import WorkerGroup
+from etude.inference import ENGINES, ProbeDraws
+from etude.metrics import Max, Metrics
+from etude.models import torch_dtype
+from etude.models.lora import adapter_config, peft_name
+from etude.models.named_weights import Chunk, check_sent, full_state, own_weights, pack_chunk, unpack_chunk
+from etude.options import ModelOptions
+from etude.protocol import DataProto
+from etude.training import is_sharded
+from etude.workers.options import RoleOptions
+
+INDEX = "model.safetensors.index.json"
+_WEIGHTS, _TENSORS, _CONFIG, _BYTES = "weights", "tensors", "config", "bytes"
+
+
+def keeps_adapters(model: ModelOptions) -> bool:
+    """Whether a native engine with a model of its own has the actor's adapters in it: then they alone are sent."""
+    return bool(model.lora_rank) and model.quantization is None
+
+
+class WeightSender:
+    """Makes the chunks of one actor's weights; ranks that share a sharded model make them together."""
+
+    def __init__(self, model: Any, options: RoleOptions, rank: int) -> None:
+        self._model, self._options, self._rank = model, options, rank
+        self._frozen_sent = False
+        self._chunks: Iterator[tuple[Chunk, dict[str, Any]]] = iter(())
+
+    def next(self, first: bool) -> DataProto:
+        """The next chunk (a row of bytes), the `first` of a sync or one after it; without rows after the last one, and on
+        all ranks but the first."""
+        if self._rank and not is_sharded(self._model):
+            return DataProto()
+        if first:
+            self._chunks = self._of_one_sync()
+        found = next(self._chunks, None)
+        if found is None or self._rank:
+            return DataProto()
+        packed, entries = pack_chunk(found[0])
+        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **found[1]})
+
+    def _of_one_sync(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
+        model, rollout, options = self._model, self._options.rollout, self._options.model
+        dtype = torch_dtype(options.dtype)
+        if not hasattr(ENGINES.get(rollout.name), "from_setup"):
+            dtype = torch_dtype(rollout.dtype) if rollout.dtype else dtype
+            kept = "alone" if self._frozen_sent else "kept"
+            for chunk in full_state(model, dtype=dtype, adapters=kept if keeps_adapters(options) else "merged"):  # type: ignore[arg-type]
+                yield chunk, {}
+            self._frozen_sent = True
+        elif rollout.weight_transfer == "adapter":
+            whole = [each for chunk in full_state(model, adapters="alone") for each in chunk]
+            yield [(peft_name(name), tensor) for name, tensor in whole], {_CONFIG: adapter_config(model)}
+        else:
+            from transformers.core_model_loading import revert_weight_conversion
+
+            about = {_CONFIG: model.config.to_json_string(), _BYTES: sum(t.nbytes for t in own_weights(model).values())}
+            for chunk in full_state(model, dtype=dtype):  # under the names of the checkpoint, which servers know
+                yield list(revert_weight_conversion(model, dict(chunk)).items()), about
+
+
+class CheckpointFolder:
+    """A folder that a server loads, written chunk by chunk: of a whole model, or of `adapters`, which are one chunk."""
+
+    def __init__(self, folder: Path, adapters: bool) -> None:
+        self.folder, self._adapters = folder, adapters
+        shutil.rmtree(folder, ignore_errors=True)  # of a sync that did not end
+        folder.mkdir(parents=True)
+        self._files: dict[str, str] = {}
+        self._config = ""
+
+    def write(self, data: DataProto) -> None:
+        """Adds a chunk.
+
+        Raises:
+            EtudeError: a tensor is not what was sent; names it.
+        """
+        chunk, sums = tensors_of(data)
+        for name, tensor in chunk:
+            check_sent(name, tensor, sums)
+        self._config = data.meta_info[_CONFIG]
+        number = len(set(self._files.values()))
+        file = "adapter_model.safetensors" if self._adapters else f"model-{number:05}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in chunk}, self.folder / file, {"format": "pt"})
+        self._files |= {name: file for name, _ in chunk}
+
+    def finish(self) -> None:
+        """Writes what says what the files are."""
+        (self.folder / ("adapter_config.json" if self._adapters else "config.json")).write_text(self._config)
+        if not self._adapters:
+            (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
+
+
+def tensors_of(data: DataProto) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
+    """A chunk's tensors, and their checksums by name."""
+    return unpack_chunk(data.batch[_WEIGHTS][0], data.meta_info[_TENSORS])
+
+
+def model_bytes(data: DataProto) -> int:
+    """Of the model that a chunk is part of."""
+    return int(data.meta_info.get(_BYTES, data.batch[_WEIGHTS].nbytes))
+
+
+def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int) -> list[Metrics]:
+    """Hands the weights of `actor` to `rollout`, which are its own group, as `version`, and probes its engines: the actor
+    scores what they draw.
+
+    Raises:
+        EtudeError: a tensor did not arrive as it was sent.
+        WeightSyncError, WeightMismatch: see `EngineLink.push`.
+    """
+    chunk, *_ = actor.next_weights(True)
+    while len(chunk):
+        loading = rollout.load_weights(chunk)
+        following, *_ = actor.next_weights(False)  # while the last one is being copied
+        loading.get()
+        chunk = following
+    metrics: list[Metrics] = rollout.update_weights(version)
+    drawn: list[ProbeDraws] = [each for rank in rollout.probe_draws() for each in rank]
+    if drawn:
+        expected = iter(actor.score_draws([row for each in drawn for row in each.rows])[0])
+        judged = [each.judge([next(expected) for _ in each.log_probs]) for each in drawn]
+        metrics.append({"weight_sync/largest_difference": Max(max(result.largest for result in judged))})
+    return metrics

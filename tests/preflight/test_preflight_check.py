@@ -1,0 +1,289 @@
+"""`etude check`: seeded misconfigurations, each found with its remedy, and an agent with nothing wrong."""
+
+import json
+import shutil
+import socket
+
+import pytest
+from house_stage import ACTOR, ROLLOUT
+from preflight_stage import SCHEMA, TOOL, Agent
+
+from etude.cli.main import cli, run
+from etude.findings import Level
+from etude.preflight.check import inspect_run
+
+
+@pytest.fixture
+def agent(tmp_path, tiny):
+    return Agent(tmp_path, tiny.model)
+
+
+def inspect(agent, *overrides, **options):
+    name, *rest = agent.arguments(*overrides)
+    return inspect_run(name.partition("=")[2], rest, None, **options)
+
+
+def closed_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_an_agent_with_nothing_wrong(agent):
+    found = inspect(agent)
+    assert [(each.level, each.message) for each in found.all if each.level is not Level.OK] == []
+    subjects = ["configuration", "plug-ins", "model", "tools", "template", "rows", "batch", "reward", "services"]
+    assert [each.subject for each in found.all] == [*subjects, "memory", "disk", "rollout"]
+    assert not (agent.folder / "run").exists()  # nothing is written
+
+
+# -- one misconfiguration each: (how it is made; level, subject, what is said, what to do) ------------------------------
+
+
+def overrides(*settings):
+    return lambda agent: settings
+
+
+def source(name, text):
+    """A file of the agent's with other content."""
+
+    def make(agent):
+        agent.write(name, text)
+        return ()
+
+    return make
+
+
+def execute(body):
+    """The tool with another `execute`."""
+    head, tail = TOOL.split('        if not isinstance(parameters.get("number")')
+    return source("tool.py", f"{head}        {body}\n\n    async def release" + tail.split("    async def release")[1])
+
+
+def changed_rows(**changes):
+    def make(agent):
+        agent.rows([agent.row(number, **changes) for number in range(4)])
+        return ()
+
+    return make
+
+
+def tool_file(class_name, schema=None, **config):
+    def make(agent):
+        config_of = {key: value() if callable(value) else value for key, value in config.items()}
+        agent.tools(class_name, schema, **config_of)
+        agent.rows([agent.row(number, extra_info={"index": number}) for number in range(4)])
+        return ()
+
+    return make
+
+
+def template(change):
+    def make(agent):
+        folder = agent.folder / "model"
+        shutil.copytree(agent.model, folder)
+        file = folder / "chat_template.jinja"
+        text = file.read_text()
+        file.write_text(change(text))
+        assert file.read_text() != text
+        return (f"actor_rollout_ref.model.path={folder}",)
+
+    return make
+
+
+def judge(agent):
+    kwargs = f"{{base_url:'http://127.0.0.1:{closed_port()}/v1',model:m}}"
+    return ("custom_reward_function.path=etude.rewards.judge", f"custom_reward_function.reward_kwargs={kwargs}")
+
+
+def servers(agent):
+    return (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://127.0.0.1:{closed_port()}]")
+
+
+def address(path=""):
+    return lambda: f"http://127.0.0.1:{closed_port()}{path}"
+
+
+ERROR, WARNING = Level.ERROR, Level.WARNING
+SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+OTHER_KWARGS = {"index": 0, "tools_kwargs": {"gues": {"create_kwargs": {"secret": 1}}}}
+CASES = {
+    "misspelt key": (
+        overrides("data.train_batch_sise=4"),
+        (ERROR, "configuration", "unknown key data.train_batch_sise", "data.train_batch_size?"),
+    ),
+    "n=1 with grpo": (
+        overrides(f"{ROLLOUT}.n=1"),
+        (ERROR, "configuration", "compares answers to one prompt", "set it to 2 or more"),
+    ),
+    "no model": (
+        overrides("actor_rollout_ref.model.path=/nowhere/model"),
+        (ERROR, "configuration", "model folder not found", "etude config actor_rollout_ref.model.path"),
+    ),
+    "no GPU": (overrides("trainer.device=cuda"), (ERROR, "machine", "no GPU is visible", "use auto or cpu")),
+    "plug-in that raises": (
+        lambda agent: source("plugin.py", "1 / 0")(agent) or (f"plugins=[{agent.folder}/plugin.py]",),
+        (ERROR, "plug-ins", "ZeroDivisionError", "mend "),
+    ),
+    "unregistered loss": (
+        overrides(f"{ACTOR}.policy_loss.loss_mode=vanila"),
+        (ERROR, "configuration", "nothing is registered as 'vanila'", "did you mean 'vanilla'?"),
+    ),
+    "inexact template": (
+        template(lambda text: text.replace('assistant\\n" + content', 'assistant\\n" + content[:4]')),
+        (ERROR, "model", "chat template", "etude chat check"),
+    ),
+    "template without tools' answers": (
+        template(
+            lambda text: (
+                "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+                + text
+            )
+        ),
+        (ERROR, "template", "cannot show the model a tool's answer", "take a model whose template can"),
+    ),
+    "parser of another format": (
+        overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),
+        (WARNING, "template", "does not read the call that the chat template writes", "multi_turn.format=auto"),
+    ),
+    "tool of a wrong class": (
+        lambda agent: agent.tools(f"{agent.folder}/tool.py:Gues") or (),
+        (ERROR, "tools", "has no 'Gues'", "did you mean 'Guess'?"),
+    ),
+    "variable of the environment": (
+        lambda agent: agent.tools(f"{agent.folder}/tool.py:Guess", url="${NOT_THERE_AT_ALL}") or (),
+        (ERROR, "tools", "NOT_THERE_AT_ALL", "etude tools list"),
+    ),
+    "tools_kwargs of another tool": (
+        changed_rows(extra_info=OTHER_KWARGS),
+        (ERROR, "rows", "rows.jsonl:1: tools_kwargs names the tool 'gues'", "did you mean 'guess'?"),
+    ),
+    "tool_selection of another tool": (
+        changed_rows(extra_info={"index": 0, "tool_selection": ["guesses"]}),
+        (ERROR, "rows", "tool_selection names the tool 'guesses'", "did you mean 'guess'?"),
+    ),
+    "no tools_kwargs": (
+        changed_rows(extra_info={"index": 0, "need_tools_kwargs": True}),
+        (ERROR, "rows", "need_tools_kwargs is true", "etude data inspect"),
+    ),
+    "prompt over length": (
+        overrides("data.max_prompt_length=20", "data.filter_overlong_prompts=false"),
+        (ERROR, "rows", "data.max_prompt_length is 20", "raise it"),
+    ),
+    "no scorer": (
+        overrides("custom_reward_function.path=null"),
+        (ERROR, "rows", "tests/guess", "custom_reward_function"),
+    ),
+    "batch larger than the file": (
+        overrides("data.train_batch_size=5"),
+        (ERROR, "batch", "between 1 and 4, the number of rows", "data.train_batch_size"),
+    ),
+    "uneven mini-batches": (
+        overrides(f"{ACTOR}.ppo_mini_batch_size=3"),
+        (WARNING, "batch", "does not divide", f"set {ACTOR}.ppo_mini_batch_size=2"),
+    ),
+    "reward that raises": (
+        source("reward.py", f"{SCORE}1 / 0\n"),
+        (ERROR, "reward", "ZeroDivisionError", "etude reward try"),
+    ),
+    "reward that is no number": (
+        source("reward.py", f"{SCORE}float('nan')\n"),
+        (ERROR, "reward", "finite", "etude reward try"),
+    ),
+    "reward for nothing": (
+        source("reward.py", f"{SCORE}0.5\n"),
+        (WARNING, "reward", "an empty answer earns 0.5", "return 0 for an answer that is not there"),
+    ),
+    "reward of another name": (
+        overrides("custom_reward_function.name=score"),
+        (ERROR, "reward", "has no 'score'", "did you mean 'compute_score'?"),
+    ),
+    "unreachable sandbox": (
+        tool_file("etude.tools.builtin.code_interpreter.SandboxFusionTool", sandbox_fusion_url=address("/run_code")),
+        (ERROR, "services", "nothing answers at http://127.0.0.1", "run `etude sandbox serve`"),
+    ),
+    "unreachable search": (
+        tool_file("etude.tools.builtin.search.SearchTool", retrieval_service_url=address("/retrieve")),
+        (ERROR, "services", "retrieval_service_url: nothing answers", "run `etude retrieve serve`"),
+    ),
+    "unreachable judge": (judge, (ERROR, "services", "base_url: nothing answers", "start the service")),
+    "unreachable engine": (servers, (ERROR, "services", "nothing answers", "start the inference server")),
+    "more memory than there is": (
+        overrides(f"{ROLLOUT}.kv_cache_memory_mb=1000000000"),
+        (ERROR, "memory", "KV cache 976562.50", "take a smaller model"),
+    ),
+    "response too short for a call": (
+        overrides("data.max_response_length=12"),
+        (WARNING, "rollout", "was not run (response_length)", "raise data.max_response_length"),
+    ),
+    "one turn only": (
+        overrides(f"{ROLLOUT}.multi_turn.max_assistant_turns=1"),
+        (WARNING, "rollout", "does not see its answer (max_assistant_turns)", "max_assistant_turns to 2 or more"),
+    ),
+    "tool that raises": (
+        execute("return 1 / 0"),
+        (
+            WARNING,
+            "rollout",
+            "raised on {'number': 1}: Error executing tool 'guess': ZeroDivisionError",
+            "raise ToolError",
+        ),
+    ),
+    "tool that does not answer": (
+        execute("import asyncio; await asyncio.sleep(60)"),
+        (ERROR, "rollout", "tool 'guess'", "etude tools call"),
+    ),
+    "tool whose schema and code differ": (
+        lambda agent: (
+            agent.tools(
+                f"{agent.folder}/tool.py:Guess",
+                SCHEMA
+                | {
+                    "function": SCHEMA["function"]
+                    | {"parameters": {"type": "object", "properties": {"number": {"type": "strin"}}}}
+                },
+            )
+            or ()
+        ),
+        (ERROR, "tools", "strin", "etude tools list"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
+    make, (level, subject, message, fix) = CASES[name]
+    found = inspect(agent, *make(agent), seconds=0.5)
+    assert any(
+        (each.level, each.subject) == (level, subject) and message in each.message and fix in each.fix
+        for each in found.all
+    ), "\n".join(map(str, found.all))
+    assert found.failed == (level is ERROR), "\n".join(map(str, found.all))
+
+
+def test_everything_wrong_is_found_at_once(agent):
+    agent.rows([agent.row(0), agent.row(1, extra_info=OTHER_KWARGS), agent.row(2, prompt=[])])
+    agent.write("reward.py", f"{SCORE}1 / 0\n")
+    found = inspect(agent, "data.train_batch_sise=4", "trainer.device=cuda", f"{ROLLOUT}.n=1")
+    errors = [(each.subject, each.message) for each in found.all if each.level is ERROR]
+    assert [subject for subject, _ in errors] == [
+        *["configuration"] * 2,
+        "machine",
+        *["rows"] * 2,
+        "batch",
+        "reward",  # and not again where the rollout is scored
+    ], errors
+
+
+def test_the_table_and_json_say_the_same(agent, capsys):
+    arguments = ["check", *agent.arguments(f"{ROLLOUT}.n=1", "trainer.device=cuda"), "--no-rollout"]
+    assert run(cli, arguments) == 1
+    table = capsys.readouterr().out
+    assert run(cli, [*arguments, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    for each in found["findings"]:
+        assert each["message"] in table
+        assert each["fix"] in table
+    assert table.splitlines()[-1] == "2 errors, 0 warnings"
+    assert run(cli, ["check", *agent.arguments(), "--no-rollout", "--json"]) == 0

@@ -1,0 +1,201 @@
+"""`etude env test`: what an agent could be paid for, and what trajectories could leave to each other, is found."""
+
+import json
+
+import pytest
+from house_stage import ROLLOUT
+from preflight_stage import REWARD, TOOL, Agent
+
+from etude.cli.main import cli, run
+from etude.findings import Level
+from etude.preflight.conformance import inspect_environment
+
+ENVIRONMENT = '''
+"""Guess a number, in words."""
+
+from etude.agents.environments import TextEnv, register_env
+
+
+@register_env("NAME")
+class Guess(TextEnv):
+    secret = 0
+
+    def reset(self, *, seed=None, options=None):
+        SELF.secret = 1 + options["index"]
+        return "Say a number.", {}
+
+    def step(self, action):
+        right = str(SELF.secret) in action.split()
+        return f"no, it is not {SELF.secret + 1}", float(right), right, False, {}
+'''
+
+
+@pytest.fixture
+def agent(tmp_path, tiny):
+    return Agent(tmp_path, tiny.model)
+
+
+def inspect(agent, *overrides, **options):
+    name, *rest = agent.arguments(*overrides)
+    return inspect_environment(name.partition("=")[2], rest, None, **{"rows": 4, **options})
+
+
+def listed(found):
+    return [(each.level, each.subject, each.message, each.fix) for each in found.all if each.level is not Level.OK]
+
+
+def test_a_tool_that_conforms(agent):
+    found = inspect(agent)
+    assert listed(found) == []
+    agents = ["empty agent", "copying agent", "guessing agent", "random agent", "ground truth"]
+    assert [each.subject for each in found.all] == [
+        *agents,
+        "determinism",
+        "isolation",
+        "leaks",
+        "time",
+        "cancelled call",
+        "late call",
+    ]
+
+
+def reward(expression):
+    return lambda agent: agent.write(
+        "reward.py", REWARD.replace("solution_str.strip().endswith(ground_truth)", expression)
+    )
+
+
+def tool(*changes):
+    def make(agent):
+        text = TOOL
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        agent.write("tool.py", text)
+
+    return make
+
+
+def prompt_with_the_truth(agent):
+    rows = [agent.row(n, prompt=[{"role": "user", "content": f"The number is number {n}."}]) for n in range(4)]
+    agent.rows([row | {"reward_model": {"ground_truth": f"number {n}"}} for n, row in enumerate(rows)])
+    reward("ground_truth in solution_str")(agent)
+
+
+def on_the_first_call(statement):
+    counted = (
+        f"self.count = getattr(self, 'count', 0) + 1\n        if self.count == 1:\n            {statement}\n        "
+    )
+    return tool((ANSWER, f"{counted}{ANSWER}"))
+
+
+ANSWER = 'return ToolResponse(text="right" if parameters["number"] == self.secrets[instance_id] else "wrong"), 0.0, {}'
+CREATE = "self.secrets[instance_id] = secret"
+CHECK = 'if not isinstance(parameters.get("number"), int):\n            raise ToolError("give a whole number")\n'
+ERROR, WARNING = Level.ERROR, Level.WARNING
+CASES = {
+    "pay for nothing": (
+        reward("solution_str.strip() == ''"),
+        (ERROR, "empty agent", "it earns 1 in row 0, and in 3 others", "without an answer"),
+    ),
+    "pay for a copy of the prompt": (
+        prompt_with_the_truth,
+        (ERROR, "copying agent", "it earns 1 in row 0", "score what the model did"),
+    ),
+    "truth in the prompt": (
+        prompt_with_the_truth,
+        (WARNING, "ground truth", "row 0: the prompt holds the ground truth, 'number 0'", "leave it out"),
+    ),
+    "pay for guesses": (
+        reward("ground_truth in solution_str.split()"),
+        (ERROR, "guessing agent", "it earns 1 in row 0", "not any that is mentioned"),
+    ),
+    "pay for calls": (
+        tool((", 0.0, {}", ", 0.1, {}")),
+        (WARNING, "random agent", "nonsense earns up to 0.", "pay for what was achieved"),
+    ),
+    "a scorer that raises": (
+        reward("1 / 0"),
+        (ERROR, "empty agent", "4 of 4 trajectories were dropped: scoring: compute_score", "mend it"),
+    ),
+    "no check of arguments": (
+        tool((CHECK, ""), ('parameters["number"] ==', '1 / (parameters["number"] - 1) ==')),
+        (WARNING, "random agent", "'guess' raises on {\"number\": 1}", "raise ToolError(text)"),
+    ),
+    "a call that blocks the event loop": (
+        on_the_first_call("import time; time.sleep(4)"),
+        (ERROR, "time", "'guess' blocks the event loop", "asyncio.to_thread"),
+    ),
+    "a slow call": (
+        on_the_first_call("import asyncio; await asyncio.sleep(1.1)"),
+        (WARNING, "time", "of the 2 s that it has", "config.timeout"),
+    ),
+    "unseeded randomness": (
+        tool(('text="right"', 'text=str(id(object())) + str(__import__("random").random()) if True else "right"')),
+        (WARNING, "determinism", "the same calls were answered differently", "seed randomness"),
+    ),
+    "state on the tool itself": (
+        tool((CREATE, f"{CREATE}; self.last = secret"), ("self.secrets[instance_id] else", "self.last else")),
+        (ERROR, "isolation", "sees the others: 'right' and 'wrong'", "under its instance id"),
+    ),
+    "files left open": (
+        tool((CREATE, f"{CREATE}; self.files = [*getattr(self, 'files', []), open(__file__)]")),
+        (ERROR, "leaks", "more files after 12 trajectories", "in release"),
+    ),
+    "tasks left running": (
+        tool(
+            ("from etude.tools", "import asyncio\n\nfrom etude.tools"),
+            (
+                CREATE,
+                f"{CREATE}; self.kept = [self.__dict__.get('kept'), asyncio.ensure_future(asyncio.sleep(99))]",
+            ),
+        ),
+        (ERROR, "leaks", "more tasks after 12 trajectories", "cancel and await them"),
+    ),
+    "a release that needs a call": (
+        tool(
+            (ANSWER, f"self.called = {{instance_id}}\n        {ANSWER}"),
+            ("del self.secrets[instance_id]", "self.called.remove(instance_id)"),
+        ),
+        (ERROR, "cancelled call", "'guess': 1 created, 0 released", "let release succeed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_found_with_its_remedy(agent, name):
+    make, (level, subject, message, fix) = CASES[name]
+    if name == "a slow call":
+        agent.tools(f"{agent.folder}/tool.py:Guess", timeout=2)
+    make(agent)
+    found = listed(inspect(agent))
+    assert any((level, subject) == each[:2] and message in each[2] and fix in each[3] for each in found), "\n".join(
+        map(str, found)
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_environment(agent, shared):
+    name = f"guess_{shared}"
+    agent.write("env.py", ENVIRONMENT.replace("NAME", name).replace("SELF", "Guess" if shared else "self"))
+    agent.rows([agent.row(number, extra_info={"index": number}) for number in range(4)])
+    found = inspect(
+        agent,
+        f"plugins=[{agent.folder}/env.py]",
+        f"actor_rollout_ref.env.name={name}",
+        "reward_model.enable=false",
+        "custom_reward_function.path=null",
+        f"{ROLLOUT}.multi_turn.tool_config_path=null",
+        f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
+    )
+    errors = [(each.subject, each.message) for each in found.all if each.level is ERROR]
+    # An environment that pays for any number among the words pays who says them all.
+    assert [subject for subject, _ in errors] == ["guessing agent", *["isolation"] * shared], errors
+
+
+def test_the_command(agent, capsys):
+    arguments = ["env", "test", *agent.arguments(), "--rows=2", "--json"]
+    assert run(cli, arguments) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    agent.write("other.py", REWARD.replace("solution_str.strip().endswith(ground_truth)", "not solution_str.strip()"))
+    assert run(cli, [*arguments, f"custom_reward_function.path={agent.folder}/other.py"]) == 1

@@ -1,0 +1,84 @@
+"""`etude doctor`: what it says is there was tried, and what is missing comes with the line that mends it."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from etude.cli.main import cli, run
+from etude.findings import Level
+from etude.preflight import doctor
+from etude.sandbox import Executor, SandboxUnavailableError
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return doctor.inspect_machine()
+
+
+def said(found, subject):
+    return " ".join(each.message for each in found.all if each.subject == subject)
+
+
+def test_a_machine_that_runs_the_tests_has_no_error(machine):
+    assert not machine.failed, machine.all
+    subjects = {each.subject for each in machine.all}
+    assert subjects == {"python", "packages", "processors", "gpu", "sandbox", "extras", "ray", "disk", "limits"}
+    assert version("torch") in said(machine, "packages")
+
+
+def test_sandbox_modes_are_those_that_prove_themselves(machine, isolation):
+    assert f"{isolation.value}: every guarantee holds" in said(machine, "sandbox")
+
+
+def test_a_sandbox_that_does_not_isolate_is_a_warning(monkeypatch):
+    async def broken(mode, workers):
+        raise SandboxUnavailableError(f"{mode.value}: the host's files can be read")
+
+    monkeypatch.setattr(Executor, "open", broken)
+    found = doctor.Findings()
+    found.run("sandbox", lambda: doctor._sandbox(found), fix="")
+    assert [each.level for each in found.all] == [Level.WARNING] * 3
+    assert "cannot run here" in found.all[-1].message
+    assert "bubblewrap" in found.all[-1].fix
+
+
+def test_extras_come_with_their_pip_line(monkeypatch):
+    lines = [
+        "torch>=2.9",
+        "there>=1; extra == 'one'",
+        "old<2; extra == 'two'",
+        "not-there; extra == 'three'",
+        "etude[one,two]; extra == 'dev'",
+    ]
+    monkeypatch.setattr(doctor, "requires", lambda name: lines)
+
+    def version_of(name):
+        if name == "not-there":
+            raise doctor.PackageNotFoundError(name)
+        return "2.9"
+
+    monkeypatch.setattr(doctor, "version", version_of)
+    found = doctor.Findings()
+    doctor._extras(found)
+    assert [(each.message, each.fix) for each in found.all if each.fix] == [
+        ("two: old 2.9 is not <2", "if you need it: pip install 'etude[two]'"),
+        ("three: not-there is not installed", "if you need it: pip install 'etude[three]'"),
+    ]
+    assert found.all[-1].message == "installed: one, dev"
+
+
+def test_a_base_package_of_another_version_is_an_error(monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.9,<2.14"])
+    monkeypatch.setattr(doctor, "version", lambda name: "2.8")
+    found = doctor.Findings()
+    doctor._packages(found)
+    assert [(each.level, each.message, each.fix) for each in found.all] == [
+        (Level.ERROR, "torch 2.8 is not <2.14,>=2.9", "run pip install 'torch<2.14,>=2.9'")
+    ]
+
+
+def test_the_command_prints_json(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_sandbox", lambda found: "tried elsewhere")
+    assert run(cli, ["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True

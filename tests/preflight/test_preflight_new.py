@@ -1,0 +1,78 @@
+"""`etude new agent`: what it writes passes its own tests, is checked without a finding, and trains, as it is."""
+
+import runpy
+
+import pytest
+from house_stage import one_line_error, steps
+
+from etude.cli.main import cli, run
+from etude.findings import Level
+from etude.preflight.check import inspect_run
+from etude.registry import import_module
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """The folder above a new agent `shop`, with its model."""
+    folder = tmp_path_factory.mktemp("new")
+    assert run(cli, ["new", "agent", "shop", "--output-dir", str(folder)]) == 0
+    runpy.run_path(str(folder / "shop" / "model.py"))
+    return folder
+
+
+@pytest.fixture
+def there(shop, monkeypatch):
+    monkeypatch.chdir(shop)
+    return shop
+
+
+def test_its_own_tests_pass(shop):
+    module = import_module(str(shop / "shop" / "test_agent.py"))
+    tests = [function for name, function in vars(module).items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for function in tests:
+        function()
+
+
+def test_there_is_nothing_to_be_found(there):
+    found = inspect_run("agent", [], "shop")
+    assert [each for each in found.all if each.level is not Level.OK] == []
+
+
+def test_it_trains_for_two_steps(there):
+    overrides = [
+        "trainer.total_training_steps=2",
+        "trainer.logger=[jsonl]",
+        "trainer.report=false",
+        "trainer.num_threads=1",
+    ]
+    assert run(cli, ["train", "--config-path", "shop", "--config-name", "agent", *overrides]) == 0
+    assert steps(there / "runs" / "shop") == [0, 1, 2]
+    assert (there / "runs" / "shop" / "rollouts" / "2.jsonl").is_file()
+
+
+def test_no_file_keeps_the_placeholder(shop):
+    for file in (shop / "shop").glob("*.*"):
+        assert "AGENT_NAME" not in file.read_text(), file
+
+
+@pytest.mark.parametrize("name", ["Shop", "9lives", "a-b", "../up", "import", "tests", "", "a" * 41])
+def test_a_name_that_is_none(name, tmp_path, capsys):
+    assert "cannot name an agent" in one_line_error(capsys, ["new", "agent", "--output-dir", tmp_path, "--", name])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "broken link"])
+def test_what_exists_is_not_touched(kind, tmp_path, capsys):
+    place = tmp_path / "shop"
+    {"folder": place.mkdir, "file": place.touch, "broken link": lambda: place.symlink_to("nowhere")}[kind]()
+    assert "exists already: give another name" in one_line_error(
+        capsys, ["new", "agent", "shop", "--output-dir", tmp_path]
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["shop"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    line = one_line_error(capsys, ["new", "agent", "shop", "--output-dir", tmp_path / "file"])
+    assert "cannot be written" in line

@@ -1,0 +1,244 @@
+"""A rollout group of its own: it gets the actor's weights in chunks, and samples what a colocated one samples."""
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from ray_stage import until
+from serving_stage import serving_in_a_thread
+from sglang_server import Network, State, build_app
+from workers_stage import Echo, learnable, prompts, roles, started, update
+
+from etude.distributed import InProcessWorkerGroup
+from etude.errors import EtudeError
+from etude.inference import WeightMismatch
+from etude.metrics import add_metrics, finish_metrics
+from etude.models.named_weights import full_state, pack_chunk, unpack_chunk, weight_checksums
+from etude.options import ActorOptions, ModelOptions, OptimOptions
+from etude.protocol import DataProto
+from etude.workers import RolloutWorker, TrainWorker, sync_weights, weights
+from etude.workers.weights import tensors_of
+
+SMALL = 20_000  # bytes of a chunk
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(weights, "full_state", partial(full_state, bucket_bytes=SMALL))
+
+
+def groups(options, ranks=2, tools=None):
+    """(actor, rollouts) with models, which have not been given weights."""
+    options = replace(options, standalone=True)
+    actor, rollout = InProcessWorkerGroup(TrainWorker, 1, options), InProcessWorkerGroup(RolloutWorker, ranks, options)
+    for worker in rollout._workers:
+        worker.context = replace(worker.context, tools=tools or {})
+    actor.init_model()
+    rollout.init_model()
+    return actor, rollout
+
+
+class Both:
+    """The two groups as the one that `learnable` and `update` know."""
+
+    def __init__(self, actor, rollout):
+        self.actor, self.rollout = actor, rollout
+        self._workers, self.world_size = actor._workers, 1
+        self.generate_sequences = rollout.generate_sequences
+        self.compute_log_prob, self.update_actor = actor.compute_log_prob, actor.update_actor
+
+    def update_weights(self, version):
+        return sync_weights(self.actor, self.rollout, version)
+
+
+LORA = {"model": {"lora_rank": 4, "target_modules": ("q_proj", "v_proj")}}
+
+
+@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, LORA["model"]], ids=["whole", "bfloat16", "adapters"])
+def test_two_groups_sample_and_learn_what_one_does(model_path, model):
+    if "lora_rank" in model:
+        pytest.importorskip("peft")
+    given = {
+        "model": ModelOptions(path=model_path, **model),
+        "actor": ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
+        "deterministic": True,
+    }
+    alone, _ = started(roles(model_path, **given))
+    actor, rollout = groups(roles(model_path, **given))
+    both, sizes = Both(actor, rollout), []
+    load = rollout.load_weights
+    rollout.load_weights = lambda chunk: sizes.append(chunk.batch["weights"].nbytes) or load(chunk)
+    both.update_weights(0)
+    assert len(sizes) > 2
+    whole = sum(sizes)
+    assert max(sizes) < whole / 2  # an embedding alone
+    for step in range(2):
+        one, two = (learnable(group, prompts(seed=step)) for group in (alone, both))
+        assert torch.equal(one.batch["responses"], two.batch["responses"])
+        if model.get("dtype") is None:
+            torch.testing.assert_close(one.batch["rollout_log_probs"], two.batch["rollout_log_probs"])
+        sizes.clear()
+        ours, theirs = update(both, two, step + 1), update(alone, one, step + 1)
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-5)
+        assert ours["weight_sync/largest_difference"] < (1e-3 if model.get("dtype") is None else 0.5)
+        assert (sum(sizes) < whole / 5) == ("lora_rank" in model)  # adapters alone, once the others are there
+        trajectories = [r.trajectory for r in two.non_tensor_batch["rollout"]]
+        assert {v for t in trajectories for s in t.segments for v in s.weight_versions or ()} == {step}
+    expected = weight_checksums(actor._workers[0].model)
+    found = [worker._manager.engine.checksums() for worker in rollout._workers]
+    assert found[0] == found[1]
+    if model.get("dtype") is None:
+        assert found[0] == expected
+
+
+def test_a_tensor_that_arrives_changed_or_not_at_all_is_named(model_path, monkeypatch):
+    actor, rollout = groups(roles(model_path))
+    load = rollout.load_weights
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def flipped(chunk):
+        for entry in chunk.meta_info["tensors"]:
+            if entry.name == name:
+                chunk.batch["weights"][0, entry.start] ^= 1
+        return load(chunk)
+
+    rollout.load_weights = flipped
+    with pytest.raises(EtudeError, match=rf"'{name}' is not in the engine's model what was sent"):
+        sync_weights(actor, rollout, 0)
+    rollout.load_weights = lambda chunk: (
+        load(chunk) if name not in [e.name for e in chunk.meta_info["tensors"]] else load(first)
+    )
+    first = actor.next_weights(True)[0]
+    with pytest.raises(EtudeError, match=rf"'{name}' of the engine's model was not sent"):
+        sync_weights(actor, rollout, 0)
+    rollout.load_weights = load
+    with pytest.raises(EtudeError, match="does not have the current weights"):
+        rollout.generate_sequences(prompts(count=1))
+    sync_weights(actor, rollout, 0)
+    assert rollout.generate_sequences(prompts(count=1)).batch["response_mask"].any()
+
+
+def test_an_engine_that_samples_from_other_weights_than_it_was_given_is_caught(model_path, monkeypatch):
+    actor, rollout = groups(roles(model_path), ranks=1)
+    sync_weights(actor, rollout, 0)
+    engine = rollout._workers[0]._manager.engine
+    with torch.no_grad():
+        for parameter in engine._model.parameters():
+            parameter.mul_(2.0)
+    monkeypatch.setattr(engine, "load_weights", lambda chunk, sums: settled())
+    monkeypatch.setattr(engine, "update_weights", lambda source, version: settled(engine, version))
+    with pytest.raises(WeightMismatch, match="does not serve version 1 of the weights"):
+        sync_weights(actor, rollout, 1)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_new_weights_reach_what_streams_or_wait_for_its_end(model_path, partial):
+    """A sync of several chunks, begun while trajectories are at their tool."""
+    echo = Gated()
+    options = roles(model_path, streams=True, rollout={"partial_rollout": partial, "response_length": 200})
+    actor, rollout = groups(options, ranks=1, tools={"echo": echo})
+    sync_weights(actor, rollout, 0)
+    rollout.direct("submit")("mine", prompts(count=1, n=4))
+    until(lambda: echo.executing, "no trajectory has called")
+    handed = threading.Thread(target=sync_weights, args=(actor, rollout, 1))
+    handed.start()
+    handed.join(60 if partial else 0.3)
+    assert handed.is_alive() != partial
+    echo.gate.set()
+    handed.join(60)
+    assert not handed.is_alive()
+    [(_, batch)] = until(lambda: rollout.collect(1.0)[0][0], "nothing was collected")
+    rollout.close()
+    trajectories = [result.trajectory for result in batch.non_tensor_batch["rollout"]]
+    drawn = [[v for s in each.segments for v in s.weight_versions or ()] for each in trajectories]
+    assert all(each == sorted(each) for each in drawn)
+    assert ({0, 1} in map(set, drawn)) == partial
+    assert echo.created == echo.released
+
+
+class Gated(Echo):
+    """Answers when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.executing = threading.Event(), False
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.executing = True
+        while not self.gate.is_set():
+            await asyncio.sleep(0.005)
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+async def settled(engine=None, version=None):
+    if engine is not None:
+        engine._version = version
+
+
+@pytest.mark.parametrize("transfer", ["folder", "adapter"])
+def test_a_server_of_the_rollout_group_gets_the_chunks_as_files(model_path, transfer):
+    pytest.importorskip("peft")
+    model = ModelOptions(path=model_path, lora_rank=4, lora_alpha=32.0)
+    state = State(Network(model_path), 0.0)
+    with serving_in_a_thread(build_app(state)) as url:
+        rollout = {
+            "name": "sglang",
+            "server_urls": [url],
+            "server_timeout": 30.0,
+            "weight_transfer": transfer,
+            "free_cache_engine": True,
+        }
+        actor = ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=3e-2))
+        options = roles(model_path, model=model, actor=actor, rollout=rollout, adapter_versions=2)
+        both = Both(*groups(options, ranks=1))
+        both.update_weights(0)
+        link = both.rollout._workers[0]._link
+        for step in range(2):
+            batch = learnable(both, prompts(count=2, seed=step))
+            mask = batch.batch["response_mask"].bool()
+            assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
+            assert update(both, batch, step + 1)["weight_sync/largest_difference"] < 1e-4
+        folders = sorted(link._folder.folder.glob("version-*"))
+        assert len(folders) == (2 if transfer == "adapter" else 1)
+        names = {file.name for file in folders[-1].iterdir()}
+        if transfer == "adapter":
+            assert names == {"adapter_config.json", "adapter_model.safetensors"}
+        else:
+            index = json.loads((folders[-1] / "model.safetensors.index.json").read_text())["weight_map"]
+            assert names == {"config.json", "model.safetensors.index.json", *index.values()}
+            assert len(set(index.values())) > 3
+        both.rollout.generate_sequences(prompts(count=1))
+        if transfer == "folder":
+            state.fault = "forgets"
+            with pytest.raises(WeightMismatch, match="version 2 of the weights"):
+                both.rollout.generate_sequences(prompts(count=1))
+
+
+def test_a_packed_chunk_has_the_tensors_bit_for_bit():
+    chunk = [
+        ("a", torch.arange(3, dtype=torch.int8)),
+        ("b", torch.randn(5, 3, dtype=torch.bfloat16).T),
+        ("scalar", torch.tensor(2.5, dtype=torch.float64)),
+        ("empty", torch.zeros(0, 4)),
+    ]
+    packed, entries = pack_chunk(chunk)
+    tensors, sums = unpack_chunk(packed, entries)
+    for (name, before), (other, after) in zip(chunk, tensors):
+        assert name == other
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+    assert list(sums) == ["a", "b", "scalar", "empty"]
+    data = DataProto.from_single_dict({"weights": packed[None]}, meta_info={"tensors": entries})
+    assert tensors_of(data)[1] == sums
+
+
+def test_metrics_of_two_groups_add_up(model_path):
+    actor, rollout = groups(roles(model_path))
+    figures = finish_metrics(add_metrics(sync_weights(actor, rollout, 0)))
+    assert figures["weight_sync/seconds"] > 0
+    silent = groups(roles(model_path, rollout={"weight_probe": False}))
+    assert "weight_sync/largest_difference" not in finish_metrics(add_metrics(sync_weights(*silent, 0)))
