@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from etude.distributed.cluster import check_head
@@ -88,7 +88,7 @@ class RayWorkerGroup(WorkerGroup):
         self._watches: set[_Watch] = set()
         self._lost: WorkerLost | None = None
         self._gone: set[int] = set()
-        self._logged: set[LogRecord] = set()
+        self._logged: dict[LogRecord, int] = {}  # by the rank that said it first
         self._guard = threading.Lock()
         try:
             self._start(args, kwargs)
@@ -194,7 +194,7 @@ class RayWorkerGroup(WorkerGroup):
             given = lend_batches(part, None if shared else known[same[0]].actor)
             given = self._ray.put(given) if shared else given
             for rank in (known[number] for number in same):
-                unused = [rank.unused.popleft() for _ in range(len(rank.unused))]
+                unused = take_all(rank.unused)
                 refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store, unused))
                 called.append(rank)
         return self._watch(method_name, refs, called, keeping=parts)
@@ -246,7 +246,7 @@ class RayWorkerGroup(WorkerGroup):
         """Of the process's log, read on its node."""
         if not place.log:
             return ""
-        if Path(place.log).exists():
+        if os.path.exists(place.log):  # never raises
             return read_end(place.log)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -260,9 +260,8 @@ class RayWorkerGroup(WorkerGroup):
         """Logs what a rank has logged, unless another rank has said the same."""
         for record in records:
             with self._guard:
-                if record in self._logged:
+                if self._logged.setdefault(record, rank) != rank:
                     continue
-                self._logged.add(record)
             name, level, text = record
             where = f"rank {rank}: " if self.world_size > 1 else ""
             logging.getLogger(name).log(level, "%s%s", where, text)
@@ -323,6 +322,7 @@ class _Watch(threading.Thread):
             ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
             for ref in ready:
                 self._take(ref)
+                del self._waiting[ref]  # until then `run` answers for it
             check_head()
             now = time.monotonic()
             if self._pinging and now >= next_ping:
@@ -338,7 +338,7 @@ class _Watch(threading.Thread):
                 self._give_up(f"did not end within {_SETTLE_SECONDS:g} s after another rank had failed")
 
     def _take(self, ref: Any) -> None:
-        rank, future = self._waiting.pop(ref)
+        rank, future = self._waiting[ref]
         try:
             reply = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # its arguments or its result could not be sent
@@ -391,6 +391,15 @@ class _Watch(threading.Thread):
                 note_rank(error, rank.rank, self._group.world_size, self._method)
         for _, future, error in self._failed:
             future.set_exception(lost or error or errors[0])
+
+
+def take_all(queue: deque[str]) -> list[str]:
+    """Empties it, while other threads may do the same."""
+    found = []
+    with suppress(IndexError):
+        while True:
+            found.append(queue.popleft())
+    return found
 
 
 def _reason(error: BaseException) -> str:

@@ -34,7 +34,7 @@ def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
     The added rows carry their rollout's object columns and no `token_level_scores`: each reward counts once.
     """
     owners, earlier = [], []
-    for row, result in enumerate(rollouts_of(batch)):
+    for row, result in enumerate(rollouts_of(batch) if len(batch) else ()):  # no rows on Ray: no columns either
         sampled = sampled_earlier(result)
         owners += [row] * len(sampled)
         earlier += sampled

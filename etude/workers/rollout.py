@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,7 @@ class RolloutWorker(RoleWorker):
         self._thread: threading.Thread | None = None
         self._cancel: Callable[[], object] = lambda: None  # of the running call
         self._watch: StallWatch | None = None
+        self._hand_over = ExitStack()  # what lasts as long as one of weights does
 
     @cached_property
     def context(self) -> AgentContext:
@@ -146,10 +147,11 @@ class RolloutWorker(RoleWorker):
 
     async def _push(self, version: int) -> Metrics:
         await self._drain()
-        try:  # trajectories in flight stand still meanwhile
-            with nullcontext() if self._watch is None else self._watch.suspended():
-                return await self._link.push(version)
+        self._suspend_watch()
+        try:
+            return await self._link.push(version)
         finally:
+            self._hand_over.close()
             if self._thread is not None:
                 self._stream.resume()
 
@@ -157,6 +159,11 @@ class RolloutWorker(RoleWorker):
         """Lets trajectories in flight end, where weights may not change beneath them."""
         if self._thread is not None and not self.options.rollout.partial_rollout:
             await self._stream.drain()
+
+    def _suspend_watch(self) -> None:
+        """Trajectories in flight stand still from a hand-over's first chunk to its end."""
+        if self._watch is not None:
+            self._hand_over.enter_context(self._watch.suspended())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, chunk: DataProto) -> None:
@@ -169,6 +176,7 @@ class RolloutWorker(RoleWorker):
 
     async def _receive(self, chunk: DataProto) -> None:
         await self._drain()
+        self._suspend_watch()
         await self._link.receive(chunk)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 
 import pytest
@@ -28,7 +29,7 @@ from etude.distributed import (
     ray_store,
     register,
 )
-from etude.distributed.rank_process import RankProcess
+from etude.distributed.rank_process import RankProcess, Reply
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, WorkerLost, describe_error
 from etude.protocol import DataProto
 
@@ -241,6 +242,29 @@ def test_what_ranks_log_is_logged_once(group, caplog):
     group.warn("mind the gap")
     (said,) = [record.getMessage() for record in caplog.records if "gap" in record.getMessage()]
     assert re.fullmatch("rank [012]: mind the gap", said)
+    group.warn("mind the gap")  # what happens again is said again
+    assert [record.getMessage() for record in caplog.records if "gap" in record.getMessage()] == [said, said]
+
+
+def test_a_reply_that_cannot_be_read_leaves_nobody_waiting(group, monkeypatch):
+    monkeypatch.setattr(group, "_lost", None)  # as they are afterwards
+    monkeypatch.setattr(group, "_gone", set())
+    reply = group._ray.put(Reply(1, records=5))
+    (future,) = group._watch("share", [reply], group._ranks[:1])
+    with pytest.raises(WorkerLost, match="could not be waited for"):
+        future.result(timeout=30)
+
+
+def test_two_threads_may_take_what_ranks_need_not_keep():
+    class Raced(deque):
+        """Another thread has taken what was there when this one counted."""
+
+        def __len__(self):
+            return super().__len__() + 1
+
+    unused = Raced("ab")
+    assert ray_group.take_all(unused) == ["a", "b"]
+    assert not list(unused)
 
 
 async def test_a_direct_method_answers_while_a_call_runs(group):

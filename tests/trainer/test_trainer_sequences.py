@@ -15,7 +15,8 @@ from etude.agents import Rollout, to_batch
 from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
-from etude.distributed import InProcessWorkerGroup
+from etude.distributed import BatchRef, InProcessWorkerGroup
+from etude.distributed.plane import InProcessStore
 from etude.dumps import read_rollouts, sequences_of
 from etude.jsonl import json_line
 from etude.models import load_causal_lm
@@ -113,6 +114,8 @@ def test_a_batch_without_earlier_sequences_is_left_alone():
     batch = rolled(without_earlier(results), uids)
     assert expand_sequences(batch, 0) is batch
     assert main_rows(batch).all()
+    nothing = BatchRef.of(batch, InProcessStore())[:0].fetch()  # where no rollout of a step on Ray can be learned from
+    assert expand_sequences(nothing, 0) is nothing
 
 
 def test_a_sequence_in_which_nothing_was_sampled_teaches_nothing():

@@ -160,6 +160,33 @@ def test_new_weights_reach_what_streams_or_wait_for_its_end(model_path, partial)
     assert echo.created == echo.released
 
 
+def test_what_stands_still_between_two_chunks_is_no_stall(model_path):
+    echo = Gated()
+    options = roles(model_path, streams=True, rollout={"response_length": 200}, stall_timeout=0.2)
+    actor, rollout = groups(options, ranks=1, tools={"echo": echo})
+    sync_weights(actor, rollout, 0)
+    worker, chunks = rollout._workers[0], []
+    cancel, cancelled = worker._manager.cancel_stalled, threading.Event()
+    worker._manager.cancel_stalled = lambda error: cancelled.set() or cancel(error)
+    load = rollout.load_weights
+
+    def slowly(chunk):
+        chunks.append(chunk)
+        done = load(chunk)
+        if len(chunks) == 1:
+            rollout.direct("submit")("mine", prompts(count=1, n=1))  # the engine takes nothing on meanwhile
+            assert not cancelled.wait(1.0)
+        return done
+
+    rollout.load_weights = slowly
+    sync_weights(actor, rollout, 1)
+    assert len(chunks) > 1
+    assert worker._watch._suspended == 0
+    echo.gate.set()
+    until(lambda: rollout.collect(1.0)[0], "nothing was collected")
+    rollout.close()
+
+
 class Gated(Echo):
     """Answers when it is let."""
 
