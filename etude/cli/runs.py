@@ -89,15 +89,17 @@ def compare(left: Path, right: Path) -> None:
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm(run_dirs: tuple[Path, ...], yes: bool) -> None:
-    """Remove runs with everything in their folders, checkpoints included. One that is running is refused."""
+    """Remove runs with everything in their folders, checkpoints included. One that is running, or has a running one in its
+    folder, is refused."""
     from etude.errors import ConfigError
-    from etude.viewer.runs import is_run, read_run
+    from etude.viewer.runs import find_runs, is_run, read_run
 
     for folder in run_dirs:
         if folder.is_symlink() or not is_run(folder):
             raise ConfigError(f"{folder} is no run's folder: nothing was removed")
-        if read_run(folder).status == "running":
-            raise ConfigError(f"{folder} is running: end it first; nothing was removed")
+        for each in find_runs(folder):  # such as an evaluation
+            if read_run(each).status == "running":
+                raise ConfigError(f"{each} is running: end it first; nothing was removed")
     for folder in run_dirs:
         run = read_run(folder)
         size = sum(each.lstat().st_size for each in folder.rglob("*") if not each.is_symlink())

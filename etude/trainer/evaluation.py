@@ -82,7 +82,7 @@ def evaluate(
 
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded; among others for a
-            `dump_folder` with trajectories of another evaluation.
+            `dump_folder` of a training run, or with trajectories of another evaluation.
         TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows; those that were not
             dropped are kept.
         EtudeError: no trajectory was left to score.
@@ -95,6 +95,10 @@ def evaluate(
         facts = describe_run("eval", plain_values(config))
         identity = _identity(plain_values(config), facts["files"])
         folder = dump_folder or Path(setup.trainer.default_local_dir) / f"eval-{_digest(identity)}"
+        if (before := read_run_record(folder)) and before.get("kind") != "eval":
+            raise ConfigError(
+                f"{folder} holds another run, which this would overwrite: give --dump a folder of its own"
+            )
         with run_lock(folder):
             journal, n = _Journal(folder, step), setup.roles.rollout.val_kwargs.n
             samples = {} if fresh else journal.read(identity, setup.roles.reward, n)
@@ -222,7 +226,7 @@ class _Journal:
             ConfigError: they are another evaluation's.
         """
         source = self._source()
-        if source is None:
+        if source is None or not source.stat().st_size:
             return {}
         self._check(identity)
         samples: Samples = defaultdict(list)

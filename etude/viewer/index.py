@@ -389,7 +389,7 @@ def _read_lines(file: _File, stream: BinaryIO, deadline: float) -> bool:
             file.add_bad(file.lines + 1, fault)
         if file.cut:  # read again once it has grown
             return True
-        file.lines += 1
+        file.lines += line.endswith(b"\n")  # a line whose end is yet to come is counted then
         file.end = stream.tell()
         file.tail = line[-_TAIL:]
         if time.monotonic() > deadline:

@@ -74,8 +74,10 @@ def find_runs(folder: Path | str) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote into `folder`: it has `run.json`, or metrics and a configuration."""
-    return (folder / RUN_FILE).is_file() or all((folder / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+    """Whether a run wrote into `folder`: it has a `run.json` of ours, or metrics and a configuration."""
+    if (folder / RUN_FILE).is_file() and "ended" in read_run_record(folder):
+        return True
+    return all((folder / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
 
 
 def _folders(place: Path) -> list[Path]:

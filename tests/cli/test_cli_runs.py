@@ -57,16 +57,21 @@ def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path,
     folder = tmp_path / "run"
     folder.mkdir()
     assert "is no run's folder" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
+    (folder / "run.json").write_text('{"name": "another program"}')
+    assert "is no run's folder" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
     (folder / "run.json").write_text('{"ended": null}')
     (tmp_path / "link").symlink_to(folder)
     assert "is no run's folder" in one_line_error(capsys, ["runs", "rm", "--yes", tmp_path / "link"])
     assert "nothing was removed" in one_line_error(capsys, ["runs", "rm", "--yes", folder, tmp_path])
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        holder.stdout.readline()
-        assert "is running" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
-        holder.communicate("\n", timeout=60)
+    (folder / "eval-1").mkdir()
+    (folder / "eval-1" / "run.json").write_text('{"ended": null}')
+    for lock in (folder / ".lock", folder / "eval-1" / ".lock"):
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as holder:
+            holder.stdout.readline()
+            assert f"{lock.parent} is running" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
+            holder.communicate("\n", timeout=60)
     for answer in ("", "\n", "n\n"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
         run(cli, ["runs", "rm", str(folder)])

@@ -145,6 +145,31 @@ def test_a_killed_evaluation_does_only_what_is_missing(tiny, tmp_path, monkeypat
     assert evaluate(other, dump_folder=dump, fresh=True)["samples"] == 6
 
 
+def test_the_folder_of_a_training_run_is_refused_and_left_as_it_is(tiny, tmp_path):
+    kept = {"run.json": '{"kind": "train", "ended": "completed"}', "config.yaml": "trainer: {}\n"}
+    for name, text in kept.items():
+        (tmp_path / name).write_text(text)
+    config = tiny.config(tmp_path, f"data.val_files={tiny.folder}/data/test.parquet")
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match="holds another run"):
+            evaluate(config, dump_folder=tmp_path, fresh=fresh)
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+
+
+def test_an_evaluation_of_which_nothing_is_there_is_in_nobodys_way(tiny, tmp_path, monkeypatch):
+    def killed(self, dataset, numbers):
+        raise Killed
+
+    settings, dump = [f"data.val_files={tiny.folder}/data/test.parquet"], tmp_path / "dump"
+    config = tiny.config(tmp_path, *settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(Rollouts, "validate_rows", killed)
+        with pytest.raises(Killed):
+            evaluate(config, dump_folder=dump)
+    other = tiny.config(tmp_path, *settings, "actor_rollout_ref.rollout.val_kwargs.temperature=0.5")
+    assert evaluate(other, dump_folder=dump)["samples"] == 3
+
+
 def test_samples_that_were_dropped_are_tried_again(tiny, tmp_path):
     (tmp_path / "judge.py").write_text(
         "import pathlib\n"

@@ -151,6 +151,9 @@ def test_a_line_still_being_written_counts_once_it_is_whole(tmp_path):
     path.write_text(line + line + line.rstrip("\n"))  # whole, without a newline
     index.refresh()
     assert (len(index.rows), index.bad) == (3, [])
+    path.write_text(line * 4)  # its newline came later
+    index.refresh()
+    assert [row.line for row in index.rows] == [1, 2, 3, 4]
 
 
 def test_bad_lines_are_named_and_never_fatal(tmp_path):

@@ -39,7 +39,7 @@ def _read(request: Json, _: Replies) -> Json:
     chat = {name: request[name] for name in _SAME if name in request}
     chat["stop"] = request.get("stop_sequences") or None
     choice = request.get("tool_choice") or {}
-    if not isinstance(choice, dict) or choice.get("type", "auto") not in _CHOICES:
+    if not isinstance(choice, dict) or str(choice.get("type", "auto")) not in _CHOICES:
         raise GatewayError(400, "tool_choice must be an object of type 'auto' or 'none'", param="tool_choice")
     chat["tool_choice"] = _CHOICES[choice.get("type", "auto")]
     if choice.get("disable_parallel_tool_use"):

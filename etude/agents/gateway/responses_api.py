@@ -68,7 +68,7 @@ def _read(request: Json, replies: Replies) -> Json:
         said = text_of(request["instructions"], "instructions")
         messages.append({"role": "system", "content": said, INSTRUCTIONS: True})
     if (previous := request.get("previous_response_id")) is not None:
-        if previous not in replies:
+        if text_of(previous, "previous_response_id") not in replies:
             reason = f"previous_response_id: this session has (or keeps) no response '{str(previous)[:100]}'"
             raise GatewayError(404, reason, param="previous_response_id")
         messages += replies[previous]

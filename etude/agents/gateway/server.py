@@ -85,7 +85,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         if completion is None:
             return Response(status_code=_ABANDONED)
         if dialect is RESPONSES and chat.store is not False:
-            session.replies[response_id(completion)] = conversation(completion)
+            session.keep_reply(response_id(completion), conversation(completion))
         if chat.stream:
             return Response(_stream(dialect, completion, tokenizer), media_type="text/event-stream")
         return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")

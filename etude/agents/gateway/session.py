@@ -88,6 +88,7 @@ class GatewaySession:
         self.recording = Recording()
         self.replies: dict[str, list[Message]] = {}
         """The conversation up to each answer that `previous_response_id` may name."""
+        self._said: dict[bytes, Message] = {}
         self.refused: StopReason | None = None
         """The limit that rejected the last request, if one did."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -189,6 +190,12 @@ class GatewaySession:
             if not turns:
                 self._images.give_back(images)
         return Completion(request, turns, place.ids, f"{self.name}-{number}")
+
+    def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
+        """Keeps the conversation up to an answer. Agents send the whole history with each request: a message that was kept
+        before is not kept again."""
+        digests = [(hashlib.blake2b(json.dumps(each).encode(), digest_size=16).digest(), each) for each in conversation]
+        self.replies[name] = [self._said.setdefault(digest, each) for digest, each in digests]
 
     def reward(self, body: object) -> None:
         """Adds `{"reward": number, "name": text?}` as a step reward of the last turn.

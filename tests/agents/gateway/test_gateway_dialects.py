@@ -121,6 +121,19 @@ def test_a_response_that_is_not_kept_cannot_be_continued():
     talk(work, [says("one")])
 
 
+def test_a_history_that_is_sent_again_is_kept_once():
+    async def work(stage):
+        history = [USER]
+        for _ in range(3):
+            answer = await stage.client.responses.create(model="any", input=history)
+            history += [{"role": "assistant", "content": answer.output_text}, USER]
+        return list(stage.session.replies.values())
+
+    first, second, third = talk(work, [says("one"), says("two"), says("three")])
+    assert [len(each) for each in (first, second, third)] == [2, 4, 6]
+    assert all(old is new for old, new in zip(second, third))
+
+
 @pytest.mark.parametrize("turn", [*TURNS, says("")])
 def test_a_stream_adds_up_to_the_answer(turn):
     async def work(stage):
@@ -203,6 +216,7 @@ def test_why_a_turn_ended():
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type: a part of type"),
         ({"input": [{"role": "user", "content": [7]}]}, "input.0.content must be a list of objects"),
         ({"input": 7}, "input must be a list of objects"),
+        ({"previous_response_id": {}}, "previous_response_id must be a text"),
     ],
 )
 def test_what_responses_refuse(more, reason):
@@ -218,6 +232,7 @@ def test_what_responses_refuse(more, reason):
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: only tools with an input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: only 'auto' and 'none'"),
         ({"tool_choice": "auto"}, "tool_choice must be an object"),
+        ({"tool_choice": {"type": ["auto"]}}, "tool_choice must be an object"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role must be 'user' or 'assistant'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
