@@ -26,7 +26,14 @@ from etude.trainer.run import fine_tune, train
 from etude.trainer.sft import SFTTrainer
 
 SFT = (f"multi_turn.tool_config_path={TOOLS}", "trainer.total_training_steps=4", "data.train_batch_size=4")
-SFT = (*SFT, "trainer.num_threads=1", "trainer.logger=[jsonl]", "trainer.save_freq=2", "trainer.deterministic=true")
+SFT = (
+    *SFT,
+    "trainer.max_restarts=1",
+    "trainer.num_threads=1",
+    "trainer.logger=[jsonl]",
+    "trainer.save_freq=2",
+    "trainer.deterministic=true",
+)
 LOST = WorkerLost("ActorRolloutRefWorker, rank 1 of 2, on node a: died in update_actor; its last lines: none")
 
 
@@ -173,7 +180,7 @@ def test_fine_tuning_goes_on_too(tiny, tmp_path, monkeypatch, caplog):
     tuned(tmp_path / "whole")
     loses(monkeypatch, 3, method="_step", trainer=SFTTrainer)
     result = tuned(tmp_path / "run")
-    assert f"from {tmp_path}/run/global_step_2" in logged(caplog)[0]
+    assert f"from {tmp_path}/run/global_step_2 (trainer.max_restarts: 1 of 1)" in logged(caplog)[0]
     assert same(*(load_file(folder / "model.safetensors") for folder in (result, tmp_path / "whole" / "huggingface")))
     assert steps(tmp_path / "run") == [1, 2, 3, 4]
 

@@ -194,6 +194,7 @@ WITNESSED = {
     "trainer.resume_from_path": (SFT, "test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for"),
     "trainer.max_skipped_steps": (SFT, "test_a_model_whose_gradients_are_never_finite_ends_the_run"),
     "plugins": (SFT, "test_a_plugin_is_imported"),
+    "trainer.max_restarts": ("trainer/test_trainer_restarts.py", "test_fine_tuning_goes_on_too"),
     "trainer.backend": RAY,
     "trainer.nnodes": RAY,
 }
@@ -204,6 +205,8 @@ UNSEEN = {
     "trainer.num_threads": "changes speed alone",
     "trainer.device": "there is one device where the tests run",
     "trainer.n_gpus_per_node": "groups are opened as for rollouts, whose tests see it",
+    "trainer.min_nnodes": "groups are opened as for rollouts, whose tests see it",
+    "ray.node_timeout": "groups are opened as for rollouts, whose tests see it",
     "ray.address": "groups are opened as for rollouts, whose tests see it",
     "ray.init_kwargs": "groups are opened as for rollouts, whose tests see it",
     "ray.call_timeout": "groups are opened as for rollouts, whose tests see it",
