@@ -55,8 +55,8 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
     groups: dict[str, set[float]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)
     for record in records:
-        if record.get("uid") is not None and is_number(record.get("score")):
-            groups[str(record["uid"])].add(round(float(record["score"]), 9))
+        if record["uid"] is not None and is_number(score := record["score"]):
+            groups[str(record["uid"])].add(round(float(score), 9))
             sizes[str(record["uid"])] += 1
     compared = [uid for uid, size in sizes.items() if size > 1]
     read = [(record, info["pred"]) for record in records if "pred" in (info := _score_info(record))]
