@@ -228,7 +228,7 @@ def _field(record: Mapping[str, Any], key: str, convert: Callable[[Any], T], def
         raise DataError(f"rollout record: '{key}' is missing; was it written by another program?")
     try:
         return convert(record[key])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"rollout record: '{key}' is malformed: {type(error).__name__}: {one_line(error)}") from error
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.trajectory import StopReason
+from etude.viewer.panel import is_number
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
@@ -149,7 +150,7 @@ def parse_conversation(record: Mapping[str, Any] | None, max_text: int = MAX_TEX
     step = record.get("step")
     return Conversation(
         step=step if isinstance(step, int) else 0,
-        score=float(score) if isinstance(score, (int, float)) else None,
+        score=float(score) if is_number(score) else None,
         blocks=tuple(blocks),
         facts=tuple(_facts(record)),
     )
@@ -167,24 +168,24 @@ def _segment_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
         return []
     rewards = _step_rewards(record)
     blocks = [_block("prompt", record.get("input", ""), max_text=max_text)]
-    turn: object = None
+    turn = ""
     for item in segments[:MAX_BLOCKS]:
-        kind = item.get("provenance") if item.get("provenance") in _LABELS else "template"
-        if kind == "sampled" and item.get("turn") != turn:
+        kind = provenance if (provenance := str(item.get("provenance"))) in _LABELS else "template"
+        if kind == "sampled" and str(item.get("turn")) != turn:
             blocks += rewards.pop(turn, [])
-            turn = item.get("turn")
+            turn = str(item.get("turn"))
         if str(item["text"]):
             blocks.append(_block(str(kind), item["text"], max_text=max_text))
     return blocks + [block for group in rewards.values() for block in group]
 
 
-def _step_rewards(record: Mapping[str, Any]) -> dict[object, list[Block]]:
+def _step_rewards(record: Mapping[str, Any]) -> dict[str, list[Block]]:
     rewards = record.get("rewards")
     steps = rewards.get("steps") if isinstance(rewards, Mapping) else None
-    groups: dict[object, list[Block]] = defaultdict(list)
+    groups: dict[str, list[Block]] = defaultdict(list)
     for entry in steps if isinstance(steps, list) else []:
-        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], (int, float)) and entry[2] != 0:
-            groups[entry[0]].append(_block("reward", f"{entry[2]:+.3g}", f"reward of {str(entry[1])[:60]}"))
+        if isinstance(entry, list) and len(entry) == 3 and is_number(entry[2]) and entry[2] != 0:
+            groups[str(entry[0])].append(_block("reward", f"{entry[2]:+.3g}", f"reward of {str(entry[1])[:60]}"))
     return groups
 
 
@@ -196,11 +197,11 @@ def _flat_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
 def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     rewards = record.get("rewards")
     if isinstance(rewards, Mapping):
-        if isinstance(rewards.get("score"), (int, float)):
+        if is_number(rewards.get("score")):
             yield "manager's score", f"{rewards['score']:.3g}"
         final = rewards.get("final")
         for tool, value in islice(final.items(), 8) if isinstance(final, Mapping) else ():
-            yield f"{str(tool)[:60]} at the end", f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:20]
+            yield f"{str(tool)[:60]} at the end", f"{value:.3g}" if is_number(value) else str(value)[:20]
     if isinstance(record.get("gts"), (str, int, float)):
         yield "expected", sanitize_text(str(record["gts"]))[:120]
     yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]

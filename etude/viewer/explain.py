@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.dumps import read_rollouts, sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
 from etude.trajectory import Provenance, Segment, Trajectory
+from etude.viewer.panel import is_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -179,7 +180,10 @@ def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase |
 
 def _weights(record: Mapping[str, Any]) -> tuple[float, float]:
     weights = record.get("reward_weights") or {}
-    return float(weights.get("tool", 1.0)), float(weights.get("score", 1.0))
+    found = [weights.get(name, 1.0) for name in ("tool", "score")] if isinstance(weights, Mapping) else []
+    if not found or not all(map(is_number, found)):
+        raise DataError(f"rollout record: 'reward_weights' is malformed: {str(weights)[:100]}")
+    return float(found[0]), float(found[1])
 
 
 def _check(statement: str, wrong: str | None, evidence: str) -> Check:

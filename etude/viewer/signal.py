@@ -20,6 +20,7 @@ from etude.viewer.panel import is_number
 
 MAX_SCANNED = 20_000
 _EXAMPLES = 3
+_READ = ("uid", "request_id", "score", "stop_reason", "attempt", "rewards")
 _TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 
 
@@ -47,12 +48,15 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
         DataError: the dump cannot be read; names file and line.
     """
     steps = list_dump_steps(folder) if step is None else [step]
-    records = list(islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)) if steps else []
+    found = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED) if steps else ()
+    records = [
+        {name: record.get(name) for name in _READ} for record in found
+    ]  # a step's texts and tokens are gigabytes
     groups: dict[str, set[float]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)
     for record in records:
-        if record.get("uid") is not None and isinstance(record.get("score"), int | float):
-            groups[str(record["uid"])].add(round(float(record["score"]), 9))
+        if record["uid"] is not None and is_number(score := record["score"]):
+            groups[str(record["uid"])].add(round(float(score), 9))
             sizes[str(record["uid"])] += 1
     compared = [uid for uid, size in sizes.items() if size > 1]
     read = [(record, info["pred"]) for record in records if "pred" in (info := _score_info(record))]

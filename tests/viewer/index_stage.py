@@ -72,3 +72,33 @@ def verl_line(step=1, number=0, **extra):
     """As verl's trainer writes one."""
     record = {"input": f"user\nHow many {number // 2}?", "output": f"They are {number}.", "gts": "3", "score": 0.5}
     return json.dumps(record | {"step": step, "acc": True} | extra, ensure_ascii=False) + "\n"
+
+
+MALFORMED = [
+    (("tool_calls",), -1),
+    (("tool_calls", 0, "seconds"), 10**400),
+    (("segments", 0, "provenance"), [{}]),
+    (("segments", 0, "turn"), [1]),
+    (("rewards", "steps", 0, 0), []),
+    (("rewards", "steps", 0, 2), 10**400),
+    (("rewards", "score"), 10**400),
+    (("rewards", "final", "calculator"), 10**400),
+    (("score",), 10**400),
+    (("messages", 0), 1e308),
+    (("prompt_ids", 0), 10**30),
+    (("reward_weights",), 0.5),
+    (("reward_weights", "tool"), None),
+]
+"""Values, by their place in a record, that no trainer writes there."""
+
+
+def write_malformed(folder: Path, place, value) -> Path:
+    """A dump of one rollout with `value` at `place`."""
+    record = make_record()
+    inside = record
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts" / "1.jsonl").write_text(json.dumps(record) + "\n")
+    return folder

@@ -11,7 +11,7 @@ import weakref
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from index_stage import make_record, make_trajectory, verl_line, write_run
+from index_stage import MALFORMED, make_record, make_trajectory, verl_line, write_malformed, write_run
 
 from etude.cli.export_rollouts import export_rollouts_command
 from etude.cli.main import cli
@@ -412,3 +412,15 @@ def test_a_missing_extra_is_one_line_to_run(run, tmp_path, monkeypatch, capsys, 
     assert main_run(cli, [*command.split(), str(run)]) == 2
     assert f"pip install 'etude[{extra}]'" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("format", ["atif", "otel", "parquet"])
+@pytest.mark.parametrize(("place", "value"), MALFORMED, ids=lambda each: str(each)[:40])
+def test_a_malformed_record_is_exported_or_named(tmp_path, place, value, format):
+    index = opened(write_malformed(tmp_path / "run", place, value))
+    try:
+        said = str(export_rollouts(index, index.rows, format, tmp_path / "out"))
+    except DataError as error:
+        said = str(error)
+    assert said == "1" or "rollouts/1.jsonl:1" in said
+    assert not list(tmp_path.glob(".*out"))

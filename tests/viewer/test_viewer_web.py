@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from etude.viewer.index import Filter
 from etude.viewer.web import answers
 from etude.viewer.web.export import write_page
 from etude.viewer.web.runs import Runs, RunView
-from tests.viewer.index_stage import make_record, verl_line, write_run
+from tests.viewer.index_stage import MALFORMED, make_record, verl_line, write_malformed, write_run
 from tests.viewer.web_stage import (
     EVIL,
     PATIENCE,
@@ -545,3 +546,37 @@ def follow(tab, job):
     tab.shoot("tokens")
     assert tab.wrong == []
     tab.context.close()
+
+
+@pytest.mark.parametrize(("place", "value"), MALFORMED, ids=lambda each: str(each)[:40])
+def test_a_malformed_record_is_shown_or_refused_in_one_line(tmp_path, place, value):
+    run = RunView(".", write_malformed(tmp_path, place, value))
+    [row] = run.index.rows
+    found = answers.trajectory(run, row.place)
+    assert found["sequences"][0]["blocks"][0]["text"] == "Question 0: 12 * 6?"
+    assert answers.why(run)["step"] == 1
+    try:
+        said = str(answers.tokens(run, row.place, 0, 0)["total"])
+    except DataError as error:
+        said = str(error)
+    assert said == "7" or "malformed" in said
+
+
+def test_why_holds_one_rollout_at_a_time(tmp_path, monkeypatch):
+    class Record(dict):
+        """A dictionary whose end can be seen."""
+
+    def read(path):
+        for line in path.read_text().splitlines():
+            record = Record(json.loads(line))
+            kept.append(weakref.ref(record))
+            yield record
+            del record
+            most.append(sum(each() is not None for each in kept))
+
+    kept, most = [], []
+    monkeypatch.setattr("etude.viewer.signal.read_rollouts", read)
+    write_rollouts(tmp_path / "rollouts", 1, [make_record(1, number) for number in range(8)])
+    assert answers.why(RunView(".", tmp_path))["causes"]
+    assert len(most) == 8
+    assert max(most) <= 1

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etude.errors import DataError, one_line
 from etude.jsonl import json_safe
 from etude.viewer.exports.turns import ExportedRollout, valid
 
@@ -42,7 +43,12 @@ def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
     """Writes one file, a batch of rollouts at a time."""
     with pq.ParquetWriter(out, SCHEMA, compression="zstd") as writer:
         while batch := [_row(rollout) for rollout in islice(rollouts, _BATCH)]:
-            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+            try:
+                table = pa.Table.from_pylist(batch, SCHEMA)
+            except (OverflowError, pa.ArrowInvalid) as error:
+                between = f"{batch[0]['place']} to {batch[-1]['place']}"
+                raise DataError(f"{between}: a number is beyond parquet's 64 bits: {one_line(error)}") from error
+            writer.write_table(table)
 
 
 def _row(rollout: ExportedRollout) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def read_rollout(index: RolloutIndex, row: Row) -> ExportedRollout:
         for number, call in enumerate(as_list(record.get("tool_calls"))):
             turn = turns[min(max(int(call["turn"]), 0), len(turns) - 1)]
             turn.calls.append(_call(number, call))
-    except (DataError, KeyError, TypeError, ValueError) as error:
+    except (DataError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{row.place}: {error}") from error
     messages = [each for each in as_list(record.get("messages")) if isinstance(each, dict)]
     head = [*takewhile(lambda message: message.get("role") != "assistant", messages)]
@@ -122,7 +122,7 @@ def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> list[Turn]:
         elif segment.provenance is Provenance.USER:
             last.said += valid(item.get("text"))
         position += len(segment.token_ids)
-    written = [message_text(each) for each in trajectory.messages if each.get("role") == "assistant"]
+    written = [message_text(each) for each in map(as_dict, trajectory.messages) if each.get("role") == "assistant"]
     if len(written) == len(turns):  # as messages: without the template's tokens
         for turn, text in zip(turns.values(), written):
             turn.text = text

@@ -20,7 +20,7 @@ from etude.viewer.conversations import parse_conversation
 from etude.viewer.explain import list_tokens
 from etude.viewer.index import Filter, RolloutIndex, count_values, group_rows
 from etude.viewer.panel import is_number, validation_label
-from etude.viewer.rows import FLAGS, Row
+from etude.viewer.rows import FLAGS, Row, as_list
 from etude.viewer.runs import diff_configs, is_run, read_run
 from etude.viewer.signal import count_problems, find_causes
 from etude.viewer.subjects import SUBJECTS, Records, find_lines, series, time_parts, validation_keys
@@ -261,7 +261,7 @@ def trajectory(run: RunView, place: str) -> Answer:
     index, row = _find(run, place)
     record = index.read(row)
     sequences = sequences_of(record)
-    calls = [call for call in record.get("tool_calls") or () if isinstance(call, Mapping)]
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
     siblings = index.siblings(row)
     rows = index.rows
     at = next((number for number, each in enumerate(rows) if each.place == place), 0)
