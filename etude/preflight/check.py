@@ -202,9 +202,10 @@ class _Inspection:
         from etude.trainer.setup import warn_of_rewards
 
         assert self._setup is not None
+        assert self._composition is not None
         setup, said = self._setup, []
         for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
-            if not files:
+            if not files or any(line.startswith(f"{key}=") for line in self._composition.faults):  # told already
                 continue
             problems: list[DataError] = []
             dataset: RLDataset = setup.dataset(files, self._rows, problems)

@@ -84,7 +84,7 @@ class Seat:
             line = await _keyboard.run(self._typed.readline)
             if not line:
                 raise Left("the input ended before the conversation: nothing is scored")
-            line = line.rstrip("\n")
+            line = line.rstrip("\n").encode(errors="replace").decode()  # what is no UTF-8 comes as lone surrogates
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 return "\n".join(lines)

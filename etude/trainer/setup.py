@@ -267,11 +267,13 @@ def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
     """Warns where answers earn 0 unless a call returns a reward, and where a right answer counts twice."""
     reward, catalogue = setup.roles.reward, setup.catalogue
     scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
-    if not (scored or setup.roles.plugins or catalogue.judging_tools):
+    loop = (train[0].get("agent_name") if len(train) else None) or setup.roles.rollout.agent.default_agent_loop
+    own_loop = loop not in (None, "tool_agent", "single_turn_agent")  # which may set the reward itself
+    if not (scored or own_loop or setup.roles.plugins or catalogue.judging_tools):
         logger.warning(
-            "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
-            "call returns a reward, every answer earns 0",
-            ", ".join(catalogue.schemas),
+            "no reward manager scores (reward_model.enable, score_weight), and no tool%s has a calc_reward: where no call "
+            "returns a reward, every answer earns 0; give custom_reward_function.path, or set reward_model.enable=true",
+            f" ({', '.join(catalogue.schemas)})" if catalogue.schemas else "",
         )
     if reward.enable and len(train):
         row = train[0]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from house_stage import ACTOR, ROLLOUT
@@ -273,6 +274,18 @@ def test_everything_wrong_is_found_at_once(agent):
         "batch",
         "reward",  # and not again where the rollout is scored
     ], errors
+
+
+def test_a_missing_file_is_told_once(agent):
+    found = inspect(agent, "data.train_files=[nowhere/nope.jsonl]")
+    assert ["nope.jsonl" in each.message for each in found.all if each.level is ERROR] == [True], found.all
+
+
+def test_a_loop_that_sets_its_own_reward_needs_no_scorer(agent):
+    example = Path(__file__).parents[2] / "examples" / "openai_agent"
+    settings = [f"actor_rollout_ref.model.path={agent.model}", "data.max_prompt_length=512"]
+    found = inspect_run("agent", settings, example, rolls_out=False)
+    assert [each for each in found.all if each.subject in ("rows", "reward") and each.level is not Level.OK] == []
 
 
 def test_the_table_and_json_say_the_same(agent, capsys):

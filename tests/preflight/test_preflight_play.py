@@ -83,6 +83,12 @@ def test_raw_text_is_taken_as_it_is(type_in):
     assert trajectory_from_record(record).messages[1]["content"].startswith(text)
 
 
+def test_bytes_that_are_no_text_are_replaced(type_in):
+    status, _, record = type_in("guess number=2 \udcff=1", "it is \udcff 1")
+    assert status == 0
+    assert trajectory_from_record(record).messages[-1]["content"].startswith("it is ? 1")
+
+
 def test_a_scorer_that_fails_is_no_score(type_in, agent):
     agent.write("reward.py", "def compute_score(**given):\n    return 1 / 0\n")
     status, said, record = type_in("1")

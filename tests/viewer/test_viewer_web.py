@@ -474,6 +474,12 @@ def test_a_run_is_one_file_that_asks_for_nothing(browser, folder, tmp_path, name
     tab.context.close()
 
 
+def test_a_folder_without_a_run_is_no_page(tmp_path):
+    with pytest.raises(DataError, match="holds no rollouts and no metrics"):
+        write_page(tmp_path, tmp_path / "run.html")
+    assert not (tmp_path / "run.html").exists()
+
+
 def test_a_trajectory_is_one_file_with_the_others_of_its_prompt(browser, folder, tmp_path):
     with pytest.raises(DataError, match="no trajectory"):
         write_page(folder / "other", tmp_path / "one.html", "rollouts/2.jsonl:999")

@@ -35,7 +35,7 @@ def write_page(path: Path, output: Path, place: str = "") -> int:
     there is room for.
 
     Raises:
-        DataError: there is no such run or trajectory.
+        DataError: there is no such run or trajectory, or nothing in it.
         EtudeError: the file cannot be written.
     """
     if not path.exists():
@@ -50,6 +50,8 @@ def write_page(path: Path, output: Path, place: str = "") -> int:
             raise DataError(f"{path} has no trajectory '{place}'; one is named such as rollouts/12.jsonl:3")
         content |= _trajectories(run, [row, *(each for each in index.siblings(row) if each != row)])
     else:
+        if not index.rows and not (path / "metrics.jsonl").exists():
+            raise DataError(f"{path} holds no rollouts and no metrics; name a run's folder or rollout dumps")
         content |= _pages(run) | _trajectories(run, _chosen(index.rows))
     count = sum(address.startswith("trajectory?") for address in content)
     text = _page(content, place, [] if place else ["overview", "why", "trajectories", "timeline"])
