@@ -182,7 +182,12 @@ class PPOTrainer:
         done, validated = self.global_step, Metrics()
         try:
             metrics = self.training_step(interrupts)
-        finally:  # the step counts even if its dump failed
+        except BaseException:
+            if self.global_step > done:
+                self._budget.note(self._metrics_of_step)
+                tracking.log(self._metrics_of_step, self.global_step)
+            raise
+        finally:  # the step counts even if its dump failed, or the next one's rollouts
             if self.global_step > done:
                 self._accounts.log(self._prompts_of_step, self.global_step)
                 self._midstep = False
@@ -247,14 +252,14 @@ class PPOTrainer:
                     with timings("update_weights"):
                         metrics |= self._update_weights()
         self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
-        self._midstep = True  # until it is in the accounts
-        self.global_step += 1
-        self._state = self._loop_state()
-        self._end_with_the_passes()
-        self.feed.end_step(self.global_step, self.total_steps)
         metrics |= accounting_metrics(self._prompts_of_step)
         metrics |= timing_metrics(timings.of_work(), *tokens)
+        self._midstep = True  # until it is in the accounts
+        self.global_step += 1
         metrics |= {"training/global_step": self.global_step}
+        self._metrics_of_step, self._state = metrics, self._loop_state()
+        self._end_with_the_passes()
+        self.feed.end_step(self.global_step, self.total_steps)
         if self.options.rollout_data_dir:
             self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
         return metrics

@@ -24,6 +24,7 @@ from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import fine_tune, train
 from etude.trainer.sft import SFTTrainer
+from etude.trainer.signal import JudgeBudget
 
 SFT = (f"multi_turn.tool_config_path={TOOLS}", "trainer.total_training_steps=4", "data.train_batch_size=4")
 SFT = (
@@ -92,6 +93,17 @@ def test_finished_steps_are_saved_where_the_actor_lives(tiny, tmp_path, whole, m
     train(tiny.config(folder))
     assert f"from {folder}/global_step_3" in logged(caplog)[0]
     assert same(weights(folder, 6), weights(whole, 6))
+
+
+def test_what_is_lost_after_a_step_leaves_its_line(tiny, tmp_path, whole, monkeypatch, caplog):
+    loses(monkeypatch, 3, method="_dump")
+    paid = []
+    monkeypatch.setattr(JudgeBudget, "note", lambda self, metrics: paid.append(metrics.get("training/global_step")))
+    folder = tmp_path / "run"
+    train(tiny.config(folder, f"trainer.rollout_data_dir={tmp_path / 'dumps'}"))
+    assert f"from {folder}/global_step_3" in logged(caplog)[0]
+    assert steps(folder) == [each for each in paid if each] == [1, 2, 3, 4, 5, 6]
+    assert accounts(folder) == accounts(whole)
 
 
 def test_prompts_in_flight_are_rolled_out_again(tiny, tmp_path, monkeypatch):
