@@ -92,14 +92,14 @@ class BearerToken:
 
     def __init__(self, app: ASGIApp, token: str, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
-        self._expected = token.encode()
+        self._expected = b"Bearer " + token.encode()
         self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         if hmac.compare_digest(given, self._expected):
             return await self._app(scope, receive, send)
         body = self._error_body(401, "a bearer token is required")

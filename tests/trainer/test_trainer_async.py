@@ -134,7 +134,7 @@ def test_rollouts_do_not_age_while_only_the_critic_learns(tiny, tmp_path):
 
 
 def test_a_step_whose_dump_cannot_be_written_is_in_the_accounts(tiny, tmp_path, monkeypatch):
-    def full(self, folder, rollouts):
+    def full(self, folder, rollouts, values=()):
         if self.global_step == 2:
             raise EtudeError("disk is full")
 

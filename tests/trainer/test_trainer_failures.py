@@ -47,7 +47,8 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     )
     launched = Launched(["train", *tiny.arguments(run, *settings)], tmp_path / "log")
     assert launched.wait() == 2
-    [line] = launched.text().splitlines()
+    warned, line = launched.text().splitlines()
+    assert "disk: a checkpoint takes about" in warned
     assert line.startswith(f"error: cannot write {run}/global_step_2: ")
     assert "0.0 MiB free" in line or "0.1 MiB free" in line or "0.2 MiB free" in line
     assert line.endswith("; free space or set trainer.default_local_dir")

@@ -140,7 +140,7 @@ def test_an_engine_with_its_own_weights_gets_the_actors_by_name(model_path, dtyp
 def test_a_replica_that_comes_back_is_not_probed_by_an_actor_that_learns_meanwhile(model_path, monkeypatch, streams):
     """Its weights are those of the last sync, and the actor's are in motion."""
 
-    def build(options, _, tokenizer):
+    def build(options, _, tokenizer, place):
         return Router({"one": build_engine(options, load_causal_lm(model_path, dtype="float32"), tokenizer)})
 
     monkeypatch.setattr("etude.workers.rollout.build_engine", build)

@@ -23,7 +23,7 @@ from parsers_formats import FORMATS, schemas
 
 WHOLE = {
     "minimax_m2", "pythonic", "llama4", "mistral v3", "phi4", "phi4 tag", "granite", "granite bare", "granite 3.1", "xlam",
-    "xlam fence", "cohere",
+    "xlam fence", "cohere", "deepseek_v32", "deepseek_v4", "kimi_k3", "lfm2", "olmo3",
 }  # fmt: skip
 """Formats that write several calls as one list or block."""
 TURNS = [
