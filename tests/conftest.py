@@ -1,6 +1,7 @@
 """What all rooms' tests share: a small random model, one thread, and Hypothesis without a clock."""
 
 import os
+import secrets
 import signal
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import settings
 VOCAB = 97
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
+
+# Without a token, the first cluster of a machine makes one, and those that other tests started just before refuse it.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
