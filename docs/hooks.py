@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 
+import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
@@ -14,6 +16,15 @@ ROOT = Path(__file__).parents[1]
 log = logging.getLogger("mkdocs.plugins.etude")  # whose warnings fail a strict build
 slug = slugify(case="lower")
 HEADING = re.compile(r"^```.*?^```$|^(#+ [^\n]+)$", re.DOTALL | re.MULTILINE)
+
+
+def on_startup(**_: object) -> None:
+    """Writes the pages that are made from the code (git ignores them)."""
+    shutil.rmtree(ROOT / "docs/reference", ignore_errors=True)
+    for name, text in reference.pages().items():
+        path = ROOT / "docs" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def on_config(config: MkDocsConfig) -> None:

@@ -29,6 +29,8 @@ from etude.tools import FUNCTION_TOOLS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GENERATED: dict[str, str] = runpy.run_path(str(DOCS / "reference.py"))["pages"]()
+"""Pages that are made when the site is built."""
 TRANSLATIONS = sorted(DOCS.glob("*.zh.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.glob("*.md")) - set(TRANSLATIONS))]
 BLOCK = re.compile(
@@ -148,32 +150,31 @@ def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in LINK.findall(text):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            found = (page.parent / target).exists() or target in GENERATED
+            assert found, f"{page.name} links to {target}"
     for target, heading in HEADING_LINK.findall(text):
         other = (page.parent / target) if target else original(page)  # a translation has its original's anchors
-        assert heading in headings(other), f"{page.name} links to {target}#{heading}"
+        text = GENERATED.get(target) or other.read_text(encoding="utf-8")
+        assert heading in headings(text), f"{page.name} links to {target}#{heading}"
 
 
-def headings(page: Path) -> set[str]:
-    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+def headings(text: str) -> set[str]:
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_the_site_lists_every_page():
-    listed = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
-    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+    everything = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    assert sorted(everything) == sorted([*(page.name for page in PAGES[1:]), *GENERATED])
+    listed = [name for name in everything if name not in GENERATED]
     linked = LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))
     assert linked == [name for name in listed if name != "index.md"]  # the index has them all, in the same order
 
 
 def pages_of(navigation: list) -> Iterator[str]:
-    """The pages of the repository: those in reference/ are made when the site is built."""
     for entry in navigation:
         for item in entry.values():
-            if isinstance(item, list):
-                yield from pages_of(item)
-            elif not item.startswith("reference/"):
-                yield item
+            yield from pages_of(item) if isinstance(item, list) else [item]
 
 
 def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:
