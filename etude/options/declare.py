@@ -2,7 +2,7 @@
 meaning, and when it applies.
 
 Invariant: an instance that exists is within its ranges (pydantic refuses the rest), and everything said of a key anywhere
-(refusals, the comments of the YAML tree, docs/configuration.md, `etude config KEY`) is computed from its declaration.
+(refusals, the comments of the YAML tree, the site's page of keys, `etude config KEY`) is computed from its declaration.
 Importing a declaration imports no torch.
 """
 

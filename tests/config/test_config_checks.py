@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
 from etude.config.checks import check_names, check_records, effective_keys, problems_with
-from etude.config.generate import pages, tree_files
+from etude.config.generate import tree_files
 from etude.config.preflight import start_problems
 from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
@@ -543,8 +543,8 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 
-def test_the_tree_and_the_pages_are_current():
-    stale = [path.name for path, text in {**tree_files(), **pages()}.items() if path.read_text("utf-8") != text]
+def test_the_tree_is_current():
+    stale = [path.name for path, text in tree_files().items() if path.read_text("utf-8") != text]
     assert stale == [], "run  python -m etude.config.generate"
 
 
