@@ -3,7 +3,7 @@
 Blocks of `python` are executed, lines of `bash` blocks that begin with `etude` or `python` are run, a `console` block that
 begins with `$ etude` shows what that command says, and a block after `<!-- file: NAME -->` is saved under that name.
 `<!-- not run: REASON -->` exempts the block that follows, `<!-- soak: REASON -->` in all but the soak tests. A translation
-(NAME.zh.md) has no blocks of its own.
+(NAME.zh.md) shows the blocks of its original: tests/test_translations.py.
 """
 
 import io
@@ -144,20 +144,8 @@ def test_every_fence_is_understood(page):
     assert all(bool(opening) and not closing for opening, closing in zip(fences[::2], fences[1::2]))
 
 
-@pytest.mark.parametrize("page", TRANSLATIONS, ids=page_id)
-def test_a_translation_shows_the_blocks_of_its_original(page):
-    shown = {without_comments(block) for block in blocks(original(page))}
-    for block in (block for block in blocks(page) if block.language != "text"):
-        assert without_comments(block) in shown, f"{page.name}:{block.line} is not in {original(page).name}"
-
-
 def original(page: Path) -> Path:
     return ROOT / "README.md" if page.name == "index.zh.md" else page.with_name(page.name.replace(".zh.md", ".md"))
-
-
-def without_comments(block: Block) -> str:
-    """What must not differ: comments may be translated, as may all of a `text` block."""
-    return "\n".join(filter(None, (re.sub(r"\s*#.*", "", line).rstrip() for line in block.body.splitlines())))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *TRANSLATIONS], ids=page_id)
