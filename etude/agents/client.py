@@ -14,6 +14,7 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.inference.types import streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
@@ -44,11 +45,13 @@ class TrajectoryClient:
         sampling_params: SamplingParams | Mapping[str, Any],
         draw: int | None = None,
         images: Sequence[ImageInput] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. Whatever `request_id` a loop passes, the engine gets the trajectory's own.
 
-        `draw` replaces the request's number in its seed: the same draw again gives the same random numbers.
+        `draw` replaces the request's number in its seed: the same draw again gives the same random numbers. `on_tokens` is
+        called with the ids as they are drawn, if the engine tells.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
@@ -63,6 +66,8 @@ class TrajectoryClient:
         self._asked += 1  # before the await: concurrent requests must not share a seed
         asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         given: dict[str, Any] = {"images": shown} if shown else {}  # a text-only engine need not have the parameter
+        if on_tokens is not None and streams_tokens(self._engine):
+            given["on_tokens"] = on_tokens
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:

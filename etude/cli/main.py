@@ -2,7 +2,7 @@
 
 Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that a
 user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where they
-stopped a run cleanly; anything else keeps its traceback.
+stopped a run cleanly; anything else keeps its traceback. A group without a command shows its help and is 0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import click
+from click.shell_completion import CompletionItem
 
 from etude import __version__
 from etude.errors import ConfigError, ConfigErrors, EtudeError, debugging, describe_error, user_place
@@ -29,38 +30,55 @@ class LazyCommand:
 
     target: str
     help: str
+    section: str
 
 
+_SECTIONS = {
+    "Begin": {
+        "quickstart": ("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
+        "new": ("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
+        "check": ("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
+        "doctor": ("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),
+        "completion": ("etude.cli.completion:completion", "Print a shell's completion script (bash, zsh, fish)."),
+    },
+    "Train": {
+        "train": ("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
+        "sft": ("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
+        "eval": ("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
+        "config": ("etude.cli.config:config", "Show a configuration and where each value came from."),
+        "scale": ("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
+        "export": ("etude.cli.export:export", "Write a run's model for any Hugging Face program."),
+    },
+    "Agents, tools and data": {
+        "tools": ("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
+        "env": ("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
+        "play": ("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
+        "data": ("etude.cli.data:data", "Make training data."),
+        "chat": ("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
+        "reward": ("etude.cli.reward:reward", "Run scorers by hand."),
+        "rescore": ("etude.cli.reward:rescore", "Score dumped rollouts under another reward."),
+    },
+    "Services": {
+        "gateway": ("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
+        "sandbox": ("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
+        "retrieve": ("etude.cli.retrieve:retrieve", "Build a search index; serve it as Search-R1's /retrieve."),
+    },
+    "Runs": {
+        "view": ("etude.cli.view:view", "Browse a run's rollouts: search, filter, compare, follow."),
+        "report": ("etude.cli.report:report", "Write a run's report page."),
+        "explain": ("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
+        "runs": ("etude.cli.runs:runs", "List, show, compare and remove runs."),
+        "reproduce": ("etude.cli.runs:reproduce", "Run a run again, and compare bit for bit."),
+        "export-rollouts": (
+            "etude.cli.export_rollouts:export_rollouts_command",
+            "Write rollouts for other programs (ATIF, Inspect …).",
+        ),
+    },
+}
 COMMANDS = {
-    "quickstart": LazyCommand("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
-    "train": LazyCommand("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
-    "check": LazyCommand("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
-    "doctor": LazyCommand("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),
-    "new": LazyCommand("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
-    "env": LazyCommand("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
-    "play": LazyCommand("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
-    "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
-    "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
-    "export": LazyCommand("etude.cli.export:export", "Write a run's model as a folder for any Hugging Face program."),
-    "data": LazyCommand("etude.cli.data:data", "Make training data."),
-    "tools": LazyCommand("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
-    "sandbox": LazyCommand("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
-    "retrieve": LazyCommand("etude.cli.retrieve:retrieve", "Build a search index; serve it as Search-R1's /retrieve."),
-    "gateway": LazyCommand("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
-    "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
-    "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
-    "view": LazyCommand("etude.cli.view:view", "Browse a run's rollouts: search, filter, compare, follow."),
-    "export-rollouts": LazyCommand(
-        "etude.cli.export_rollouts:export_rollouts_command",
-        "Write a run's rollouts for other programs (ATIF, Inspect …).",
-    ),
-    "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
-    "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
-    "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),
-    "reward": LazyCommand("etude.cli.reward:reward", "Run scorers by hand."),
-    "runs": LazyCommand("etude.cli.runs:runs", "List, show, compare and remove runs."),
-    "reproduce": LazyCommand("etude.cli.runs:reproduce", "Run a run again, and compare bit for bit."),
-    "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
+    name: LazyCommand(target, line, section)
+    for section, commands in _SECTIONS.items()
+    for name, (target, line) in commands.items()
 }
 
 
@@ -89,9 +107,22 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands from the table."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+        """Writes the list of commands from the table, section by section."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names))
+        for section in dict.fromkeys(COMMANDS[name].section for name in names):
+            with formatter.section(section):
+                lines = [
+                    (name.ljust(width), COMMANDS[name].help) for name in names if COMMANDS[name].section == section
+                ]
+                formatter.write_dl(lines)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names of commands from the table; click's own would import them all."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        names = self.list_commands(ctx)
+        return [CompletionItem(name, help=COMMANDS[name].help) for name in names if name.startswith(incomplete)]
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -130,6 +161,9 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         status = command.main(
             args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False
         )
+    except click.exceptions.NoArgsIsHelpError as error:  # a group by itself is a question, not a mistake
+        click.echo(error.format_message())
+        return 0
     except click.ClickException as error:
         error.show()
         return error.exit_code

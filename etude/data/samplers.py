@@ -98,7 +98,7 @@ class CurriculumSampler(Sampler):
 class MixtureSampler(Sampler):
     """Draws from each `data_source` in proportion to `data.sampler.weights`, whatever their sizes.
 
-    After any number of rows a source has its share to within one row per source. Each source's rows come in an order of
+    After any number of rows a source has its share to within one row. Each source's rows come in an order of
     its own, which is new each time they are through. A source without a weight has 1; 0 leaves it out.
 
     Raises:
@@ -120,12 +120,15 @@ class MixtureSampler(Sampler):
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # of the epoch that a source is in
 
     def draw(self, count: int) -> Sequence[int]:
-        """Each row from the source that is furthest behind its share."""
+        """Each row from the source whose next one is due first, among those behind their share: the deadlines of Baruah et
+        al., "Proportionate Progress" (1996), which are always met. (To take the one furthest behind lets several sources of
+        like weight, due at once, fall more than a row behind.)"""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> int:
         total = sum(self._drawn.values()) + 1
-        source = max(self._shares, key=lambda each: (self._shares[each] * total - self._drawn[each], each))
+        behind = (each for each, share in self._shares.items() if self._drawn[each] < share * total)
+        source = min(behind, key=lambda each: ((self._drawn[each] + 1) / self._shares[each], each))
         rows, number = self._rows[source], self._drawn[source]
         self._drawn[source] += 1
         epoch, place = divmod(number, len(rows))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -203,6 +203,7 @@ class NativeEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput:
         """Samples a continuation; only the part of `prompt_ids` that is not cached yet is computed.
 
@@ -237,7 +238,7 @@ class NativeEngine:
         row = self._rows[request_id]
         self._use_running_loop()
         future = asyncio.get_running_loop().create_future()
-        request = row.request = Request(prompt, params, limit, future, placed, stops)
+        request = row.request = Request(prompt, params, limit, future, placed, stops, on_tokens=on_tokens)
         self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
@@ -413,6 +414,8 @@ class NativeEngine:
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
+        if request.on_tokens is not None:
+            request.on_tokens([token])
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
         if request.stops is not None:

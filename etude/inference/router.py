@@ -27,7 +27,7 @@ from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.server_process import ServerProcess
-from etude.inference.types import Engine, SamplingParams, TokenOutput
+from etude.inference.types import Engine, SamplingParams, TokenOutput, streams_tokens
 from etude.metrics import Mean, Metrics, add_metrics
 
 logger = logging.getLogger(__name__)
@@ -148,15 +148,17 @@ class Router:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput:
-        """See `etude.inference.Engine.generate`; a request that fails on one replica is retried on another."""
+        """See `etude.inference.Engine.generate`; a request that fails on one replica is retried on another, unless tokens of
+        it were told of, which nobody can take back."""
         params = SamplingParams.of(sampling_params)
         self._under_way += 1
         self._watch()
         self._aborted.discard(request_id)
         try:
             return await within(
-                self.options.request_timeout, self._attempts, request_id, list(prompt_ids), params, images
+                self.options.request_timeout, self._attempts, request_id, list(prompt_ids), params, images, on_tokens
             )
         except TimeoutError as error:
             raise EngineError(f"no replica answered within {self.options.request_timeout:g} s") from error
@@ -165,14 +167,26 @@ class Router:
             if not self._in_use:
                 await self._end_watch()
 
-    async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
+    async def _attempts(
+        self, request_id: str, prompt: list[int], params: SamplingParams, images: Any, on_tokens: Any
+    ) -> TokenOutput:
         failure, tried = EngineError("no replica was asked"), set[_Replica]()
+        told = False
+
+        def tell(ids: Sequence[int]) -> None:
+            nonlocal told
+            told = True
+            on_tokens(ids)
+
         for attempt in range(self.options.attempts):
             self._counters["retries"] += bool(attempt)
             replica = await self._replica_of(request_id, tried)
             tried.add(replica)
             try:
-                output = await self._ask(replica, request_id, prompt, params, images)
+                extra = {"images": images} if images else {}
+                if on_tokens is not None and streams_tokens(replica.engine):
+                    extra["on_tokens"] = tell
+                output = await self._ask(replica, request_id, prompt, params, extra)
                 if output.stop_reason != "aborted" or request_id in self._aborted or request_id not in self._home:
                     return output
                 failure = EngineError(f"{replica.name} aborted a request on its own")
@@ -180,15 +194,21 @@ class Router:
                 failure = error
                 await self._suspect(replica, error)
             self._leave(request_id)
+            if told:
+                raise EngineError(f"failed after tokens of it had gone out: {one_line(failure)}") from failure
         raise EngineError(
             f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
         ) from failure
 
     async def _ask(
-        self, replica: _Replica, request_id: str, prompt: list[int], params: SamplingParams, images: Any
+        self,
+        replica: _Replica,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        extra: Mapping[str, Any],
     ) -> TokenOutput:
         """One replica's answer; EngineError as soon as it is ejected."""
-        extra = {"images": images} if images else {}
         answer = asyncio.ensure_future(replica.engine.generate(request_id, prompt, params, **extra))
         ejected = asyncio.ensure_future(replica.ejected.wait())
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +46,7 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept_ids: list[array[int] | None] = field(default_factory=list)
+    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
         """Answers, once."""

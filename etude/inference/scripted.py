@@ -47,6 +47,7 @@ class ScriptedEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput:
         """The next entry of the script.
 
@@ -65,6 +66,9 @@ class ScriptedEngine:
         reason = "stop" if len(ids) <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
         self._tokens += len(ids)
+        for token in ids if on_tokens is not None else ():
+            on_tokens([token])  # type: ignore[misc]
+            await asyncio.sleep(0)
         return TokenOutput(ids, [0.0] * len(ids), reason, [self._version] * len(ids))
 
     async def abort(self, request_id: str) -> None:

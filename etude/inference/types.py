@@ -11,6 +11,7 @@ the deterministic mode uses it to know which trajectories to wait for.
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -98,7 +99,11 @@ class TokenOutput:
 
 
 class Engine(Protocol):
-    """Turns prompt ids into sampled ids."""
+    """Turns prompt ids into sampled ids.
+
+    One whose `generate` has a parameter `on_tokens` calls that, in the event loop, with new ids as it draws them. The calls
+    may end before the result, which has all of them.
+    """
 
     async def generate(
         self,
@@ -147,6 +152,11 @@ class Engine(Protocol):
     def metrics(self) -> Metrics:
         """What was done since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers add up."""
         ...
+
+
+def streams_tokens(engine: Any) -> bool:
+    """Whether the engine tells of tokens as it draws them."""
+    return "on_tokens" in inspect.signature(engine.generate).parameters
 
 
 ENGINES: Registry[Any] = Registry("inference engine")

@@ -9,12 +9,13 @@ Without `base_url` the judge is the language model of `reward_model.model.path`,
 
 Invariant: a score is a number that the judge wrote, within the scale; what cannot be read is asked again, then it is an
 infrastructure failure, never a 0. An answer cannot end the quotation that it stands in. Requests are bounded in number, time
-and size; equal questions are asked once.
+and size; equal questions are asked once, at the same time too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,6 +25,7 @@ import re
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol, TypeVar
@@ -111,12 +113,13 @@ def read_ranking(text: str, count: int) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model said; `is_cut`: it was longer than it may be."""
+    """What a model said; `is_cut`: it was longer than it may be; `fault`: why there is no text, although it costs."""
 
     text: str
     is_cut: bool
     prompt_tokens: int
     completion_tokens: int
+    fault: str = ""
 
 
 class ChatModel(Protocol):
@@ -194,9 +197,8 @@ class HttpModel:
             text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (AttributeError, KeyError, IndexError, TypeError):
             text, is_cut = None, False
-        if not isinstance(text, str) and not is_cut:
-            raise InfrastructureError("the endpoint's answer holds no choices[0].message.content")
-        return Completion(text or "", is_cut, prompt_tokens, completion_tokens)
+        fault = "" if isinstance(text, str) or is_cut else "the endpoint's answer holds no choices[0].message.content"
+        return Completion(text if isinstance(text, str) else "", is_cut, prompt_tokens, completion_tokens, fault)
 
 
 _TOKENS = ("prompt_tokens", "completion_tokens")
@@ -211,7 +213,7 @@ class Judge:
         if min(endpoint.prompt_price, endpoint.completion_price) < 0:
             raise ConfigError("judge: prices of a million tokens cannot be negative")
         self.endpoint, self._model = endpoint, model
-        self._known: OrderedDict[tuple[bytes, int], Any] = OrderedDict()  # by hash: prompts are long
+        self._known: OrderedDict[tuple[bytes, int], Future[Any]] = OrderedDict()  # by hash: prompts are long
 
     async def ask(self, prompt: str, read: Callable[[str], float | None]) -> float:
         """The median over `votes` of what `read` finds in the judge's answers to `prompt`; raises as `vote`."""
@@ -223,11 +225,25 @@ class Judge:
         Raises:
             InfrastructureError: the model failed, or its answers could not be read, in all of `retries` + 1 attempts.
         """
-        known = hashlib.sha256(prompt.encode(errors="surrogatepass")).digest(), vote
-        if known in self._known:
-            usage.count(cached=1)
-            found: T = self._known[known]
-            return found
+        key = hashlib.sha256(prompt.encode(errors="surrogatepass")).digest(), vote
+        asked: Future[T] = Future()  # not of one event loop: several may share a judge
+        while (known := self._known.setdefault(key, asked)) is not asked:
+            with contextlib.suppress(_Unanswered):
+                found: T = await asyncio.shield(asyncio.wrap_future(known))
+                usage.count(cached=1)
+                return found
+        try:
+            value = await self._ask_until_read(prompt, vote, read)
+        except BaseException as error:
+            self._known.pop(key, None)  # first: who waits may ask again
+            asked.set_exception(error if isinstance(error, InfrastructureError) else _Unanswered())
+            raise
+        asked.set_result(value)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return value
+
+    async def _ask_until_read(self, prompt: str, vote: int, read: Callable[[str], T | None]) -> T:
         why = InfrastructureError("judge: it was not asked")
         for attempt in range(self.endpoint.retries + 1):
             if attempt:
@@ -237,13 +253,9 @@ class Judge:
             except InfrastructureError as error:
                 why = InfrastructureError(f"judge: {error}")
                 continue
-            if value is None:
-                why = InfrastructureError("judge: its answer holds no verdict")
-                continue
-            self._known[known] = value
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-            return value
+            if value is not None:
+                return value
+            why = InfrastructureError("judge: its answer holds no verdict")
         raise why
 
     async def _complete(self, prompt: str, vote: int, attempt: int) -> str:
@@ -261,9 +273,13 @@ class Judge:
             completion_tokens=answer.completion_tokens,
             cost=cost / 1e6,
         )
-        if answer.is_cut:  # what it holds may be a quotation of the answer, and no verdict
-            raise InfrastructureError("its answer is longer than max_tokens")
+        if answer.is_cut or answer.fault:  # what was cut may be a quotation of the answer, and no verdict
+            raise InfrastructureError(answer.fault or "its answer is longer than max_tokens")
         return answer.text.rpartition("</think>")[2]
+
+
+class _Unanswered(Exception):
+    """Who asked was cancelled, or failed in a way of its own: the next one asks."""
 
 
 _http_model = functools.lru_cache(maxsize=64)(HttpModel)

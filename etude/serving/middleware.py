@@ -109,7 +109,7 @@ class BearerToken:
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
     """The result of `work`, or None if the client hung up first, which cancels `work`."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(request))
+    gone = asyncio.ensure_future(hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -119,6 +119,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | Non
             await settle({task})
 
 
-async def _hung_up(request: Request) -> None:
+async def hung_up(request: Request) -> None:
+    """Returns once the client has hung up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -32,11 +32,42 @@ def test_keys_of_the_configuration_that_the_line_names():
     assert completions(["train", "--config-name", "nothing"], "trainer") == []
 
 
-def test_the_shell_asks_the_program_itself():
-    environment = {"_ETUDE_COMPLETE": "bash_complete", "COMP_WORDS": "etude train trainer.total_t", "COMP_CWORD": "2"}
-    command = [sys.executable, "-c", "from etude.cli.main import main; main()"]
+def test_commands_are_completed_without_importing_them():
+    assert sorted(completions([], "re")) == ["report", "reproduce", "rescore", "retrieve", "reward"]
+    environment = {"_ETUDE_COMPLETE": "bash_complete", "COMP_WORDS": "etude qui", "COMP_CWORD": "1"}
+    script = (
+        "import sys, atexit; from etude.cli.main import main; "
+        "atexit.register(lambda: print(sorted(name for name in sys.modules if name.startswith('etude.cli.')))); main()"
+    )
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "plain,trainer.total_training_steps=\n"
+    assert done.stdout == "plain,quickstart\n['etude.cli.main']\n"
+
+
+def test_bash_completes_after_the_scripts_own_definition(capsys):
+    """The script that the command prints, in a real bash, over this interpreter's `etude`."""
+    assert run(cli, ["completion", "bash"]) == 0
+    script = f"""
+        etude() {{ {sys.executable} -m etude "$@"; }}
+        export -f etude
+        {capsys.readouterr().out}
+        env() {{ while [[ $1 == *=* ]]; do local -x "$1"; shift; done; "$@"; }}
+        COMP_WORDS=(etude train trainer.total_t) COMP_CWORD=2
+        _etude_completion etude
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "trainer.total_training_steps=\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "mark"), [("zsh", "#compdef etude"), ("fish", "complete --no-files --command etude")]
+)
+def test_other_shells_have_a_script(shell, mark, capsys):
+    assert run(cli, ["completion", shell]) == 0
+    shown = capsys.readouterr().out
+    assert mark in shown
+    assert f"_ETUDE_COMPLETE={shell}_complete" in shown
 
 
 def test_a_pipe_is_not_wrapped(monkeypatch):

@@ -98,7 +98,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
 
 
 def test_a_command_that_is_not_installed_is_not_listed(monkeypatch, capsys):
-    monkeypatch.setitem(COMMANDS, "later", LazyCommand("etude.cli.later_on:later", "Not yet."))
+    monkeypatch.setitem(COMMANDS, "later", LazyCommand("etude.cli.later_on:later", "Not yet.", "Runs"))
     run(cli, ["--help"])
     assert "Not yet." not in capsys.readouterr().out
     assert run(cli, ["later"]) == 2
@@ -131,7 +131,22 @@ def test_the_help_imports_nothing_heavy():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "Commands:" in done.stdout
+    assert "Begin:" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["data"]])
+def test_a_group_by_itself_shows_its_help(arguments, capsys):
+    assert run(cli, arguments) == 0
+    shown = capsys.readouterr()
+    assert f"Usage: {' '.join(['etude', *arguments])} [OPTIONS] COMMAND" in shown.out
+    assert not shown.err
+
+
+def test_each_command_is_listed_once_in_one_line(capsys):
+    run(cli, ["--help"])
+    shown = capsys.readouterr().out.splitlines()
+    for name, command in COMMANDS.items():
+        assert [line.split(maxsplit=1) for line in shown].count([name, command.help]) == 1, name
 
 
 def test_a_refused_argument_in_a_process_of_its_own():

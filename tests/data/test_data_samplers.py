@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etude.data import SAMPLERS, DataOptions, ResumableLoader, Sampler, open_sampler
@@ -20,12 +20,12 @@ SIZES = {"big": 12, "small": 3}
 
 
 class Rows(list):
-    """A dataset of two sources."""
+    """A dataset of several sources, by their sizes."""
 
     fingerprint = "rows"
 
-    def __init__(self):
-        self.sources = [source for source, size in SIZES.items() for _ in range(size)]
+    def __init__(self, sizes=SIZES):
+        self.sources = [source for source, size in sizes.items() for _ in range(size)]
         super().__init__({"n": number} for number in range(len(self.sources)))
 
 
@@ -169,13 +169,33 @@ def test_success_is_held_to_zero_and_one():
     assert row_success(batch) == {1: 0.0, 2: 0.25, 3: 0.5}
 
 
+def open_mixture(weights):
+    rows = Rows({source: 1 + 7 * number for number, source in enumerate(weights)})
+    return rows.sources, open_sampler(DataOptions(sampler=SamplerOptions(class_name="mixture", weights=weights)), rows)
+
+
+LIKE = [30, 2, 6, 30, 2, 6, 30, 2]  # several are due at once
+
+
 @settings(deadline=None, max_examples=30)
-@given(big=st.floats(0.1, 5), small=st.floats(0.1, 5), batches=st.integers(1, 20))
-def test_a_mixture_keeps_its_shares_to_within_a_row(big, small, batches):
-    loader = open_loader(class_name="mixture", weights={"big": big, "small": small})
-    drawn = [number for batch in play(loader, batches) for number in batch]
-    share = big / (big + small)
-    assert abs(sum(number < SIZES["big"] for number in drawn) - share * len(drawn)) <= 1 + 1e-6
+@given(weights=st.lists(st.floats(0.05, 5), min_size=1, max_size=12), rows=st.integers(1, 300))
+@example(weights=LIKE, rows=150)
+def test_a_mixture_keeps_every_share_to_within_a_row_at_any_time(weights, rows):
+    sources, sampler = open_mixture({str(number): weight for number, weight in enumerate(weights)})
+    counts = Counter()
+    for total, row in enumerate(sampler.draw(rows), 1):
+        counts[sources[row]] += 1
+        for number, weight in enumerate(weights):
+            assert abs(counts[str(number)] - weight / sum(weights) * total) < 1 + 1e-9
+
+
+def test_the_shares_of_a_long_draw_are_the_weights():
+    """Whatever the sizes of the sources: 100,000 rows in batches, as a run takes them."""
+    weights = {"openai/gsm8k": 3, "math_dapo": 1, "rare": 0.01, "not": 0}
+    sources, sampler = open_mixture(weights)
+    counts = Counter(sources[row] for _ in range(1000) for row in sampler.draw(100))
+    assert counts == {"openai/gsm8k": 74_813, "math_dapo": 24_938, "rare": 249}
+    assert all(abs(counts[source] / 100_000 - weight / 4.01) < 1e-5 for source, weight in weights.items())
 
 
 def test_a_mixture_goes_through_each_source():

@@ -100,6 +100,46 @@ def test_votes_and_repeated_questions(serve):
     assert len(endpoint.requests) == 3  # the second time nobody was asked
 
 
+def test_equal_questions_at_the_same_time_are_asked_once(serve):
+    endpoint = serve(lambda *_: "score: 4")
+    with usage.counting(used := usage.Counter()):
+        found = scored(endpoint, *["together"] * 5, votes=2)
+    assert [each.score for each in found] == [0.4] * 5
+    assert len(endpoint.requests) == used["requests"] == 2
+    assert used["cached"] == 8
+    failing = serve(lambda *_: 503)
+    with pytest.raises(InfrastructureError):
+        scored(failing, *["together"] * 5, retries=0)
+    assert len(failing.requests) == 1
+
+
+def test_who_waits_for_anothers_question_asks_it_when_that_one_is_cancelled():
+    class Model:
+        judges, asked = {}, 0
+
+        async def complete(self, messages, **_):
+            Model.asked += 1
+            await asyncio.sleep(3600 if Model.asked == 1 else 0)
+            return judge.Completion("score: 4", False, 1, 1)
+
+    async def run():
+        one = judge.Judge(judge.Endpoint(), Model())
+        first, second, third = (
+            asyncio.ensure_future(one.ask("?", lambda text: judge.read_score(text, 0, 10))) for _ in range(3)
+        )
+        while not Model.asked:
+            await asyncio.sleep(0)
+        first.cancel()
+        third.cancel()
+        assert await second == 4.0
+        assert [type(each) for each in await asyncio.gather(first, third, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 2
+
+    asyncio.run(run())
+    assert Model.asked == 2
+
+
 def test_what_fails_or_cannot_be_read_is_asked_again(serve):
     answers = [500, "I cannot say.", '{"score": 99}', '{"score": 5}']
     endpoint = serve(lambda prompt, body, count: answers[count - 1])
@@ -251,6 +291,15 @@ def test_everything_is_paid_for_once_failed_attempts_too(serve):
     with usage.counting(used):
         assert scored(endpoint, "paid", **PRICES)[0].score_info["judge_cost"] == 0
     assert (used["requests"], used["cached"]) == (2, 1)
+
+
+def test_an_answer_without_content_is_paid_for(serve):
+    endpoint = serve(lambda prompt, body, count: None if count == 1 else "score: 5")
+    with usage.counting(used := usage.Counter()):
+        assert scored(endpoint, "empty", **PRICES)[0].score == 0.5
+    assert used == {"requests": 2, "prompt_tokens": 200, "completion_tokens": 14, "cost": pytest.approx(0.00054)}
+    with pytest.raises(InfrastructureError, match=r"holds no choices\[0\]"):
+        scored(serve(lambda *_: None), "empty", retries=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}])

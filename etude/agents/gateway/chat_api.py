@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from etude.agents.gateway.dialect import Dialect, Json, split_text
+from etude.agents.gateway.dialect import Dialect, Events, EventWriter, Json
 from etude.agents.gateway.recording import Turn
-from etude.agents.gateway.session import Completion
+from etude.agents.gateway.session import Asked, Completion
 from etude.agents.gateway.wire import GatewayError
+from etude.chat.parsers.streaming import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,30 +23,56 @@ def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
         message = {"refusal": None, **turn.message, "content": turn.message["content"] or None}
         choices.append({"index": index, "message": message, **_ending(completion, turn, tokenizer)})
     prompt_ids = {"prompt_token_ids": completion.prompt_ids} if request.return_token_ids else {}
-    return {**_head(completion, "chat.completion"), "choices": choices, "usage": _usage(completion), **prompt_ids}
-
-
-def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[None, Json]]:
-    with_usage = completion.request.stream_options is not None and completion.request.stream_options.include_usage
-    head = _head(completion, "chat.completion.chunk")
-    last = {"usage": None} if with_usage else {}
-    for index, turn in enumerate(completion.turns):
-        for delta in _deltas(turn):
-            yield None, {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}], **last}
-        ending = {"index": index, "delta": {}, **_ending(completion, turn, tokenizer)}
-        yield None, {**head, "choices": [ending], **last}
-    if with_usage:
-        yield None, {**head, "choices": [], "usage": _usage(completion)}
-
-
-def _head(completion: Completion, kind: str) -> Json:
-    versions = {v for turn in completion.turns for v in turn.read.output.weight_versions}
     return {
-        "id": f"chatcmpl-{completion.name}",
+        **_head(completion, "chat.completion", completion.turns),
+        "choices": choices,
+        "usage": _usage(completion),
+        **prompt_ids,
+    }
+
+
+class _ChatWriter(EventWriter):
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(asked, tokenizer)
+        options = asked.request.stream_options
+        self._with_usage = options is not None and options.include_usage
+        self._head = _head(asked, "chat.completion.chunk", ())
+
+    def _chunk(self, choices: list[Json], **more: Any) -> tuple[None, Json]:
+        return None, {**self._head, "choices": choices, **({"usage": None} if self._with_usage else {}), **more}
+
+    def _delta(self, choice: int, delta: Json) -> tuple[None, Json]:
+        return self._chunk([{"index": choice, "delta": delta, "finish_reason": None}])
+
+    def start(self) -> Events:
+        for choice in range(self.asked.request.n or 1):
+            yield self._delta(choice, {"role": "assistant", "content": ""})
+
+    def delta(self, choice: int, kind: Kind, text: str) -> Events:
+        yield self._delta(choice, {"reasoning_content" if kind == "reasoning" else "content": text})
+
+    def finish(self, completion: Completion) -> Events:
+        for choice, turn in enumerate(completion.turns):
+            for index, call in enumerate(turn.message.get("tool_calls", ())):
+                yield self._delta(choice, {"tool_calls": [{**call, "index": index}]})
+        self._head = _head(completion, "chat.completion.chunk", completion.turns)
+        for choice, turn in enumerate(completion.turns):
+            yield self._chunk([{"index": choice, "delta": {}, **_ending(completion, turn, self.tokenizer)}])
+        if self._with_usage:
+            yield self._chunk([], usage=_usage(completion))
+
+    def error(self, error: GatewayError) -> Events:
+        yield None, error.body()
+
+
+def _head(asked: Asked, kind: str, turns: Sequence[Turn]) -> Json:
+    versions = {v for turn in turns for v in turn.read.output.weight_versions}
+    return {
+        "id": f"chatcmpl-{asked.name}",
         "object": kind,
         "created": int(time.time()),
-        "model": completion.request.model,
-        "system_fingerprint": f"weights-{'-'.join(map(str, sorted(versions)))}",
+        "model": asked.request.model,
+        "system_fingerprint": f"weights-{'-'.join(map(str, sorted(versions)))}" if versions else None,
     }
 
 
@@ -65,20 +92,6 @@ def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBa
     return ending
 
 
-def _deltas(turn: Turn) -> Iterator[Json]:
-    message = turn.message
-    yield {"role": "assistant", "content": ""}
-    for name in ("reasoning_content", "content"):
-        for piece in split_text(message.get(name, "")):
-            yield {name: piece}
-    for index, call in enumerate(message.get("tool_calls", ())):
-        function = call["function"]
-        opening = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
-        yield {"tool_calls": [opening]}
-        for piece in split_text(function["arguments"]):
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-
-
 def log_probs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     """Those of a turn's tokens, as OpenAI's interfaces have them."""
     output = turn.read.output
@@ -87,5 +100,5 @@ def log_probs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
 
 
 CHAT = Dialect(
-    "chat/completions", lambda request, _: request, _answer, _events, GatewayError.body, last="data: [DONE]\n\n"
+    "chat/completions", lambda request, _: request, _answer, _ChatWriter, GatewayError.body, last="data: [DONE]\n\n"
 )

@@ -6,23 +6,96 @@ Invariant: a conversation means the same in every dialect, so that a session may
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etude.agents.gateway.wire import GatewayError
+from etude.chat.parsers.streaming import Kind
 from etude.registry import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from etude.agents.gateway.session import Completion
+    from etude.agents.gateway.session import Asked, Completion
 
 Json: TypeAlias = dict[str, Any]
 Replies: TypeAlias = Mapping[str, Sequence[Json]]
 """The conversation up to each answer of a session, by the answer's id."""
-_PIECES = re.compile(r"\s*\S+\s*|\s+")
+Events: TypeAlias = Iterator[tuple[str | None, Json]]
+"""(an event's name, or None, and its data)."""
+
+
+class EventWriter:
+    """Writes one answer as a stream: `start`, `delta` for each piece as it becomes certain, and `finish` or `error`.
+
+    Invariant: the pieces, joined by kind, are the answer that is given otherwise.
+    """
+
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.asked, self.tokenizer = asked, tokenizer
+
+    def start(self) -> Events:
+        """What comes first."""
+        raise NotImplementedError
+
+    def delta(self, choice: int, kind: Kind, text: str) -> Events:
+        """The next piece of a choice's thoughts or words."""
+        raise NotImplementedError
+
+    def finish(self, completion: Completion) -> Events:
+        """What follows the last piece: calls, why it ended, usage."""
+        raise NotImplementedError
+
+    def error(self, error: GatewayError) -> Events:
+        """The end of an answer that fails midway."""
+        raise NotImplementedError
+
+
+class PartWriter(EventWriter):
+    """A writer of interfaces in which an answer has parts, one after the other: thoughts, words, calls."""
+
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(asked, tokenizer)
+        self.kind: Kind | None = None  # of the open part
+        self.text = ""
+        """What the open part has so far."""
+        self.parts = 0
+
+    def delta(self, choice: int, kind: Kind, text: str) -> Events:
+        """See `EventWriter.delta`."""
+        if kind != self.kind:
+            yield from self.end()
+            self.kind, self.text = kind, ""
+            yield from self.open(kind)
+        self.text += text
+        yield from self.piece(kind, text)
+
+    def end(self) -> Events:
+        """Closes the open part, if there is one."""
+        if self.kind is not None:
+            kind, self.kind = self.kind, None
+            yield from self.close(kind)
+            self.parts += 1
+
+    def end_words(self, completion: Completion) -> Events:
+        """Closes the last part of thoughts or words; an answer without words and calls has an empty one."""
+        message = completion.turns[0].message
+        if not message["content"] and "tool_calls" not in message:
+            yield from self.delta(0, "content", "")
+        yield from self.end()
+
+    def open(self, kind: Kind) -> Events:
+        """Begins a part."""
+        raise NotImplementedError
+
+    def piece(self, kind: Kind, text: str) -> Events:
+        """A piece of the open part."""
+        raise NotImplementedError
+
+    def close(self, kind: Kind) -> Events:
+        """Ends the open part, which has `text`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -32,7 +105,7 @@ class Dialect:
     Attributes:
         read: (request, replies) → the request of a chat completion. Raises GatewayError, which names the parameter.
         answer: the response's body.
-        events: the same as a stream: (event's name, or None, and its data).
+        writer: the same as a stream.
         error: the body of a response that is an error.
         last: the line after the last event, if there is one.
     """
@@ -40,14 +113,9 @@ class Dialect:
     path: str
     read: Callable[[Json, Replies], Json]
     answer: Callable[[Completion, PreTrainedTokenizerBase], Json]
-    events: Callable[[Completion, PreTrainedTokenizerBase], Iterable[tuple[str | None, Json]]]
+    writer: Callable[[Asked, PreTrainedTokenizerBase], EventWriter]
     error: Callable[[GatewayError], Json]
     last: str = ""
-
-
-def split_text(text: str) -> list[str]:
-    """The pieces in which a stream has a text."""
-    return _PIECES.findall(text)
 
 
 def refuse_unknown(request: Json, known: Iterable[str]) -> None:

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from etude.agents.gateway.dialect import (
     Dialect,
+    Events,
     Json,
+    PartWriter,
     Replies,
     each_object,
     function_tool,
     image_part,
     refuse_unknown,
-    split_text,
     text_of,
     text_part,
 )
 from etude.agents.gateway.recording import Turn
-from etude.agents.gateway.session import Completion
+from etude.agents.gateway.session import Asked, Completion
 from etude.agents.gateway.wire import GatewayError
+from etude.chat.parsers.streaming import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,13 +116,13 @@ def _assistants(blocks: list[tuple[str, Json]]) -> Json:
     return message
 
 
-def _head(completion: Completion) -> Json:
-    usage = {"input_tokens": len(completion.prompt_ids), "output_tokens": 0}
+def _head(asked: Asked) -> Json:
+    usage = {"input_tokens": len(asked.prompt_ids), "output_tokens": 0}
     return {
-        "id": f"msg_{completion.name}",
+        "id": f"msg_{asked.name}",
         "type": "message",
         "role": "assistant",
-        "model": completion.request.model,
+        "model": asked.request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -128,17 +130,19 @@ def _head(completion: Completion) -> Json:
     }
 
 
-def _content(turn: Turn) -> Iterator[tuple[Json, Json, str, str]]:
-    """Of each block: (it without its contents, its contents, the delta's type, the contents as a text)."""
+def _content(turn: Turn) -> Iterator[Json]:
     message = turn.message
     if thoughts := message.get("reasoning_content"):
-        yield {"type": "thinking", "signature": ""}, {"thinking": thoughts}, "thinking", thoughts
+        yield {"type": "thinking", "signature": "", "thinking": thoughts}
     if message["content"] or "tool_calls" not in message:
-        yield {"type": "text"}, {"text": message["content"]}, "text", message["content"]
-    for call in message.get("tool_calls", ()):
+        yield {"type": "text", "text": message["content"]}
+    yield from _calls(turn)
+
+
+def _calls(turn: Turn) -> Iterator[Json]:
+    for call in turn.message.get("tool_calls", ()):
         function = call["function"]
-        opening = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-        yield opening, {"input": _input(function["arguments"])}, "input_json", function["arguments"]
+        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
 
 
 def _input(arguments: str) -> Any:
@@ -165,30 +169,49 @@ def _ending(turn: Turn, completion: Completion, tokenizer: PreTrainedTokenizerBa
 def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
     [turn], head = completion.turns, _head(completion)
     head["usage"]["output_tokens"] = len(turn.read.output.token_ids)
-    content = [opening | contents for opening, contents, _, _ in _content(turn)]
-    return head | _ending(turn, completion, tokenizer) | {"content": content}
+    return head | _ending(turn, completion, tokenizer) | {"content": list(_content(turn))}
 
 
-def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Json]]:
-    [turn] = completion.turns
-    events: list[Json] = [{"type": "message_start", "message": _head(completion)}]
-    for index, (opening, contents, kind, text) in enumerate(_content(turn)):
-        where = {"index": index}
-        empty = {key: {} if key == "input" else "" for key in contents}
-        events.append({"type": "content_block_start", **where, "content_block": opening | empty})
-        key = "partial_json" if kind == "input_json" else kind
-        for piece in split_text(text):
-            events.append({"type": "content_block_delta", **where, "delta": {"type": f"{kind}_delta", key: piece}})
-        events.append({"type": "content_block_stop", **where})
-    usage = {"output_tokens": len(turn.read.output.token_ids)}
-    events.append({"type": "message_delta", "delta": _ending(turn, completion, tokenizer), "usage": usage})
-    events.append({"type": "message_stop"})
-    for event in events:
-        yield event["type"], event
+class _MessageWriter(PartWriter):
+    def _event(self, kind: str, **data: Any) -> tuple[str, Json]:
+        return kind, {"type": kind, **data}
+
+    def start(self) -> Events:
+        yield self._event("message_start", message=_head(self.asked))
+
+    def open(self, kind: Kind) -> Events:
+        empty = (
+            {"type": "text", "text": ""} if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
+        )
+        yield self._event("content_block_start", index=self.parts, content_block=empty)
+
+    def piece(self, kind: Kind, text: str) -> Events:
+        name = "text" if kind == "content" else "thinking"
+        if text:
+            yield self._event("content_block_delta", index=self.parts, delta={"type": f"{name}_delta", name: text})
+
+    def close(self, kind: Kind) -> Events:
+        yield self._event("content_block_stop", index=self.parts)
+
+    def finish(self, completion: Completion) -> Events:
+        [turn] = completion.turns
+        yield from self.end_words(completion)
+        for index, block in enumerate(_calls(turn), start=self.parts):
+            given = json.dumps(block["input"], ensure_ascii=False)
+            yield self._event("content_block_start", index=index, content_block={**block, "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": given}
+            yield self._event("content_block_delta", index=index, delta=delta)
+            yield self._event("content_block_stop", index=index)
+        usage = {"output_tokens": len(turn.read.output.token_ids)}
+        yield self._event("message_delta", delta=_ending(turn, completion, self.tokenizer), usage=usage)
+        yield self._event("message_stop")
+
+    def error(self, error: GatewayError) -> Events:
+        yield "error", _error(error)
 
 
 def _error(error: GatewayError) -> Json:
     return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error)}}
 
 
-MESSAGES = Dialect("messages", _read, _answer, _events, _error)
+MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error)

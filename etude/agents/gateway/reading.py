@@ -5,7 +5,7 @@ text or the first call, which nothing later can change. So what remains is what 
 sampled. A format that writes several calls as one list or block has no such point: its turn stays whole.
 
 Invariant: the remaining ids are a prefix of the sampled ones. A malformed call is in the content, as the model wrote it,
-and in `errors`.
+and in `errors`. Thoughts and words begin with what a `TurnStream` says of the text: a turn is the same, streamed or not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from etude.agents.gateway.wire import ChatRequest
 from etude.chat import ParsedResponse, ToolParser
+from etude.chat.parsers.streaming import TurnStream
 from etude.inference import TokenOutput
 from etude.schemas import FunctionCall
 
@@ -36,8 +37,8 @@ class ReadTurn:
     finish_reason: str = "stop"
 
 
-async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatRequest) -> ReadTurn:
-    """`output` as the response to `request` reports it."""
+async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatRequest, thinking: bool = False) -> ReadTurn:
+    """`output` as the response to `request` reports it; `thinking`: whether the prompt has opened a thought."""
     text = parser.decode(output.token_ids)
     if found := [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]:
         at, stop = min(found)
@@ -46,14 +47,15 @@ async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatReques
             return stop in parser.decode(ids)
 
         kept = await _fewest(output, is_complete)
-        return await _read(parser, _cut(output, kept), request, parser.decode(output.token_ids[:kept])[:at])
-    turn = await _read(parser, output, request, text)
+        text = parser.decode(output.token_ids[:kept])[:at]
+        return await _read(parser, _cut(output, kept), request, text, thinking)
+    turn = await _read(parser, output, request, text, thinking)
     if request.parallel_tool_calls is False and len(turn.calls) > 1:
-        return await _first_call_alone(parser, turn, request)
+        return await _first_call_alone(parser, turn, request, thinking)
     return turn
 
 
-async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest) -> ReadTurn:
+async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest, thinking: bool) -> ReadTurn:
     """The turn up to the end of its first call; all of it if the format cannot be cut there."""
     first = turn.calls[:1]
 
@@ -63,7 +65,7 @@ async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatReq
 
     kept = await _fewest(turn.output, is_settled)
     ids = turn.output.token_ids[:kept]
-    alone = await _read(parser, _cut(turn.output, kept), request, parser.decode(ids))
+    alone = await _read(parser, _cut(turn.output, kept), request, parser.decode(ids), thinking)
     return alone if alone.calls == first and not alone.errors else turn
 
 
@@ -88,24 +90,39 @@ def _cut(output: TokenOutput, kept: int) -> TokenOutput:
     return TokenOutput(ids, log_probs, "stop", versions, routed_experts=experts, kept_ids=supports)
 
 
-async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str) -> ReadTurn:
+async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str, thinking: bool) -> ReadTurn:
     """`text` is the output's decoded text, or a prefix of it."""
     parsed = await _parsed(parser, output.token_ids, text, request)
-    turn = ReadTurn(output, parsed.spoken, parsed, parsed.reasoning, finish_reason=_finish(output))
-    if not (parsed.calls or parsed.errors):
+    found = parsed.calls or parsed.errors
+    as_written = bool(parsed.errors) or bool(found and not request.reads_calls)
+    reasoning, content = _words(parser, parsed, text, as_written, thinking)
+    turn = ReadTurn(output, content, parsed, reasoning, finish_reason=_finish(output))
+    if not (found and request.reads_calls):
         return turn
-    if not request.reads_calls:
-        return replace(turn, content=text.strip(), reasoning="")
-    if parsed.errors:
-        turn = replace(turn, content=text.strip(), reasoning="", errors=parsed.errors)
     ends_with_calls = bool(parsed.calls) and turn.finish_reason == "stop"
     known = {tool["function"]["name"] for tool in request.tools or ()}
     return replace(
         turn,
         calls=parsed.calls,
+        errors=parsed.errors,
         unknown=frozenset(call.name for call in parsed.calls) - known,
         finish_reason="tool_calls" if ends_with_calls else turn.finish_reason,
     )
+
+
+def _words(parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bool, thinking: bool) -> tuple[str, str]:
+    """The thoughts and words of a turn: those that were read where they go on from what a stream says, else what it says and
+    the rest; with calls left in, as they were written, if `as_written`."""
+    stream = parser.stream(thinking) if parser.reads_text() else TurnStream()
+    stream.feed(text)
+    stream.close()
+    thoughts, words, rest = stream.said["reasoning"], stream.said["content"], stream.rest
+    agrees = parsed.reasoning.startswith(thoughts) and parsed.spoken.startswith(words)
+    if agrees and not as_written:
+        return parsed.reasoning, parsed.spoken
+    if not as_written and parsed.calls:
+        rest = parser.parse(rest).spoken
+    return thoughts, (words + rest).strip()
 
 
 async def _parsed(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:

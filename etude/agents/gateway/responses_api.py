@@ -6,25 +6,28 @@ the same session, unless it was asked for with `store=false`.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from etude.agents.gateway.chat_api import log_probs
 from etude.agents.gateway.dialect import (
     Dialect,
+    Events,
     Json,
+    PartWriter,
     Replies,
     each_object,
     function_tool,
     image_part,
     refuse_unknown,
-    split_text,
     text_of,
     text_part,
 )
-from etude.agents.gateway.session import Completion
+from etude.agents.gateway.session import Asked, Completion
 from etude.agents.gateway.wire import GatewayError
+from etude.chat.parsers.streaming import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,9 +143,9 @@ def _part(part: Json, where: str) -> Json:
     raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
 
 
-def response_id(completion: Completion) -> str:
+def response_id(asked: Asked) -> str:
     """The id by which the answer can be continued."""
-    return f"resp_{completion.name}"
+    return f"resp_{asked.name}"
 
 
 def conversation(completion: Completion) -> list[Json]:
@@ -152,25 +155,42 @@ def conversation(completion: Completion) -> list[Json]:
 
 
 def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    turn, name = completion.turns[0], completion.name
-    message, items = turn.message, []
+    message, items = completion.turns[0].message, []
     if thoughts := message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": thoughts}]
-        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
+        items.append(_item(completion, 0, "reasoning", thoughts))
     if message["content"] or "tool_calls" not in message:
-        listed = log_probs(turn, tokenizer) if completion.request.logprobs else []
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": listed}
-        items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [part]})
-    for place, call in enumerate(message.get("tool_calls", ())):
-        items.append({"id": f"fc_{name}_{place}", "type": "function_call", "call_id": call["id"], **call["function"]})
-    return [{**item, "status": "completed"} for item in items]
+        items.append(_item(completion, len(items), "content", message["content"], _listed(completion, tokenizer)))
+    return [*items, *_calls(completion)]
 
 
-def _response(completion: Completion, status: str, output: list[Json]) -> Json:
-    request = completion.request
+def _item(asked: Asked, place: int, kind: Kind, text: str, listed: Sequence[Json] = ()) -> Json:
+    name = f"{asked.name}_{place}" if place else asked.name
+    if kind == "reasoning":
+        item = {"id": f"rs_{name}", "type": "reasoning", "summary": []}
+        part: Json = {"type": "reasoning_text", "text": text}
+    else:
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(listed)}
+    return {**item, "content": [part], "status": "completed"}
+
+
+def _calls(completion: Completion) -> list[Json]:
+    return [
+        {"id": f"fc_{completion.name}_{place}", "type": "function_call", "call_id": call["id"], **call["function"]}
+        | {"status": "completed"}
+        for place, call in enumerate(completion.turns[0].message.get("tool_calls", ()))
+    ]
+
+
+def _listed(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    return log_probs(completion.turns[0], tokenizer) if completion.request.logprobs else []
+
+
+def _response(asked: Asked, status: str, output: list[Json]) -> Json:
+    request = asked.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or ()]
     return {
-        "id": response_id(completion),
+        "id": response_id(asked),
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -189,6 +209,10 @@ def _response(completion: Completion, status: str, output: list[Json]) -> Json:
 
 
 def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
+    return _whole(completion, _items(completion, tokenizer))
+
+
+def _whole(completion: Completion, items: list[Json]) -> Json:
     prompt, sampled = len(completion.prompt_ids), len(completion.turns[0].read.output.token_ids)
     usage = {
         "input_tokens": prompt,
@@ -198,38 +222,74 @@ def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
         "total_tokens": prompt + sampled,
     }
     status = "incomplete" if completion.turns[0].read.finish_reason == "length" else "completed"
-    return _response(completion, status, _items(completion, tokenizer)) | {"usage": usage}
+    return _response(completion, status, items) | {"usage": usage}
 
 
-def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Json]]:
-    whole = _answer(completion, tokenizer)
-    opening = {"response": _response(completion, "in_progress", [])}
-    events: list[tuple[str, Json]] = [("created", opening), ("in_progress", opening)]
-    for index, item in enumerate(whole["output"]):
-        events += _events_of(item, {"output_index": index, "item_id": item["id"]})
-    events.append((whole["status"], {"response": whole}))
-    for number, (name, data) in enumerate(events):
+class _ResponseWriter(PartWriter):
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(asked, tokenizer)
+        self._numbers = itertools.count()
+        self._items: list[Json] = []
+        self._listed: list[Json] = []  # log-probs of the part that is closed last
+
+    def _event(self, name: str, data: Json) -> tuple[str, Json]:
         kind = f"response.{name}"
-        yield kind, {"type": kind, "sequence_number": number, **data}
+        return kind, {"type": kind, "sequence_number": next(self._numbers), **data}
+
+    def _at(self, item: Json) -> Json:
+        return {"output_index": len(self._items), "item_id": item["id"]}
+
+    def start(self) -> Events:
+        for name in ("created", "in_progress"):
+            yield self._event(name, {"response": _response(self.asked, "in_progress", [])})
+
+    def open(self, kind: Kind) -> Events:
+        item = _item(self.asked, self.parts, kind, "")
+        yield self._begin(item, {"content": []})
+        [part] = item["content"]
+        yield self._event("content_part.added", {**self._at(item), "content_index": 0, "part": part})
+
+    def piece(self, kind: Kind, text: str) -> Events:
+        if text:
+            yield self._part_event(kind, "delta", {"delta": text})
+
+    def close(self, kind: Kind) -> Events:
+        item = _item(self.asked, self.parts, kind, self.text, self._listed)
+        [part] = item["content"]
+        yield self._part_event(kind, "done", {"text": self.text})
+        yield self._event("content_part.done", {**self._at(item), "content_index": 0, "part": part})
+        yield self._end(item)
+
+    def _part_event(self, kind: Kind, name: str, data: Json) -> tuple[str, Json]:
+        item = _item(self.asked, self.parts, kind, "")
+        listed: Json = {} if kind == "reasoning" else {"logprobs": []}
+        what = f"{item['content'][0]['type']}.{name}"
+        return self._event(what, {**self._at(item), "content_index": 0, **data, **listed})
+
+    def _begin(self, item: Json, empty: Json) -> tuple[str, Json]:
+        added = {"output_index": len(self._items), "item": {**item, "status": "in_progress", **empty}}
+        return self._event("output_item.added", added)
+
+    def _end(self, item: Json) -> tuple[str, Json]:
+        event = self._event("output_item.done", {"output_index": len(self._items), "item": item})
+        self._items.append(item)
+        return event
+
+    def finish(self, completion: Completion) -> Events:
+        self._listed = _listed(completion, self.tokenizer)
+        yield from self.end_words(completion)
+        for item in _calls(completion):
+            yield self._begin(item, {"arguments": ""})
+            at, arguments = self._at(item), item["arguments"]
+            yield self._event("function_call_arguments.delta", {**at, "delta": arguments})
+            yield self._event("function_call_arguments.done", {**at, "name": item["name"], "arguments": arguments})
+            yield self._end(item)
+        whole = _whole(completion, self._items)
+        yield self._event(whole["status"], {"response": whole})
+
+    def error(self, error: GatewayError) -> Events:
+        told = error.body()["error"]
+        yield "error", {"type": "error", "sequence_number": next(self._numbers), **told, "error": told}
 
 
-def _events_of(item: Json, where: Json) -> Iterator[tuple[str, Json]]:
-    index = where["output_index"]
-    empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    yield "output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
-    if item["type"] == "function_call":
-        for piece in split_text(item["arguments"]):
-            yield "function_call_arguments.delta", {**where, "delta": piece}
-        yield "function_call_arguments.done", {**where, "name": item["name"], "arguments": item["arguments"]}
-    for place, part in enumerate(item.get("content", ())):
-        at, kind = {**where, "content_index": place}, part["type"]
-        yield "content_part.added", {**at, "part": {**part, "text": ""}}
-        listed: Json = {} if kind == "reasoning_text" else {"logprobs": []}
-        for piece in split_text(part["text"]):
-            yield f"{kind}.delta", {**at, "delta": piece, **listed}
-        yield f"{kind}.done", {**at, "text": part["text"], **listed}
-        yield "content_part.done", {**at, "part": part}
-    yield "output_item.done", {"output_index": index, "item": item}
-
-
-RESPONSES = Dialect("responses", _read, _answer, _events, GatewayError.body)
+RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body)

@@ -1,8 +1,8 @@
 """The gateway's HTTP interface: a policy under `/s/<session>/v1`, one session a trajectory, asked in any of `DIALECTS`.
 
 Invariant: every error is answered in the error format of the dialect, in one line. A client that disconnects ends its
-request. The size and read time of a body and the number of sessions and choices are bounded. A stream is sent once the turn
-is complete, since engines return whole turns: its deltas joined are the message that is sent otherwise.
+request, midway through a stream, too. The size and read time of a body and the number of sessions and choices are bounded. A
+stream goes out as the engine draws it, from its first token on, so that what fails before is an error as otherwise.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from uuid import uuid4
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from etude.agents.gateway.chat_api import CHAT
 from etude.agents.gateway.dialect import Dialect
 from etude.agents.gateway.messages_api import MESSAGES
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
 from etude.agents.gateway.session import Completion, GatewaySession
+from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle
-from etude.errors import one_line
-from etude.serving.middleware import BearerToken, BodyLimit, unless_gone
+from etude.errors import EtudeError, one_line
+from etude.serving.middleware import BearerToken, BodyLimit, hung_up, unless_gone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,13 +83,13 @@ def create_app(
 
 def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
     async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
+        if chat.stream:
+            stream = _Stream(dialect, session, chat, request, tokenizer)
+            return stream if await stream.begins() else Response(status_code=_ABANDONED)
         completion = await unless_gone(request, session.complete(chat))
         if completion is None:
             return Response(status_code=_ABANDONED)
-        if dialect is RESPONSES and chat.store is not False:
-            session.keep_reply(response_id(completion), conversation(completion))
-        if chat.stream:
-            return Response(_stream(dialect, completion, tokenizer), media_type="text/event-stream")
+        _keep_reply(dialect, session, completion)
         return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")
 
     def read(session: GatewaySession, body: bytes, *, is_new: bool) -> ChatRequest:
@@ -123,18 +125,111 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         body = await request.body()
         session = store.get_or_make(name, "")
         try:
-            return await answered(session, read(session, body, is_new=True), request)
-        finally:
+            response = await answered(session, read(session, body, is_new=True), request)
+        except BaseException:
             store.end(session)
+            raise
+        if isinstance(response, _Stream):
+            response.then = lambda: store.end(session)
+        else:
+            store.end(session)
+        return response
 
 
-def _stream(dialect: Dialect, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """The body of a streamed response: server-sent events."""
-    events = [
-        (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
-        for name, data in dialect.events(completion, tokenizer)
-    ]
-    return "".join([*events, dialect.last]).encode()
+def _keep_reply(dialect: Dialect, session: GatewaySession, completion: Completion) -> None:
+    if dialect is RESPONSES and completion.request.store is not False:
+        session.keep_reply(response_id(completion), conversation(completion))
+
+
+class _Stream(Response):
+    """Server-sent events of one answer, as it is drawn; `then` is called when it has ended, however it did."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        session: GatewaySession,
+        chat: ChatRequest,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.then: Callable[[], object] = lambda: None
+        self._dialect, self._session, self._tokenizer = dialect, session, tokenizer
+        self._live = LiveAnswer()
+        self._work = asyncio.ensure_future(session.complete(chat, self._live))
+        self._gone = asyncio.ensure_future(hung_up(request))
+
+    async def begins(self) -> bool:
+        """Waits for the first token; False: the client hung up.
+
+        Raises:
+            GatewayError: the request was refused, or failed before it.
+        """
+        begins = False
+        try:
+            await self._wait()
+            if self._work.done():
+                self._work.result()
+            begins = not self._gone.done()
+        finally:
+            if not begins:
+                await self._end()
+        return begins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for events in self._events():
+                written = [
+                    (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in events
+                ]
+                await send({"type": "http.response.body", "body": "".join(written).encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": self._dialect.last.encode()})
+        except OSError:  # the client hung up
+            pass
+        finally:
+            await self._end()
+
+    async def _events(self) -> AsyncIterator[list[tuple[str | None, Any]]]:
+        live = self._live
+        assert live.asked is not None
+        writer = self._dialect.writer(live.asked, self._tokenizer)
+        events = list(writer.start())
+        while not self._gone.done():
+            events += [event for piece in live.pieces() for event in writer.delta(*piece)]
+            if events:
+                yield events
+            if self._work.done():
+                break
+            events = []
+            await self._wait()
+        else:
+            return
+        try:
+            completion = self._work.result()
+            _keep_reply(self._dialect, self._session, completion)
+            yield [event for piece in live.remaining(completion.turns) for event in writer.delta(*piece)]
+            yield list(writer.finish(completion))
+        except GatewayError as error:
+            self._session.declined = error
+            yield list(writer.error(error))
+        except EtudeError as error:
+            yield list(writer.error(self._session.failed(error)))
+
+    async def _wait(self) -> None:
+        """Until a token is drawn, the answer is complete, or the client hangs up."""
+        changed = asyncio.ensure_future(self._live.changed.wait())
+        try:
+            await asyncio.wait({changed, self._work, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+
+    async def _end(self) -> None:
+        await settle({self._work, self._gone})
+        self.then()
 
 
 def _add_models(app: FastAPI, name: str) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
+from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
 from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
@@ -42,6 +43,7 @@ T = TypeVar("T")
 MOST_REWARDS = 10_000
 """Step rewards of a session."""
 _DRAWN = ("temperature", "top_p", "top_k")
+_TAIL = 32  # tokens at a prompt's end among which a thought may be opened
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,19 @@ class SessionRules:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """The answer to a request: its turns, one per choice, and the prompt's ids."""
+class Asked:
+    """A request that is sampled, the ids of its prompt, and its name."""
 
     request: ChatRequest
-    turns: list[Turn]
     prompt_ids: list[int]
     name: str
+
+
+@dataclass(frozen=True)
+class Completion(Asked):
+    """The answer to a request: its turns, one per choice."""
+
+    turns: list[Turn]
 
 
 class GatewaySession:
@@ -134,20 +142,20 @@ class GatewaySession:
         except TooLong as error:
             raise self._too_long(error.length, longest) from error
 
-    async def complete(self, request: ChatRequest) -> Completion:
-        """Answers a request.
+    async def complete(self, request: ChatRequest, live: LiveAnswer | None = None) -> Completion:
+        """Answers a request; `live` gets the tokens as the engine draws them, if it tells.
 
         Raises:
             GatewayError: it is rejected, or the engine or another part of ours failed (`broken` is then set).
         """
         try:
-            return await self._complete(request)
+            return await self._complete(request, live or LiveAnswer())
         except GatewayError:
             raise
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
-    async def _complete(self, request: ChatRequest) -> Completion:
+    async def _complete(self, request: ChatRequest, live: LiveAnswer) -> Completion:
         arrived = self.last_used = time.monotonic()
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
@@ -173,9 +181,12 @@ class GatewaySession:
             number = self._requests
             self._requests += 1
             self.refused = None
-            started = time.perf_counter()
-            outputs = await self._sample(place, images, params, request, arrived)
-            reads = [await read_turn(self._context.parser, output, request) for output in outputs]
+            started, parser = time.perf_counter(), self._context.parser
+            asked = Asked(request, place.ids, f"{self.name}-{number}")
+            thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
+            takers = live.begin(asked, parser, thinking)
+            outputs = await self._sample(place, images, params, request, arrived, takers)
+            reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
                 raise self._over()
             seconds = (time.perf_counter() - started) / len(outputs)
@@ -189,7 +200,7 @@ class GatewaySession:
             self.last_used = time.monotonic()
             if not turns:
                 self._images.give_back(images)
-        return Completion(request, turns, place.ids, f"{self.name}-{number}")
+        return Completion(request, place.ids, asked.name, turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
         """Keeps the conversation up to an answer. Agents send the whole history with each request: a message that was kept
@@ -303,6 +314,7 @@ class GatewaySession:
         params: SamplingParams,
         request: ChatRequest,
         arrived: float,
+        takers: Sequence[Callable[[Sequence[int]], None]],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or place.room, place.room)
         shown = (*(() if place.parent is None else place.parent.shown()), *images)
@@ -315,7 +327,7 @@ class GatewaySession:
         draws: list[int | None] = [None] * (request.n or 1)
         if request.seed is not None:
             draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
-        outputs = await self._all([ask(draw=draw) for draw in draws], arrived)
+        outputs = await self._all([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, takers)], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
@@ -323,7 +335,7 @@ class GatewaySession:
     def _over(self) -> GatewayError:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
 
-    def _failed(self, error: Exception) -> GatewayError:
+    def failed(self, error: Exception) -> GatewayError:
         """The engine or another part of ours failed, through no fault of the request."""
         if not self.broken.done():
             self.broken.set_result(error)

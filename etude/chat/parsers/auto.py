@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.streaming import TurnStream
 from etude.chat.parsers.trial import unread_call
 from etude.errors import ConfigError
 
@@ -96,3 +97,11 @@ class AutoToolParser(ToolParser):
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """See the parser's own."""
         return self.parser.parse(text, tools)
+
+    def stream(self, thinking: bool = False) -> TurnStream:
+        """See the parser's own."""
+        return self.parser.stream(thinking)
+
+    def opens_thought(self, prompt: str) -> bool:
+        """See the parser's own."""
+        return self.parser.opens_thought(prompt)

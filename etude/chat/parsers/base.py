@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.encoding import Decoder
+from etude.chat.parsers.streaming import TurnStream
 from etude.errors import ConfigError
 from etude.registry import Registry
 from etude.schemas import FunctionCall
@@ -142,6 +143,15 @@ class ToolParser:
         else:
             content, calls = self.decode(response_ids), returned
         return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
+
+    def stream(self, thinking: bool = False) -> TurnStream:
+        """Reader of one turn while it is written; `thinking`: whether the prompt has opened a thought. By default nothing is
+        certain before the turn is complete."""
+        return TurnStream()
+
+    def opens_thought(self, prompt: str) -> bool:
+        """Whether a prompt ends with the opening tag of a thought."""
+        return False
 
     @classmethod
     @functools.cache

@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end
+from etude.chat.parsers.streaming import BlockStream, TurnStream
 from etude.schemas import FunctionCall
 
 KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
@@ -98,9 +99,21 @@ class BlockParser(ToolParser):
         """Content (everything outside the blocks, reasoning included, stripped), calls and errors of a turn."""
         return as_response(self.read(text, tools))
 
+    bare_begins: ClassVar[str] = ""
+    """Characters that a block without a tag may begin with."""
+
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """The block without a tag that words begin with, those of a turn or after a thought; None where they do not."""
         return None
+
+    def stream(self, thinking: bool = False) -> TurnStream:
+        """See `ToolParser.stream`."""
+        calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
+        return BlockStream(calls, glue, dict(self.thoughts), thinking, self.bare_begins)
+
+    def opens_thought(self, prompt: str) -> bool:
+        """See `ToolParser.opens_thought`."""
+        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.thoughts))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
         """The pieces of a turn in the order written."""
@@ -181,6 +194,7 @@ class BareParser(BlockParser):
     an error, never text."""
 
     bare: ClassVar[re.Pattern[str]]
+    bare_begins = "[{"
 
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_bare`; several that follow each other are one."""
@@ -278,7 +292,7 @@ def as_response(pieces: Pieces) -> ParsedResponse:
             errors.append(f"tool call {number} was not read: {piece.reason}")
     whole = "".join(content).strip()
     spoken = whole if not thoughts else "".join(words).strip()
-    return ParsedResponse(whole, calls, errors, reasoning="\n".join(thoughts), words=spoken)
+    return ParsedResponse(whole, calls, errors, reasoning="\n".join(filter(None, thoughts)), words=spoken)
 
 
 _SPACE = re.compile(r"\s*")

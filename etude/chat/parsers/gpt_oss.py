@@ -18,6 +18,7 @@ import re
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Malformed, Pieces, as_response, attempt, skip_space
 from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end
+from etude.chat.parsers.streaming import TurnStream, beginnings
 from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
 
@@ -54,6 +55,52 @@ class GptOssToolParser(ToolParser):
             head = _HEAD.search(text, position)
             begin = None if head is None else head.start()
         return as_response([*pieces, text[position:]])
+
+    def stream(self, thinking: bool = False) -> TurnStream:
+        """See `ToolParser.stream`."""
+        return HarmonyStream()
+
+
+class HarmonyStream(TurnStream):
+    """Certain are the messages to nobody, up to the first that is a call or not well-formed."""
+
+    _of_tokens = beginnings(_TOKENS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kind: str | None = None  # of the message that is being read
+
+    def _step(self) -> bool:
+        return self._head() if self._kind is None else self._message()
+
+    def _head(self) -> bool:
+        begin = skip_space(self.text, self._position)
+        head = _HEAD.match(self.text, begin)
+        if head is None:
+            waits = self.text[begin:] in self._of_tokens or begin == len(self.text)
+            return False if waits and not self._closed else self._hold(self._position)
+        message = _MESSAGE.search(self.text, begin)
+        if message is None:
+            return self._hold(self._position) if self._closed else False
+        heading = self.text[begin : message.start()]
+        if message.group() != "<|message|>" or "to=" in heading:
+            return self._hold(self._position)
+        self._say("content", self.text[self._position : begin])
+        self._position, self._kind = message.end(), "analysis" if "analysis" in heading else "content"
+        return True
+
+    def _message(self) -> bool:
+        end = _END.search(self.text, self._position)
+        position = self._clear_end(self._of_tokens) if end is None else end.start()
+        if self._kind == "content":
+            self._say_until("content", position)
+        self._position = position
+        if end is None:
+            return False
+        if end.group() == "<|call|>":
+            return self._hold(position)
+        self._position, self._kind = end.start() if end.group() == "<|start|>" else end.end(), None
+        return True
 
 
 def _first_head(text: str) -> int | None:

@@ -1,0 +1,96 @@
+"""A request's answer while it is drawn: token ids in, what is certain of each choice's thoughts and words out.
+
+Invariant: no piece ends within a character, and nothing goes out that the finished turn does not have: from where a call, a
+tag or a text of `stop` may begin it is held back. So the pieces, joined, begin the turn's message, whatever is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from etude.agents.gateway.recording import Turn
+from etude.chat import ToolParser
+from etude.chat.parsers.streaming import Kind, beginnings, clear_end
+from etude.errors import EtudeError
+
+if TYPE_CHECKING:
+    from etude.agents.gateway.session import Asked
+
+_MOST_HELD = 64  # tokens without a whole character among them: what follows goes out at the end
+_KEYS: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("content", "content"))
+
+
+class LiveAnswer:
+    """What a session has drawn for a request so far; `changed` is set with each token, `asked` when it is sampled."""
+
+    def __init__(self) -> None:
+        self.asked: Asked | None = None
+        self.changed = asyncio.Event()
+        self._choices: list[_LiveChoice] = []
+
+    def begin(self, asked: Asked, parser: ToolParser, thinking: bool) -> list[Callable[[Sequence[int]], None]]:
+        """Takes the tokens of a request that is sampled from now on: a function for each choice."""
+        self.asked = asked
+        self._choices = [_LiveChoice(parser, asked.request.stops, thinking) for _ in range(asked.request.n or 1)]
+        return [partial(self._take, choice) for choice in self._choices]
+
+    def _take(self, choice: _LiveChoice, ids: Sequence[int]) -> None:
+        choice.waiting += ids  # read by who sends it: the engine waits for nothing
+        self.changed.set()
+
+    def pieces(self) -> Iterator[tuple[int, Kind, str]]:
+        """What has become certain since the last call: (choice, kind, text)."""
+        self.changed.clear()
+        for number, choice in enumerate(self._choices):
+            for kind, text in choice.read():
+                yield number, kind, text
+
+    def remaining(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Kind, str]]:
+        """What the finished turns have beyond the pieces.
+
+        Raises:
+            EtudeError: the tokenizer decodes a turn otherwise than its tokens one after the other.
+        """
+        for number, (choice, turn) in enumerate(zip(self._choices, turns)):
+            for kind, key in _KEYS:
+                whole, said = turn.message.get(key, ""), choice.stream.said[kind]
+                if not whole.startswith(said):
+                    raise EtudeError(f"a streamed turn does not begin with what was sent of it: {said[-80:]!r}")
+                if len(whole) > len(said):
+                    yield number, kind, whole[len(said) :]
+
+
+class _LiveChoice:
+    def __init__(self, parser: ToolParser, stops: Sequence[str], thinking: bool) -> None:
+        self.waiting: list[int] = []
+        self.stream = parser.stream(thinking)
+        self._parser, self._stops, self._beginnings = parser, stops, beginnings(stops)
+        self._ids: list[int] = []
+        self._start = self._read = (
+            0  # of the tokens that are decoded again, for what they mean together; of the new ones
+        )
+        self._text = ""
+        self._sent = 0
+        self._stopped = False
+
+    def read(self) -> list[tuple[Kind, str]]:
+        """What has become certain by the tokens that are waiting."""
+        new, self.waiting = self.waiting, []
+        if self._stopped or not new:
+            return []
+        self._ids += new
+        known, whole = (self._parser.decode(self._ids[self._start : end]) for end in (self._read, len(self._ids)))
+        if whole.endswith("\ufffd"):  # perhaps a character's first bytes
+            self._stopped = len(self._ids) - self._read > _MOST_HELD
+            return []
+        if len(whole) > len(known):
+            self._text += whole[len(known) :]
+            self._start, self._read = self._read, len(self._ids)
+        ends = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._sent - len(stop)))) >= 0]
+        self._stopped = bool(ends)
+        end = min([*ends, clear_end(self._text, self._beginnings)])
+        piece, self._sent = self._text[self._sent : end], max(end, self._sent)
+        return self.stream.feed(piece)

@@ -1,0 +1,176 @@
+"""`TurnStream`: what of a turn's words and thoughts is certain while its text still grows.
+
+Invariant: what is certain stays so: whatever follows, and however the text is cut into pieces, the same words and thoughts
+come out, in the same order, and they begin those that the parser reads of the whole turn, with one exception: text before
+a closing tag of a thought that nobody opened has been said by then, while a parser, which does not know the prompt, takes it
+for the thought. From where a call may begin nothing is certain, nor from the beginning of what may become a tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+Kind = Literal["reasoning", "content"]
+
+
+class TurnStream:
+    """The text of one turn, fed in pieces. This one, for parsers that know no tags, is certain of
+    nothing."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.said: dict[Kind, str] = {"reasoning": "", "content": ""}
+        """All that is certain so far, without white space at its ends."""
+        self._position = 0
+        self._held = False
+        self._closed = False
+        self._new: list[tuple[Kind, str]] = []
+        self._space: dict[Kind, str] = {"reasoning": "", "content": ""}
+
+    def feed(self, text: str) -> list[tuple[Kind, str]]:
+        """More of the turn; returns what has become certain by it."""
+        self.text += text
+        while not self._held and self._step():
+            pass
+        new, self._new = self._new, []
+        return new
+
+    def close(self) -> list[tuple[Kind, str]]:
+        """The turn is complete; returns what has become certain by that."""
+        self._closed = True
+        return self.feed("")
+
+    @property
+    def rest(self) -> str:
+        """The text after what is certain."""
+        return self._space["content"] + self.text[self._position :]
+
+    def _step(self) -> bool:
+        """Reads on; False: more text is needed."""
+        self._held = True
+        return False
+
+    def _hold(self, position: int) -> bool:
+        """Nothing from here on is certain before the end."""
+        self._position, self._held = position, True
+        return False
+
+    def _say(self, kind: Kind, text: str) -> None:
+        whole = self._space[kind] + text
+        if not self.said[kind]:
+            whole = whole.lstrip()
+        words = whole.rstrip()
+        self._space[kind] = whole[len(words) :]
+        if words:
+            self.said[kind] += words
+            self._new.append((kind, words))
+
+    def _say_until(self, kind: Kind, end: int) -> None:
+        self._say(kind, self.text[self._position : end])
+        self._position = end
+
+    def _find(self, tags: re.Pattern[str], beginnings: frozenset[str]) -> re.Match[str] | None:
+        """The next tag that is complete; None if there is none, and `_clear_end` says up to where not even a part of one."""
+        tag = tags.search(self.text, self._position)
+        grows = tag is not None and tag.end() == len(self.text) and tag.group() in beginnings and not self._closed
+        return None if grows else tag
+
+    def _clear_end(self, beginnings: frozenset[str]) -> int:
+        return len(self.text) if self._closed else clear_end(self.text, beginnings, self._position)
+
+
+def beginnings(tags: Iterable[str]) -> frozenset[str]:
+    """What each tag begins with, itself left out."""
+    return frozenset(tag[:length] for tag in tags for length in range(1, len(tag)))
+
+
+def clear_end(text: str, beginnings: frozenset[str], start: int = 0) -> int:
+    """The length of `text`, from `start` on, without an end that may become a tag."""
+    start = max(start, len(text) - max(map(len, beginnings), default=0))
+    return next((at for at in range(start, len(text)) if text[at:] in beginnings), len(text))
+
+
+class BlockStream(TurnStream):
+    """For formats of blocks: `calls` open one, `glue` means nothing, `thoughts` are the closing tags by the opening ones.
+
+    `thinking`: the prompt has opened a thought. `bare`: what a call without a tag may begin with, where words begin.
+    """
+
+    def __init__(
+        self,
+        calls: Iterable[str],
+        glue: Iterable[str],
+        thoughts: Mapping[str, str],
+        thinking: bool,
+        bare: str = "",
+    ) -> None:
+        super().__init__()
+        self._calls, self._glue, self._thoughts, self._bare = frozenset(calls), frozenset(glue), thoughts, bare
+        tags = sorted({*self._calls, *self._glue, *thoughts, *thoughts.values()}, key=len, reverse=True)
+        self._tags, self._beginnings = re.compile("|".join(map(re.escape, tags))), beginnings(tags)
+        self._ends = frozenset[str]()
+        self._begins = not thinking  # words
+        self._thought_before = False
+        self._reads: Callable[[], bool] = self._opened_thought if thinking else self._words
+
+    def _step(self) -> bool:
+        return self._reads()
+
+    def _words(self) -> bool:
+        if self._begins and self._bare:
+            rest = self.text[self._position :].lstrip()
+            if not rest or rest[0] in self._bare:
+                return self._hold(self._position) if rest else False
+        self._begins = False
+        tag = self._find(self._tags, self._beginnings)
+        if tag is None:
+            self._say_until("content", self._clear_end(self._beginnings))
+            return False
+        self._say_until("content", tag.start())
+        name = tag.group()
+        if name in self._thoughts:
+            self._begin_thought(tag.end(), self._thoughts[name])
+        elif name in self._glue:
+            self._position = tag.end()
+        elif name in self._calls or not self._thought_before:
+            return self._hold(tag.start())
+        else:  # a lone closing tag is text
+            self._say_until("content", tag.end())
+        return True
+
+    def _begin_thought(self, start: int, closing: str) -> None:
+        if self.said["reasoning"]:
+            self._space["reasoning"] = "\n"
+        self._position, self._ends, self._reads = start, frozenset([closing]), self._thought
+        self._thought_before = True
+
+    def _thought(self) -> bool:
+        [closing] = self._ends
+        end = self.text.find(closing, self._position)
+        self._say_until("reasoning", self._clear_end(beginnings([closing])) if end < 0 else end)
+        if end < 0:
+            return False
+        self._end_thought(end + len(closing))
+        return True
+
+    def _end_thought(self, position: int) -> None:
+        self._position, self._reads, self._begins = position, self._words, True
+        self._thought_before = True
+        self._space["reasoning"] = ""
+
+    def _opened_thought(self) -> bool:
+        tag = self._find(self._tags, self._beginnings)
+        if tag is None:
+            self._say_until("reasoning", self._clear_end(self._beginnings))
+            return False
+        self._say_until("reasoning", tag.start())
+        name = tag.group()
+        if name in self._thoughts.values():
+            self._end_thought(tag.end())
+        elif name in self._thoughts and not self.said["reasoning"]:  # the model opens it once more
+            self._begin_thought(tag.end(), self._thoughts[name])
+        else:  # a call, or a word in the thought: which, its end will tell
+            return self._hold(tag.start())
+        return True
