@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLo
 from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
+from etude.inference.types import OnTokens
 from etude.rewards.number import as_reward
 from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
@@ -333,7 +334,7 @@ class GatewaySession:
         request: ChatRequest,
         arrived: float,
         room: int,
-        takers: Sequence[Callable[[Sequence[int]], None]],
+        takers: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
         shown = (*(() if place.parent is None else place.parent.shown()), *images)
