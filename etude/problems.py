@@ -13,10 +13,14 @@ from etude.trajectory import StopReason
 
 _CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
+    StopReason.CONTEXT_LENGTH: "cut at rollout.max_model_len",
+    StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
+    StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
     StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
+    StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
 }
 _CUT_SHARE = 0.1  # share of trajectories; below it no warning
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise

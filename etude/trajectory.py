@@ -42,13 +42,27 @@ class StopReason(str, Enum):
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     MAX_USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"  # no room left in data.max_response_length
+    CONTEXT_LENGTH = "context_length"  # … in the model's window: rollout.max_model_len, or the engine's own
+    TURN_LENGTH = "turn_length"  # a turn was cut at multi_turn.max_turn_tokens
+    TRAJECTORY_LENGTH = "trajectory_length"  # multi_turn.max_trajectory_tokens are sampled
     TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fitted
     TIME_LIMIT = "time_limit"  # multi_turn.max_seconds
     MALFORMED_CALL = "malformed_call"  # where multi_turn.malformed_calls is "end"
+    MAX_MALFORMED_CALLS = "max_malformed_calls"  # multi_turn.max_consecutive_malformed_calls
     PROMPT_TOO_LONG = "prompt_too_long"
     CONTEXT_REFUSED = "context_refused"  # the chat template does not write what was answered; dropped
     INFRASTRUCTURE = "infrastructure"  # dropped after its retries: never trained on
     CANCELLED = "cancelled"
+
+
+TRUNCATED = (
+    StopReason.RESPONSE_LENGTH,
+    StopReason.CONTEXT_LENGTH,
+    StopReason.TURN_LENGTH,
+    StopReason.TRAJECTORY_LENGTH,
+    StopReason.TOOL_RESPONSE_OVERFLOW,
+)
+"""Endings for lack of tokens."""
 
 
 KEPT_IDS = "kept_ids"

@@ -29,7 +29,7 @@ from etude.registry import Registry, import_beside
 from etude.tools import BaseTool
 from etude.tools.config_file import read_data_file
 from etude.trace import Tracer
-from etude.trajectory import AgentLoopOutput, Trajectory
+from etude.trajectory import AgentLoopOutput, StopReason, Trajectory
 
 AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
@@ -203,6 +203,21 @@ class AgentLoopBase(ABC):
         if options.max_model_len is not None:
             room = min(room, options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length)
         return room
+
+    def turn_budget(self, trajectory: Trajectory) -> tuple[int, StopReason]:
+        """Tokens that the next turn may have, and how a trajectory ends whose turn uses them up."""
+        options, limits = self.context.options, self.context.options.multi_turn
+        budgets = {StopReason.RESPONSE_LENGTH: options.response_length - trajectory.response_length}
+        if options.max_model_len is not None:
+            budgets[StopReason.CONTEXT_LENGTH] = (
+                options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length
+            )
+        if limits.max_trajectory_tokens is not None:
+            budgets[StopReason.TRAJECTORY_LENGTH] = limits.max_trajectory_tokens - sum(trajectory.response_mask)
+        if limits.max_turn_tokens is not None:
+            budgets[StopReason.TURN_LENGTH] = limits.max_turn_tokens
+        reason = min(budgets, key=lambda each: budgets[each])
+        return budgets[reason], reason
 
     def prompt_fits(self, trajectory: Trajectory) -> bool:
         """Whether the prompt is within `data.max_prompt_length` and leaves room for a token."""

@@ -95,6 +95,8 @@ class Conversation:
     spoken: dict[int, str] = field(default_factory=dict)  # by message index: the part of a turn that a user sees
     tool_answers: set[int] = field(default_factory=set)  # indices of messages that answer calls, whatever their role
     sampled: Sequence[int] = ()  # the last turn's ids
+    cut_by: StopReason | None = None  # the budget that cut the last turn
+    malformed_in_a_row: int = 0
 
     request_id = _view(lambda data: data.trajectory.request_id, "it names the trajectory")
     metrics = _view(lambda data: data.trajectory.timings, "set its entries")

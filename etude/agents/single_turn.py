@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from etude.agents.base import AgentLoopBase, register
+from etude.inference import SamplingParams
 from etude.trajectory import Provenance, StopReason, Trajectory
 
 
@@ -23,8 +24,11 @@ class SingleTurnAgentLoop(AgentLoopBase):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory
         started = time.perf_counter()
+        most, reason = self.turn_budget(trajectory)
         output = await self.server_manager.generate(
-            prompt_ids=prompt_ids, sampling_params=sampling_params, images=tuple(images) or None
+            prompt_ids=prompt_ids,
+            sampling_params=SamplingParams.of(sampling_params).within(most),
+            images=tuple(images) or None,
         )
         trajectory.add_time("generate_sequences", time.perf_counter() - started)
         trajectory.append(
@@ -32,6 +36,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
         )
         trajectory.assistant_turns = 1
         if output.stop_reason != "stop":
-            trajectory.stop_reason = StopReason.RESPONSE_LENGTH
+            trajectory.stop_reason = reason if len(output.token_ids) >= most else StopReason.CONTEXT_LENGTH
         trajectory.messages = [*messages, {"role": "assistant", "content": self.chat.decode(output.token_ids)}]
         return trajectory

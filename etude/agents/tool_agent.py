@@ -10,13 +10,15 @@
 PENDING creates the tools that the row names and renders the prompt; one that does not fit, or leaves no room for an
 answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are checked after a generation:
 
-1. the response budget is used up, or the engine stopped for length → `RESPONSE_LENGTH`;
+1. the turn was cut, or left no room, by the budget of the response, the model's window, the trajectory or the turn →
+   `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
 2. the turn holds neither a call nor a malformed one, and no interaction answers it → `COMPLETED`;
 3. the turn holds a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
 4. the turn's tools run, or the interaction answers (in the last allowed turn too: the model no longer sees their answers,
    but their rewards count); the interaction may end the conversation → `COMPLETED`;
-5. `max_assistant_turns` reached → `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds`
-   have passed → `TIME_LIMIT`;
+5. `max_consecutive_malformed_calls` reached → `MAX_MALFORMED_CALLS`; `max_assistant_turns` reached →
+   `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds` have passed → `TIME_LIMIT`;
+   fewer than `min_answer_tokens` of `max_trajectory_tokens` left → `TRAJECTORY_LENGTH`;
 6. the chat template renders neither the answers nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
 7. the answers, with room for `min_answer_tokens` more, do not fit even with the tools' texts cut to the minimum →
    `TOOL_RESPONSE_OVERFLOW`.
@@ -220,9 +222,9 @@ class ToolAgentLoop(AgentLoopBase):
         output = await self.sample(data)
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
-        if output.stop_reason != "stop" or self.room(trajectory) < 1:
+        if (reason := self.used_up(data)) is not None:
             self._note_malformed(data)  # a call cut off by the length limit needs no answer
-            return end(data, StopReason.RESPONSE_LENGTH)
+            return end(data, reason)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._note_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
@@ -244,10 +246,11 @@ class ToolAgentLoop(AgentLoopBase):
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
         trajectory = data.trajectory
+        most, reason = self.turn_budget(trajectory)
         started = time.perf_counter()
         output = await self.server_manager.generate(
             prompt_ids=trajectory.context_ids(),
-            sampling_params=data.sampling.within(self.room(trajectory)),
+            sampling_params=data.sampling.within(most),
             images=tuple(trajectory.images),
         )
         add_time(trajectory, "generate_sequences", started)
@@ -257,7 +260,15 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.assistant_turns += 1
         trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
         data.sampled = output.token_ids
+        whole = len(output.token_ids) >= min(most, data.sampling.max_tokens)  # else the engine's own window ended it
+        data.cut_by = None if output.stop_reason == "stop" else reason if whole else StopReason.CONTEXT_LENGTH
         return output
+
+    def used_up(self, data: Conversation) -> StopReason | None:
+        """The budget that cut the last turn, or that leaves no room for a token after it."""
+        if data.cut_by is not None or self.room(data.trajectory) >= 1:
+            return data.cut_by
+        return self.turn_budget(data.trajectory)[1]
 
     async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
@@ -276,6 +287,10 @@ class ToolAgentLoop(AgentLoopBase):
         answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
+        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+        data.malformed_in_a_row += unreadable
+        if any(outcome.error != "malformed" for outcome in outcomes):
+            data.malformed_in_a_row = 0
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
@@ -286,10 +301,8 @@ class ToolAgentLoop(AgentLoopBase):
         for each in outcomes:
             if each.error is None or each.reward:
                 trajectory.add_step_reward(each.call.name, each.reward)
-        if limits.malformed_calls == "penalise":
-            unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
-            if unreadable:
-                trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
+        if limits.malformed_calls == "penalise" and unreadable:
+            trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
         return state
 
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
@@ -379,12 +392,19 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
         ended = partial(self._end_unseen, data, len(messages))
+        most_malformed = limits.max_consecutive_malformed_calls
+        if most_malformed is not None and data.malformed_in_a_row >= most_malformed:
+            return ended(StopReason.MAX_MALFORMED_CALLS)
         if self.max_assistant_turns is not None and trajectory.assistant_turns >= self.max_assistant_turns:
             return ended(StopReason.MAX_ASSISTANT_TURNS)
         if self.max_user_turns is not None and trajectory.user_turns >= self.max_user_turns:
             return ended(StopReason.MAX_USER_TURNS)
         if limits.max_seconds is not None and time.perf_counter() - data.started >= limits.max_seconds:
             return ended(StopReason.TIME_LIMIT)
+        if limits.max_trajectory_tokens is not None:
+            left = limits.max_trajectory_tokens - sum(trajectory.response_mask)
+            if left < limits.min_answer_tokens:
+                return ended(StopReason.TRAJECTORY_LENGTH)
         room = self.room(trajectory) - limits.min_answer_tokens
         context = self._context_of(data, messages, image_tokens)
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:

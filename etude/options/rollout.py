@@ -46,6 +46,10 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
     return own.enable and bool(own.tool_config_path or own.function_tool_path or environment or run.plugins)
 
 
+def _goes_on_after_malformed(own: MultiTurnOptions, run: Any) -> bool:
+    return has_tools(own, run) and own.malformed_calls != "end"
+
+
 @options
 class MultiTurnOptions:
     """Conversations with tools."""
@@ -88,6 +92,20 @@ class MultiTurnOptions:
         default=None,
         when=MULTI_TURN,
     )
+    max_turn_tokens: Count | None = key(
+        "Max tokens of one model turn; a turn that is cut there ends the trajectory. Null: limited by what the response "
+        "(data.max_response_length) and the model's window (rollout.max_model_len) leave.",
+        default=None,
+        unit="tokens",
+        when=MULTI_TURN,
+    )
+    max_trajectory_tokens: Count | None = key(
+        "Max tokens that the model samples per trajectory, over all turns and sequences; tools' and users' do not count. "
+        "Null: limited by data.max_response_length per sequence, which counts them.",
+        default=None,
+        unit="tokens",
+        when=MULTI_TURN,
+    )
     max_seconds: Positive | None = key(
         "Time limit per trajectory: past it, the trajectory ends at its next tool or user message and is still trained on. "
         "Null: no limit (exceeding rollout.trajectory_timeout is an infrastructure failure).",
@@ -105,6 +123,12 @@ class MultiTurnOptions:
         "Subtracted from the reward for each malformed call.",
         default=0.1,
         when=When("with malformed_calls=penalise", lambda own, run: own.malformed_calls == "penalise"),
+    )
+    max_consecutive_malformed_calls: Count | None = key(
+        "Ends a trajectory after that many malformed calls in a row, without one that could be run between them. Null: no "
+        "limit.",
+        default=None,
+        when=When("with tools and malformed_calls other than end", _goes_on_after_malformed),
     )
     max_parallel_calls: Count = key(
         "Max calls executed per turn; each further one is answered with a line that says so (rollout/calls_not_executed).",

@@ -14,13 +14,12 @@ import numpy as np
 
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
-from etude.trajectory import Rewards, Rollout, StopReason
+from etude.trajectory import TRUNCATED, Rewards, Rollout
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 JUDGE = "reward/judge"
-TRUNCATED = (StopReason.RESPONSE_LENGTH, StopReason.TOOL_RESPONSE_OVERFLOW)
 
 
 def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:

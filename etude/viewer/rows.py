@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DataError, one_line
-from etude.trajectory import StopReason
+from etude.trajectory import TRUNCATED, StopReason
 
 _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
-_TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 _ARRAY = re.compile(
     rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
     rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
@@ -152,9 +151,10 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
 
 def _flags(stop_reason: object, errors: set[str], score_info: Mapping[str, Any], attempt: object) -> tuple[str, ...]:
     signs = {
-        "truncated": stop_reason in _TRUNCATED,
+        "truncated": stop_reason in TRUNCATED,
         "tool_error": bool(errors),
-        "malformed": "malformed" in errors or stop_reason == StopReason.MALFORMED_CALL.value,
+        "malformed": "malformed" in errors
+        or stop_reason in (StopReason.MALFORMED_CALL, StopReason.MAX_MALFORMED_CALLS),
         "no_answer": "pred" in score_info and score_info["pred"] is None,
         "retried": _whole(attempt, 0) > 0,
     }

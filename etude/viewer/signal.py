@@ -15,13 +15,12 @@ from typing import Any
 
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.problems import find_problems
-from etude.trajectory import StopReason
+from etude.trajectory import TRUNCATED
 from etude.viewer.panel import is_number
 
 MAX_SCANNED = 20_000
 _EXAMPLES = 3
 _READ = ("uid", "request_id", "score", "stop_reason", "attempt", "rewards")
-_TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
             sizes[str(record["uid"])] += 1
     compared = [uid for uid, size in sizes.items() if size > 1]
     read = [(record, info["pred"]) for record in records if "pred" in (info := _score_info(record))]
-    cut = [record for record in records if record.get("stop_reason") in _TRUNCATED]
+    cut = [record for record in records if record.get("stop_reason") in TRUNCATED]
     retried = [record for record in records if record.get("attempt")]
     failed = metrics.get("rollout/infrastructure_failure_share")
     return [

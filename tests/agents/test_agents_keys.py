@@ -166,6 +166,38 @@ def malformed_calls(folder):
     assert played("multi_turn.malformed_calls=penalise", script=turns).rewards.steps == [(0, "malformed", -0.1)]
 
 
+def max_consecutive_malformed_calls(folder):
+    script = [says(BROKEN), says(call(text="a")), says(BROKEN), says(BROKEN), says("5")]
+    assert played(script=script).assistant_turns == 5
+    trajectory = played("multi_turn.max_consecutive_malformed_calls=2", script=script)
+    assert (trajectory.stop_reason, trajectory.assistant_turns) == (StopReason.MAX_MALFORMED_CALLS, 4)
+    two = [says(BROKEN + BROKEN), says("5")]
+    assert played("multi_turn.max_consecutive_malformed_calls=2", script=two).assistant_turns == 1
+    mixed = [says(BROKEN + call(text="a")), says(BROKEN), says("5")]
+    assert played("multi_turn.max_consecutive_malformed_calls=2", script=mixed).assistant_turns == 3
+
+
+def max_turn_tokens(folder):
+    first = len(THREE_TURNS[0])
+    trajectory = played(f"multi_turn.max_turn_tokens={first - 1}")
+    assert (trajectory.stop_reason, trajectory.assistant_turns) == (StopReason.TURN_LENGTH, 1)
+    assert sum(trajectory.response_mask) == first - 1
+    assert played(f"multi_turn.max_turn_tokens={first}").stop_reason is StopReason.COMPLETED
+    single = played("multi_turn.max_turn_tokens=2", "agent.default_agent_loop=single_turn_agent")
+    assert (single.stop_reason, single.response_length) == (StopReason.TURN_LENGTH, 2)
+
+
+def max_trajectory_tokens(folder):
+    first, second, third = map(len, THREE_TURNS)
+    cut = played(f"multi_turn.max_trajectory_tokens={first + second - 1}")
+    assert (cut.stop_reason, sum(cut.response_mask)) == (StopReason.TRAJECTORY_LENGTH, first + second - 1)
+    used = played(f"multi_turn.max_trajectory_tokens={first + second}")
+    assert (used.stop_reason, used.assistant_turns, len(used.tool_calls)) == (StopReason.TRAJECTORY_LENGTH, 2, 2)
+    assert used.response_mask[-1] == 1
+    whole = played(f"multi_turn.max_trajectory_tokens={first + second + third}")
+    assert whole.stop_reason is StopReason.COMPLETED
+
+
 def malformed_call_penalty(folder):
     settings = ("multi_turn.malformed_calls=penalise", "multi_turn.malformed_call_penalty=0.5")
     assert played(*settings, script=[says(BROKEN), says("5")]).rewards.steps == [(0, "malformed", -0.5)]
@@ -228,6 +260,9 @@ WORKS = {
         max_seconds,
         malformed_calls,
         malformed_call_penalty,
+        max_consecutive_malformed_calls,
+        max_turn_tokens,
+        max_trajectory_tokens,
     )
 } | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path, openai_agent)}
 REFUSED = {

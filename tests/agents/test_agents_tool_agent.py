@@ -140,7 +140,7 @@ def test_max_model_len_bounds_the_whole_context():
     prompt = len(roll([says("5")], [Echo()])[0].prompt_ids)
     trajectory, engine = roll([says("a long answer of many tokens")], [Echo()], max_model_len=prompt + 3)
     assert engine.asked[0][2].max_tokens == 3
-    assert (trajectory.stop_reason, trajectory.response_length) == (StopReason.RESPONSE_LENGTH, 3)
+    assert (trajectory.stop_reason, trajectory.response_length) == (StopReason.CONTEXT_LENGTH, 3)
 
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, SingleTurnAgentLoop])

@@ -126,9 +126,9 @@ class EnvAgentLoop(ToolAgentLoop):
         self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
     ) -> AgentState:
         self.set_sampling(data, sampling_params, ignore_termination)
-        output = await self.sample(data)
-        if output.stop_reason != "stop" or self.room(data.trajectory) < 1:
-            return end(data, StopReason.RESPONSE_LENGTH)
+        await self.sample(data)
+        if (reason := self.used_up(data)) is not None:
+            return end(data, reason)
         return AgentState.PROCESSING_TOOLS
 
     async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:

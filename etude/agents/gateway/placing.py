@@ -24,7 +24,7 @@ from etude.chat import ChatTemplate
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
 from etude.options import RolloutOptions
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, StopReason
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Place:
         ids: everything before the first sampled token.
         answered: how many of them follow the sequence's first prompt.
         room: tokens left of the longest sequence, and of the response length.
+        ending: how the trajectory ends if they are used up.
     """
 
     parent: Turn | None
@@ -48,6 +49,7 @@ class Place:
     ids: list[int]
     answered: int
     room: int
+    ending: StopReason
 
 
 def placed(
@@ -142,5 +144,6 @@ def _measured(
     for run, _ in context:
         ids += run
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    room = min(options.response_length - answered, longest_sequence(options) - len(ids))
-    return Place(parent, context, asked, pictures, ids, answered, room)
+    room, window = options.response_length - answered, longest_sequence(options) - len(ids)
+    ending = StopReason.CONTEXT_LENGTH if options.max_model_len and window < room else StopReason.RESPONSE_LENGTH
+    return Place(parent, context, asked, pictures, ids, answered, min(room, window), ending)

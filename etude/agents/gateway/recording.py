@@ -36,7 +36,7 @@ class Turn:
         images: the images in these.
         message: the assistant's own.
         total, answered: number of ids on the path to its end; of those after the root's prompt.
-        out_of_room: it was cut because the context was full.
+        cut_by: the budget of the rollout that cut it, if one did.
         drawn: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
     """
@@ -50,7 +50,7 @@ class Turn:
     read: ReadTurn
     total: int
     answered: int
-    out_of_room: bool
+    cut_by: StopReason | None
     drawn: dict[str, float]
     seconds: float
 
@@ -71,6 +71,15 @@ class Turn:
                 found += run
             found += turn.read.output.token_ids
         return found
+
+    def malformed_in_a_row(self) -> int:
+        """Malformed calls at the end of the path, since the last turn with one that could be read."""
+        count = 0
+        for turn in reversed(self.path()):
+            if turn.read.calls:
+                break
+            count += len(turn.read.errors)
+        return count
 
     def shown(self) -> tuple[ImageInput, ...]:
         """All images of the path, in order."""
@@ -101,6 +110,11 @@ class Recording:
         if len(twins) < 2:
             return twins[0] if twins else None
         return max(twins, key=lambda turn: (*_alike(turn, sent), turn not in self._continued))
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled by all turns."""
+        return sum(len(turn.read.output.token_ids) for turn in self.turns)
 
     @property
     def last(self) -> Turn:
@@ -154,7 +168,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
         trajectory.tool_calls += _calls(trajectory.assistant_turns, turn, path[number + 1 : number + 2])
         trajectory.assistant_turns += 1
         trajectory.timings["generate_sequences"] = trajectory.timings.get("generate_sequences", 0.0) + turn.seconds
-    trajectory.stop_reason = StopReason.RESPONSE_LENGTH if path[-1].out_of_room else StopReason.COMPLETED
+    trajectory.stop_reason = path[-1].cut_by or StopReason.COMPLETED
     return trajectory
 
 

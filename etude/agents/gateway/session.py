@@ -185,14 +185,15 @@ class GatewaySession:
             asked = Asked(request, place.ids, f"{self.name}-{number}")
             thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
             takers = live.begin(asked, parser, thinking)
-            outputs = await self._sample(place, images, params, request, arrived, takers)
+            budget = self._budget(place)
+            outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
                 raise self._over()
             seconds = (time.perf_counter() - started) / len(outputs)
             self._answered += 1
             turns = [
-                self._record(place, images, history, read, (number, -choice), _drawn(params), seconds)
+                self._record(place, images, history, read, (number, -choice), budget, _drawn(params), seconds)
                 for choice, read in enumerate(reads)
             ]
         finally:
@@ -248,6 +249,9 @@ class GatewaySession:
         most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
         if self._answered + self._admitted >= most:
             raise self._refuse(StopReason.MAX_ASSISTANT_TURNS, f"this session's {most} turns are used up")
+        budget = options.max_trajectory_tokens
+        if budget is not None and self.recording.turns and budget - self.recording.sampled < options.min_answer_tokens:
+            raise self._refuse(StopReason.TRAJECTORY_LENGTH, f"this session's {budget} sampled tokens are used up")
         if options.max_seconds is not None and time.monotonic() - self.started >= options.max_seconds:
             raise self._refuse(StopReason.TIME_LIMIT, f"this session's {options.max_seconds:g} seconds have passed")
 
@@ -266,13 +270,27 @@ class GatewaySession:
 
     def _check_room(self, place: Place) -> None:
         options, first = self._context.options, not self.recording.turns
+        malformed = options.multi_turn.max_consecutive_malformed_calls
+        if malformed is not None and place.parent is not None and place.parent.malformed_in_a_row() >= malformed:
+            raise self._refuse(StopReason.MAX_MALFORMED_CALLS, f"{malformed} malformed calls in a row")
         least = 1 if first else options.multi_turn.min_answer_tokens
         if place.room < least or (first and len(place.ids) > options.prompt_length):
-            raise self._too_long(f"{len(place.ids)}", longest_sequence(options))
+            raise self._too_long(f"{len(place.ids)}", longest_sequence(options), place.ending)
 
-    def _too_long(self, length: str, longest: int) -> GatewayError:
+    def _budget(self, place: Place) -> tuple[int, StopReason]:
+        """Tokens that one choice may have, and how a trajectory ends whose last turn uses them up."""
+        limits = self._context.options.multi_turn
+        budgets = {place.ending: place.room}
+        if limits.max_trajectory_tokens is not None:
+            budgets[StopReason.TRAJECTORY_LENGTH] = limits.max_trajectory_tokens - self.recording.sampled
+        if limits.max_turn_tokens is not None:
+            budgets[StopReason.TURN_LENGTH] = limits.max_turn_tokens
+        reason = min(budgets, key=lambda each: budgets[each])
+        return max(budgets[reason], 1), reason
+
+    def _too_long(self, length: str, longest: int, ending: StopReason = StopReason.RESPONSE_LENGTH) -> GatewayError:
         options = self._context.options
-        reason = StopReason.RESPONSE_LENGTH if self.recording.turns else StopReason.PROMPT_TOO_LONG
+        reason = ending if self.recording.turns else StopReason.PROMPT_TOO_LONG
         return self._refuse(
             reason,
             f"This model's maximum context length is {longest} tokens, of which the first prompt may have "
@@ -314,9 +332,10 @@ class GatewaySession:
         params: SamplingParams,
         request: ChatRequest,
         arrived: float,
+        room: int,
         takers: Sequence[Callable[[Sequence[int]], None]],
     ) -> list[TokenOutput]:
-        most = min(request.most_tokens or place.room, place.room)
+        most = min(request.most_tokens or room, room)
         shown = (*(() if place.parent is None else place.parent.shown()), *images)
         ask = partial(
             self._client.generate,
@@ -349,9 +368,11 @@ class GatewaySession:
         history: History,
         read: ReadTurn,
         order: tuple[int, int],
+        budget: tuple[int, StopReason],
         drawn: dict[str, float],
         seconds: float,
     ) -> Turn:
+        room, cut_by = budget
         message: Message = {"role": "assistant", "content": read.content}
         if read.reasoning:
             message["reasoning_content"] = read.reasoning
@@ -365,7 +386,6 @@ class GatewaySession:
                 for n, call in enumerate(read.calls)
             ]
         length = len(read.output.token_ids)
-        cut = read.output.stop_reason == "length" and length >= place.room
         turn = Turn(
             place.parent,
             order,
@@ -376,7 +396,7 @@ class GatewaySession:
             read,
             len(place.ids) + length,
             place.answered + length,
-            cut,
+            cut_by if read.output.stop_reason == "length" and length >= room else None,
             drawn,
             seconds,
         )

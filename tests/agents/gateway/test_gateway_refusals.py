@@ -267,7 +267,7 @@ def test_max_model_len_counts_prompt_and_answers():
 
     [trajectory] = talk(work, lambda *_: says("value " * 50), max_model_len=prompt + 7)
     assert trajectory.response_length == 7
-    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
 
 
 def test_room_for_an_answer_is_kept_behind_tools():
@@ -498,6 +498,68 @@ def test_rewards_are_bounded(monkeypatch):
     talk(work, [says("5")])
 
 
+# -- budgets of turn, trajectory and window -----------------------------------------------------------------------
+
+
+async def hear_refusal(stage, messages, **more):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stage.chat(messages, **more)
+    return caught.value.code
+
+
+def test_a_turn_that_its_budget_cuts_ends_the_rollout_only_where_it_is_the_last():
+    async def work(stage):
+        first = (await stage.chat([USER])).choices[0]
+        assert first.finish_reason == "length"
+        cut = stage.session.trajectories()[-1].stop_reason
+        await stage.chat([USER, answer(first), USER])
+        return cut.value, stage.session.trajectories()[-1].stop_reason.value
+
+    turns = [says("The answer is five."), says("5")]
+    assert talk(work, turns, multi_turn={"max_turn_tokens": 3}) == ("turn_length", "completed")
+
+
+def test_the_budget_of_a_rollout_counts_what_all_its_sequences_sample():
+    ids = says("five")
+
+    async def work(stage):
+        await stage.chat([USER])
+        other = USER | {"content": "Once more"}
+        cut = (await stage.chat([other])).choices[0].finish_reason
+        code = await hear_refusal(stage, [USER])
+        return cut, code, [(t.stop_reason.value, t.response_length) for t in stage.session.trajectories()]
+
+    limits = {"max_trajectory_tokens": 2 * len(ids) - 1}
+    found = talk(work, lambda *_: ids, multi_turn=limits)
+    assert found == ("length", "trajectory_length", [("completed", len(ids)), ("trajectory_length", len(ids) - 1)])
+
+
+def test_the_window_has_an_ending_of_its_own():
+    prompt = len(CHAT.initial_ids([USER]))
+
+    async def work(stage):
+        await stage.chat([USER])
+        return stage.session.trajectories()[-1].stop_reason.value
+
+    assert talk(work, [says("The answer is five.")], max_model_len=prompt + 3) == "context_length"
+    assert talk(work, [says("The answer is five.")], response_length=3) == "response_length"
+
+
+def test_malformed_calls_in_a_row_end_a_conversation():
+    broken = says('<tool_call>\n{"name": "echo"\n</tool_call>')
+
+    async def work(stage):
+        history = [USER]
+        for _ in range(2):
+            made = (await stage.chat(history, tools=[ECHO])).choices[0]
+            history = [*history, answer(made), USER]
+        code = await hear_refusal(stage, history, tools=[ECHO])
+        return code, stage.session.trajectories()[-1].stop_reason.value
+
+    limits = {"max_consecutive_malformed_calls": 2}
+    assert talk(work, lambda *_: broken, multi_turn=limits) == ("max_malformed_calls", "max_malformed_calls")
+
+
 # -- sessions that are made on a request ---------------------------------------------------------------------------
 
 
@@ -548,6 +610,17 @@ def test_a_session_ends_once_and_leaves_its_successor_alone():
 
     first, second = asyncio.run(main())
     assert ended == [first, second]
+
+
+def test_a_single_request_that_is_streamed_ends_its_session_with_the_stream(gateway):
+    client, ended = gateway
+    for path, body in (("chat/completions", {"messages": [USER]}), ("responses", {"input": "Hi"})):
+        with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as response:
+            assert "5" in "".join(response.iter_text())
+        assert response.headers["content-type"].startswith("text/event-stream")
+    assert client.post("/v1/chat/completions", json={"messages": [], "stream": True}).status_code == 400
+    assert client.get("/health").json()["sessions"] == 0
+    assert [name.startswith("single-") for name in ended] == [True, True]
 
 
 def test_single_requests_count_as_sessions(gateway):
