@@ -35,6 +35,7 @@ GENERATED: dict[str, str] = runpy.run_path(str(DOCS / "reference.py"))["pages"](
 """Pages that are made when the site is built."""
 TRANSLATIONS = sorted(DOCS.glob("*.zh.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.glob("*.md")) - set(TRANSLATIONS))]
+REGISTRIES = (ADVANTAGE_ESTIMATORS, AGENT_LOOPS, FUNCTION_TOOLS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS)
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -92,7 +93,10 @@ def execute_line(words: list[str]) -> None:
     if words[:1] == ["etude"]:
         assert run(cli, words[1:]) == 0, " ".join(words)
     elif words[:1] == ["python"] and words[1].endswith(".py"):
+        kept = {registry: dict(registry._items) for registry in REGISTRIES}
         runpy.run_path(words[1], run_name="__main__")
+        for registry, items in kept.items():  # what a process registers ends with it
+            registry._items = items
     else:
         assert words[:1] in ([], ["make"], [".ci/run"]), f"mark what is not run: {' '.join(words)}"
 
@@ -108,7 +112,7 @@ def output_of(words: list[str]) -> str:
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
     """The present folder for a test; what snippets register, and the level of logging, is undone after it."""
-    for registry in (ADVANTAGE_ESTIMATORS, AGENT_LOOPS, FUNCTION_TOOLS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS):
+    for registry in REGISTRIES:
         own = {name: item for name, item in registry._items.items() if not _of_a_user(item)}
         monkeypatch.setattr(registry, "_items", own)
     level = logging.getLogger("etude").level
@@ -135,6 +139,17 @@ def test_the_tutorial_followed_to_the_letter_ends_with_a_model_that_asks(empty_f
     ]
     assert validations[0] < 0.1
     assert validations[1] > 0.9
+
+
+def test_the_commands_that_take_the_place_of_other_frameworks_are_valid():
+    found = 0
+    for page in DOCS.glob("from-*.md"):
+        for block in blocks(page):
+            words = shlex.split(block.body.replace("\\\n", " "), comments=True)
+            if words[:3] == ["python", "-m", "etude.trainer.main_ppo"]:
+                found += 1
+                assert run(cli, ["config", *words[3:]]) == 0, page.name
+    assert found == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
