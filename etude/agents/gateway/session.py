@@ -165,7 +165,8 @@ class GatewaySession:
             raise self._too_long(f"{count} images", longest)
         pictures: list[list[Picture]] = [[]] * len(messages)
         if any(addresses):
-            [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
+            roles = [message["role"] for message in messages]
+            [pictures] = await self._all([looked_at(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
