@@ -516,6 +516,14 @@ def test_a_run_is_one_file_that_asks_for_nothing(browser, folder, tmp_path, name
     tab.context.close()
 
 
+def test_of_several_evaluations_at_one_step_a_page_holds_the_last_one_alone(tmp_path):
+    for name in ("validation", "eval-1", "eval-2"):
+        write_rollouts(tmp_path / name, 0, [make_record(0, number) for number in range(2)])
+    assert write_page(tmp_path, tmp_path / "run.html") == 2
+    index = RunView(".", tmp_path).index
+    assert len({row.group for row in index.rows}) == 3 * len({row.uid for row in index.rows})
+
+
 def test_a_folder_without_a_run_is_no_page(tmp_path):
     with pytest.raises(DataError, match="holds no rollouts and no metrics"):
         write_page(tmp_path, tmp_path / "run.html")
