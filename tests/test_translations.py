@@ -33,7 +33,7 @@ def parts(text: str) -> dict[str, Counter[str]]:
     codes = Counter(" ".join(match[2].split()) for match in CODE.finditer(prose))
     bare = CODE.sub("", prose)
     links = [HERE.sub("", target) for target in LINK.findall(bare) if not ELSEWHERE.search(target)]
-    words = LINK.sub("]", bare)
+    words = re.sub(r"\d+ 月", "", LINK.sub("]", bare))  # November, in English
     return {
         "code blocks": Counter(BLOCK.findall(text)),
         "names": Counter(set(codes)),
