@@ -27,11 +27,19 @@ from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import RewardOptions
 from etude.options.validate import flatten
 from etude.protocol import DataProto
-from etude.run_folder import METRICS_FILE, read_config, read_metrics, read_run_record, read_steps, run_record
+from etude.run_folder import (
+    METRICS_FILE,
+    read_config,
+    read_metrics,
+    read_run_record,
+    read_steps,
+    run_lock,
+    run_record,
+)
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
 from etude.trainer.metrics import DROPPED, is_success
 from etude.trainer.provenance import describe_run
-from etude.trainer.resume import plain_values, run_lock, write_config
+from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
     check_dropped,
