@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
+from judge_stage import as_classifier, rig_judge
 from ray_stage import LONG_LOOP, counted_bytes, rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
@@ -21,6 +22,7 @@ from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
+from etude.rewards.reward_model import RewardModel
 from etude.trainer import groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -121,6 +123,29 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
     last = metrics(tmp_path)[-1]
     assert last["critic/optimizer_steps"] == last["actor/optimizer_steps"] > 0
     assert all(weights(tmp_path, step) for step in (1, 2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_reward_models_score_on_ray(tiny, tmp_path, cluster, mode):
+    """A classifier in the reward role's ranks or where rollouts end, a language model as judge in each rollout rank."""
+    classifier = as_classifier(tiny.model, tmp_path / "classifier", pad="<|endoftext|>")
+    judge = rig_judge(tiny.model, tmp_path / "judge")
+    two = (*cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
+    keys = (f"reward_model.model.path={classifier}", f"{ROLLOUT}.mode={mode}", "trainer.deterministic=false")
+    train(tiny.config(tmp_path / "scored", *two, *keys))
+    model, records = RewardModel(classifier), list(read_rollouts(tmp_path / "scored" / "rollouts" / "1.jsonl"))
+    for record in records:
+        assert record["rewards"]["score_info"]["reward_model"] == pytest.approx(
+            model.forward([model.encode(record["messages"])])[0], abs=1e-5
+        )
+    assert len(records) == 8
+    if mode == "async":
+        keys = ("custom_reward_function.path=etude.rewards.judge", f"reward_model.model.path={judge}")
+        train(tiny.config(tmp_path / "judged", *two, *keys))
+        [step] = metrics(tmp_path / "judged")
+        assert step["reward/score/mean"] == pytest.approx(0.7)
+        assert step["reward/judge/completion_tokens"] == 2 * step["reward/judge/requests"] > 0
 
 
 SHARDED = (f"{ACTOR}.strategy=fsdp2",)
