@@ -16,10 +16,12 @@ import pytest
 from etude.cli.main import cli, run
 from etude.dumps import write_rollouts
 from etude.errors import DataError
+from etude.viewer.conversations import HIDDEN
 from etude.viewer.index import Filter
 from etude.viewer.web import answers
 from etude.viewer.web.export import write_page
 from etude.viewer.web.runs import Runs, RunView
+from etude.viewer.web.server import PAGES as PAGES_FOLDER
 from tests.viewer.index_stage import MALFORMED, make_record, verl_line, write_malformed, write_run
 from tests.viewer.web_stage import (
     EVIL,
@@ -124,6 +126,12 @@ def tab(browser, server):
     tab.context.close()
     assert tab.wrong == []
     assert all(url.startswith((server, "data:", "about:")) for url in tab.requests)
+
+
+def test_pages_and_terminal_replace_the_same_characters():
+    [body] = re.findall(r"const HIDDEN = /\[(.*)\]/g;", (PAGES_FOLDER / "dom.js").read_text())
+    hidden = re.compile(f"[{body}]")
+    assert [code for code in range(0x3000) if hidden.match(chr(code))] == sorted(HIDDEN)
 
 
 # -- the server --------------------------------------------------------------------------------------------------
