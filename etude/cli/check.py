@@ -30,6 +30,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @click.option("--rows", default=1000, show_default=True, type=click.IntRange(1), help="Rows to read of each split.")
 @click.option("--timeout", default=8.0, show_default=True, help="Seconds for a trial rollout, and for a score.")
 @click.option("--rollout/--no-rollout", "rolls_out", default=True, help="Whether to call each tool once.")
+@click.option("--sft", is_flag=True, help="Your YAML is for `etude sft` (needed only where it does not say so).")
 @json_option
 def check(
     config_name: str | None,
@@ -38,21 +39,23 @@ def check(
     rows: int,
     timeout: float,
     rolls_out: bool,
+    sft: bool,
     as_json: bool,
 ) -> int:
     """Check whether a configuration would train, without a GPU or the model's weights.
 
-    The arguments are those of `etude train`. Everything is looked at, and each finding has its remedy: keys, plug-ins,
-    chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a scripted model calls
+    The arguments are those of `etude train`, or of `etude sft`. Everything is looked at, and each finding has its remedy:
+    keys, plug-ins, chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a scripted model calls
     each tool once. Exit status 1 if there is an error.
 
     \b
     Example:
       etude check --config-path guess --config-name agent
+      etude check --config-name sft data.train_files=demonstrations.parquet model.path=models/mine
     """
     from etude.preflight.check import inspect_run
 
-    found = inspect_run(config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out)
+    found = inspect_run(config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft)
     return print_findings(found, as_json)
 
 

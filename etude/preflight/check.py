@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.config import Composition, compose_with_sources
 from etude.errors import ConfigError
 from etude.findings import Findings, Level, split_advice
-from etude.options import TrainOptions
+from etude.options import SFTOptions, TrainOptions
 
 if TYPE_CHECKING:
     from etude.data import RLDataset
@@ -49,18 +50,22 @@ def inspect_run(
     rows: int = 1000,
     seconds: float = 8.0,
     rolls_out: bool = True,
+    sft: bool = False,
 ) -> Findings:
-    """Inspects the run that `etude train` with these arguments would start.
+    """Inspects the run that `etude train` with these arguments would start, or `etude sft`, whose configuration it is.
 
     Args:
+        sft: a YAML that names no root of its own is one of `etude sft`.
         rows: of each data file list, the first so many are read.
         seconds: limit of a trial rollout, and of a scorer.
         rolls_out: whether tools are called.
     """
     run = _Inspection(rows, seconds)
-    run.configuration(config_name, overrides, config_path)
+    run.configuration(config_name, overrides, config_path, sft)
     if run.options is not None:
         run.parts(rolls_out)
+    else:
+        run.fine_tuning()
     return run.findings
 
 
@@ -78,22 +83,42 @@ class _Inspection:
         self._setup: LoadedSetup | None = None
         self._train: RLDataset | None = None
 
-    def configuration(self, config_name: str | None, overrides: Sequence[str], config_path: str | Path | None) -> None:
+    def configuration(
+        self, config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, sft: bool
+    ) -> None:
         """Composes it; every wrong key and value is a finding."""
 
         def step() -> str:
-            found = compose_with_sources(
-                config_name or "ppo_trainer", overrides, config_path, root="ppo_trainer", command="train", collect=True
-            )
+            root = "sft" if sft else "ppo_trainer"
+            place = (config_name or root, overrides, config_path)
+            is_sft = isinstance(compose_with_sources(*place, root=root, collect=True).options, SFTOptions)
+            found = compose_with_sources(*place, root=root, command="sft" if is_sft else "train", collect=True)
             for level, lines in ((Level.ERROR, found.faults), (Level.WARNING, found.remarks)):
                 for line in lines:
                     key = re.split(r"[= ]", line, maxsplit=1)[0]
                     self.findings.add_line(level, "configuration", line, f"`etude config {key}` says what it takes")
-            assert isinstance(found.options, TrainOptions)
-            self._composition, self.options = found, found.options
+            self._composition = found
+            if isinstance(found.options, TrainOptions):
+                self.options = found.options
             return "every key is known, and their values go together"
 
         self.findings.run("configuration", step, fix="`etude config` shows the whole configuration")
+
+    def fine_tuning(self) -> None:
+        """What supervised training checks before it loads a model: the template, tools, and every row."""
+
+        def step() -> str:
+            from etude.trainer.sft import SFTTrainer
+
+            assert self._composition is not None
+            config = self._composition.config.copy()
+            config.trainer.backend = "local"  # the checks are the same, and no cluster starts
+            trainer = SFTTrainer(config)
+            with closing(trainer.groups):
+                return f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
+
+        whole = self._composition if not self.findings.failed else None
+        self.findings.run("data", step, fix="mend the row; `etude data inspect FILE` lists all", needs=[whole])
 
     def parts(self, rolls_out: bool) -> None:
         """Everything after the configuration."""

@@ -287,6 +287,30 @@ def test_a_path_in_the_wrong_place_is_told_where_it_goes(tmp_path, monkeypatch, 
     assert where in said
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["of Étude", "one's own"])
+@pytest.mark.parametrize(
+    ("said", "setting", "advice"),
+    [
+        ("1 examples", "data.max_length=512", ""),
+        ("more than data.max_length=2", "data.max_length=2", "raise it or leave the row out"),
+        ("unknown key data.max_lenght", "data.max_lenght=3", "did you mean"),
+    ],
+)
+def test_supervised_training_is_checked_too(tiny, tmp_path, capsys, own, said, setting, advice):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 1}\n")
+    named = ["-cp", str(tmp_path), "-cn", "mine", "--sft"] if own else ["-cn", "sft", "data.train_batch_size=1"]
+    given = [f"data.train_files={tmp_path}/rows.jsonl", f"model.path={tiny.model}", setting]
+    run_dir = tmp_path / "run"
+    status = run(cli, ["check", *named, *given, f"trainer.default_local_dir={run_dir}"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert status == int(bool(advice)), out
+    assert said in out
+    assert advice in out
+    assert not run_dir.exists()
+
+
 def test_a_missing_file_is_told_once(agent):
     found = inspect(agent, "data.train_files=[nowhere/nope.jsonl]")
     assert ["nope.jsonl" in each.message for each in found.all if each.level is ERROR] == [True], found.all
