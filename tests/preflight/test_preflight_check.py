@@ -14,6 +14,9 @@ from etude.findings import Level
 from etude.preflight.check import inspect_run
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
 @pytest.fixture
 def agent(tmp_path, tiny):
     return Agent(tmp_path, tiny.model)
@@ -309,6 +312,25 @@ def test_supervised_training_is_checked_too(tiny, tmp_path, capsys, own, said, s
     assert said in out
     assert advice in out
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in EXAMPLES.glob("*/agent.yaml")), ids=lambda path: path.name
+)
+def test_an_examples_configuration_is_right(tiny, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    found = inspect_run("agent", [f"actor_rollout_ref.model.path={tiny.model}"], folder, rolls_out=False)
+    wrong = [each for each in found.all if each.level is Level.ERROR]
+    prepared = ("data.train_files", "data.val_files")  # by what its README says to run first
+    assert [each for each in wrong if each.subject != "services" and not each.message.startswith(prepared)] == []
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k_tool"])
+def test_a_configuration_of_the_package_is_right(tiny, name):
+    data = [f"data.{split}_files={tiny.folder}/data/train.parquet" for split in ("train", "val")]
+    given = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    found = inspect_run(name, [*data, *given, f"actor_rollout_ref.model.path={tiny.model}"], None, rolls_out=False)
+    assert [each for each in found.all if each.level is Level.ERROR] == []
 
 
 def test_a_missing_file_is_told_once(agent):
