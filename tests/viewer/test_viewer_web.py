@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import weakref
 from pathlib import Path
 
 import pytest
 
+from etude.cli.main import cli, run
 from etude.dumps import write_rollouts
 from etude.errors import DataError
 from etude.viewer.index import Filter
@@ -168,6 +170,46 @@ def test_no_address_leads_to_another_file(server, path):
 def test_another_hosts_name_is_refused(server):
     assert ask(server, headers={"Host": "evil.example"})[0] == 400
     assert ask(server, headers={"Host": server.replace("127.0.0.1", "localhost").removeprefix("http://")})[0] == 200
+
+
+@pytest.mark.parametrize("name", ["[::1]", "localhost", "192.0.2.7"])
+def test_an_address_and_localhost_are_the_servers_own_names(server, name):
+    assert ask(server, headers={"Host": f"{name}:{server.rpartition(':')[2]}"})[0] == 200
+
+
+def test_a_server_that_others_reach_asks_for_the_token_that_its_url_has(folder):
+    with serving(folder, "--host", "0.0.0.0") as url:
+        base, token = url.split("/?token=")
+        assert len(token) >= 32
+        base = base.replace("0.0.0.0", "127.0.0.1")
+        for path in (
+            "",
+            "/",
+            "/app.js",
+            "/api/runs",
+            "/?token=",
+            "/?token=x",
+            f"/?token={token[:-1]}",
+            "/?token=%C3%A9",
+        ):
+            assert ask(base + path)[0] == 401, path
+        assert ask(base, headers={"Cookie": "etude-view=x"})[0] == 401
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with opener.open(f"{base}/?token={token}", timeout=60) as page:
+            assert page.url == f"{base}/"  # the token is out of the address
+        with opener.open(f"{base}/api/runs", timeout=60) as answer:
+            assert json.load(answer)["runs"]
+        bearer = {"Authorization": f"Bearer {token}"}
+        assert ask(f"{base}/api/runs", headers=bearer)[0] == 200
+        assert ask(f"{base}/api/runs", headers=bearer | {"Host": "evil.example"})[0] == 400
+
+
+def test_a_filter_is_refused_where_nothing_would_honour_it(folder, tmp_path, capsys):
+    for option in ("--web", "--html"):
+        rest = [] if option == "--web" else [str(tmp_path / "x.html")]
+        assert run(cli, ["view", str(folder / "other"), option, *rest, "--filter", "score>1"]) == 2
+        assert "--filter is the terminal's" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
 
 
 @pytest.mark.parametrize("query", ["offset=-1", "step=x", "low=nan", f"q={'x' * 600}", "sort=../x", "regex=1&q=("])
