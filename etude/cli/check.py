@@ -45,8 +45,8 @@ def check(
     """Check whether a configuration would train, without a GPU or the model's weights.
 
     The arguments are those of `etude train`, or of `etude sft`. Everything is looked at, and each finding has its remedy:
-    keys, plug-ins, chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a scripted model calls
-    each tool once. Exit status 1 if there is an error.
+    keys, plug-ins, chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a
+    scripted model calls each tool once. Exit status 1 if there is an error.
 
     \b
     Example:

@@ -13,7 +13,6 @@ from etude.cli.main import cli, run
 from etude.findings import Level
 from etude.preflight.check import inspect_run
 
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
