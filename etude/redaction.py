@@ -12,7 +12,8 @@ from typing import Any
 
 REDACTED = "<redacted>"
 _SECRET = re.compile(
-    r"(?:key|token|secret|password|passwd|passphrase|pwd|credentials?|authorization|cookie|bearer)$", re.IGNORECASE
+    r"(?:[_-]key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|authorization|cookie|bearer)$",
+    re.IGNORECASE,
 )
 _COLUMNS = ("prompt_key", "image_key")  # declared keys: their values name columns
 _URL_USER = re.compile(r"(?<=://)[^/\s?#]+(?=@)")

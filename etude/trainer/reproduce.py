@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import etude
-from etude.config import compose_run
-from etude.errors import ConfigError
+from etude.config import compose_with_sources
+from etude.errors import ConfigError, raise_faults
 from etude.events import Event, EventSink, StepFinished
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
@@ -118,7 +118,11 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
         path = held.get(key)
         if declared.about.path == "output" and isinstance(path, str) and key != "trainer.default_local_dir":
             moved.append(f"{key}={target / Path(path).name}")
-    return compose_run("train" if kind == "train" else "sft", "config", [*moved, *overrides], run_dir, root=root)
+    found = compose_with_sources(
+        "config", [*moved, *overrides], run_dir, root=root, command="train" if kind == "train" else "sft", collect=True
+    )
+    raise_faults(found.faults)
+    return found.config  # its remarks would be on every key: a resolved configuration sets them all
 
 
 def _stop_after(steps: int, emit: EventSink) -> EventSink:
