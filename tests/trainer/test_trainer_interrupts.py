@@ -6,7 +6,7 @@ import time
 
 import pytest
 from house_stage import Launched, metrics, same, steps, weights
-from trainer_tools import Moody
+from trainer_tools import STUBBORN, Moody
 
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.run import train
@@ -41,9 +41,12 @@ def test_the_first_signal_ends_the_run_after_the_step(tiny, tmp_path, number):
     assert "Traceback" not in launched.text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_abandons_a_rollout_and_releases_its_tools(tiny, tmp_path, number):
-    run, tool = tmp_path / "run", Moody(tmp_path / "tool", "await asyncio.sleep(3600)", timeout=7200)
+@pytest.mark.parametrize(
+    ("number", "mood"), [(signal.SIGINT, STUBBORN), (signal.SIGTERM, "await asyncio.sleep(3600)")], ids=["INT", "TERM"]
+)
+def test_the_second_signal_abandons_a_rollout_and_releases_its_tools(tiny, tmp_path, number, mood):
+    """Also those of tools that ignore their cancellation."""
+    run, tool = tmp_path / "run", Moody(tmp_path / "tool", mood, timeout=7200)
     launched = Launched(["train", *tiny.arguments(run, *ENDLESS, tool.override)], tmp_path / "log")
     until(lambda: tool.count("mood") >= 1, launched)
     launched.signal(number)
@@ -57,29 +60,6 @@ def test_the_second_signal_abandons_a_rollout_and_releases_its_tools(tiny, tmp_p
     train(tiny.config(run, "trainer.total_training_steps=2"))  # the abandoned step, done again with a tool that works
     train(tiny.config(tmp_path / "whole", "trainer.total_training_steps=2"))
     assert same(weights(run, 2), weights(tmp_path / "whole", 2))
-
-
-STUBBORN = """
-            while True:
-                try:
-                    await asyncio.sleep(3600)
-                except asyncio.CancelledError:
-                    note("ignored")
-"""
-
-
-def test_the_second_signal_ends_a_run_whose_tool_ignores_it(tiny, tmp_path):
-    run, tool = tmp_path / "run", Moody(tmp_path / "tool", STUBBORN.strip(), timeout=7200)
-    launched = Launched(["train", *tiny.arguments(run, *ENDLESS, tool.override)], tmp_path / "log")
-    until(lambda: tool.count("mood") >= 1, launched)
-    launched.signal(signal.SIGINT)
-    until(lambda: FIRST_NOTE in launched.text(), launched)
-    launched.signal(signal.SIGINT)
-    assert launched.wait() == 128 + signal.SIGINT
-    assert "Traceback" not in launched.text()
-    assert tool.count("ignored") >= 1
-    assert tool.count("release") == tool.count("create")
-    assert steps(run) == [1]
 
 
 def test_an_interrupt_that_strikes_inside_a_task_still_releases_every_tool(tiny, tmp_path):

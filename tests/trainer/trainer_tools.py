@@ -44,6 +44,15 @@ tools:
         parameters: {{type: object, properties: {{expression: {{type: string}}}}, required: [expression]}}
 """
 
+STUBBORN = """import etude.bounded
+            etude.bounded.GRACE_SECONDS = 0.5  # to clean up
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    note("ignored")"""
+"""A mood that ignores its cancellation."""
+
 
 class Moody:
     """Files of the tool in `folder`: from its instance `good` + 1 on, `execute` runs the statement `mood`."""
