@@ -14,7 +14,7 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
-from etude.inference.types import streams_tokens
+from etude.inference.types import OnTokens, streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
@@ -45,7 +45,7 @@ class TrajectoryClient:
         sampling_params: SamplingParams | Mapping[str, Any],
         draw: int | None = None,
         images: Sequence[ImageInput] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. Whatever `request_id` a loop passes, the engine gets the trajectory's own.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,28 @@ class HttpServer:
         """The JSON object that answers a POST of JSON."""
         return self._object(path, await self.post(path, body, query=query, timeout=timeout))
 
+    async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
+        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive.
+
+        Raises:
+            EngineError: as the other calls; or an event says that the server failed.
+        """
+        where, rest = f"{self.url}{path}", b""
+
+        def read(piece: bytes) -> None:
+            nonlocal rest
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = self._object(path, data)
+                if event.get("error"):
+                    raise EngineError(f"{where}: {json.dumps(event['error'])[:200]}")
+                take(event)
+
+        await self._call("POST", path, body, None, None, read)
+
     async def ask_for(self, path: str) -> dict[str, Any]:
         """The JSON object that answers a GET."""
         return self._object(path, await self.get(path))
@@ -92,6 +114,7 @@ class HttpServer:
         body: Mapping[str, Any] | None,
         query: Mapping[str, str] | None,
         timeout: float | None,
+        read: Callable[[bytes], None] | None = None,
     ) -> bytes:
         seconds = self.timeout if timeout is None else timeout
         where = f"{self.url}{path}"
@@ -101,7 +124,8 @@ class HttpServer:
                 aiohttp.ClientSession(timeout=limit, headers=self._headers) as session,
                 session.request(method, where, json=body, params=query) as response,
             ):
-                data, status = await _read(response, where), response.status
+                status = response.status
+                data = await _read(response, where, read if status < 300 else None)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineError(f"{where}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -111,13 +135,17 @@ class HttpServer:
         return data
 
 
-async def _read(response: aiohttp.ClientResponse, where: str) -> bytes:
+async def _read(response: aiohttp.ClientResponse, where: str, read: Callable[[bytes], None] | None = None) -> bytes:
+    """The body; each piece of it to `read` instead, if that is given."""
     pieces, size = [], 0
-    async for piece in response.content.iter_chunked(_CHUNK):
+    async for piece in response.content.iter_any() if read else response.content.iter_chunked(_CHUNK):
         size += len(piece)
         if size > MAX_ANSWER_BYTES:
             raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-        pieces.append(piece)
+        if read is None:
+            pieces.append(piece)
+        else:
+            read(piece)
     return b"".join(pieces)
 
 

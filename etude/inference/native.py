@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from etude.inference.sampling import sample
 from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
-from etude.inference.types import ENGINES, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, OnTokens, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
@@ -203,7 +203,7 @@ class NativeEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Samples a continuation; only the part of `prompt_ids` that is not cached yet is computed.
 

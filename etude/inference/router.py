@@ -27,7 +27,7 @@ from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.server_process import ServerProcess
-from etude.inference.types import Engine, SamplingParams, TokenOutput, streams_tokens
+from etude.inference.types import Engine, OnTokens, SamplingParams, TokenOutput, streams_tokens
 from etude.metrics import Mean, Metrics, add_metrics
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Router:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """See `etude.inference.Engine.generate`; a request that fails on one replica is retried on another, unless tokens of
         it were told of, which nobody can take back."""

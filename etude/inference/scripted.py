@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from etude.errors import EngineError
-from etude.inference.types import ENGINES, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, OnTokens, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
 Script = Callable[[str, list[int], int], "list[int] | Exception | Awaitable[list[int]]"]
@@ -47,7 +47,7 @@ class ScriptedEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """The next entry of the script.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from etude.bounded import settle
 from etude.errors import ConfigError, EngineError
-from etude.inference.types import SamplingParams, TokenOutput
+from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
 _ROUNDING = 1e-3  # a probability of one, computed in bfloat16, may come out as slightly more
@@ -77,6 +77,7 @@ class ServedEngine(ABC):
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """See `etude.inference.Engine.generate`."""
         if images:
@@ -90,7 +91,7 @@ class ServedEngine(ABC):
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
         name = f"{request_id}#{next(self._numbers)}"
-        task = asyncio.ensure_future(self._ask(name, list(prompt_ids), replace(params, max_tokens=limit)))
+        task = asyncio.ensure_future(self._ask(name, list(prompt_ids), replace(params, max_tokens=limit), on_tokens))
         self._calls[request_id] = _Call(name, task)
         try:
             await asyncio.wait({task})
@@ -160,8 +161,10 @@ class ServedEngine(ABC):
         return {**counters}
 
     @abstractmethod
-    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
-        """One request under the unique `name`; EngineError if it fails."""
+    async def _ask(
+        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> TokenOutput:
+        """One request under the unique `name`, with `on_tokens` (if it can) as tokens are drawn; EngineError if it fails."""
 
     @abstractmethod
     async def _abort(self, name: str) -> None:

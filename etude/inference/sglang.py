@@ -20,8 +20,9 @@ from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
 from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
-from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 
+_GROWING = ("output_ids", "output_token_logprobs", "output_token_sampling_logprobs")
 _CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
 
 
@@ -40,7 +41,9 @@ class SGLangEngine(ServedEngine):
         """The engine of one address, or a router over several."""
         return connect(setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout))
 
-    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+    async def _ask(
+        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> TokenOutput:
         restricted = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
         body = {
             "rid": name,
@@ -59,16 +62,40 @@ class SGLangEngine(ServedEngine):
             },
             "return_logprob": True,
             "return_sampling_mask": restricted,
-            "stream": False,
+            "stream": on_tokens is not None,
             **({"lora_path": adapter} if (adapter := self.adapter) else {}),
         }
         version = self._version
-        answer = await self._server.ask("/generate", body)
+        if on_tokens is None:
+            answer = await self._server.ask("/generate", body)
+        else:
+            answer = await self._streamed(body, on_tokens)
         with self._server.reading("/generate"):
             read = self._read(answer, restricted)
         if adapter:  # the server's versions are of the weights below it
             read = replace(read, versions=None)
         return checked_output(read, params, version, self._server.url)
+
+    async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
+        """The last event of a stream, with the lists of all: each event has them from the beginning, or, on servers that
+        stream incrementally, what is new in them."""
+        lists: dict[str, list[Any]] = {name: [] for name in _GROWING}
+        last: dict[str, Any] = {"output_ids": [], "meta_info": {}}
+
+        def take(event: dict[str, Any]) -> None:
+            nonlocal last
+            with self._server.reading("/generate"):
+                last, meta = event, event["meta_info"]
+                before = len(lists["output_ids"])
+                for name, known in lists.items():
+                    found = (event if name == "output_ids" else meta).get(name) or []
+                    known[:] = found if len(found) == meta["completion_tokens"] else [*known, *found]
+                if new := lists["output_ids"][before:]:
+                    on_tokens(new)
+
+        await self._server.stream("/generate", body, take)
+        meta = {**last["meta_info"], **{name: lists[name] for name in _GROWING[1:]}}
+        return {**last, "output_ids": lists["output_ids"], "meta_info": meta}
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
         """The parts of a `/generate` response; it has the ids twice, and they must agree."""

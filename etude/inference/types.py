@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from etude.errors import ConfigError
 from etude.metrics import Metrics
@@ -152,6 +152,10 @@ class Engine(Protocol):
     def metrics(self) -> Metrics:
         """What was done since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers add up."""
         ...
+
+
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Called with ids as they are drawn."""
 
 
 def streams_tokens(engine: Any) -> bool:

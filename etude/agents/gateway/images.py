@@ -34,18 +34,22 @@ class Picture(NamedTuple):
     tokens: int
 
 
-async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> list[list[Picture]]:
-    """The images of each message by their headers; there is at least one.
+async def looked_at(
+    addresses: Sequence[Sequence[str]], roles: Sequence[str], context: AgentContext
+) -> list[list[Picture]]:
+    """The images of each message, of these roles, by their headers; there is at least one.
 
     Raises:
         GatewayError: the policy takes no images, a message has too many, or one is not an image; names the message.
         InfrastructureError: the system cannot read one now.
     """
-    reader = context.images if "user" in context.chat.image_roles else None
-    if reader is None:
-        first = next(number for number, shown in enumerate(addresses) if shown)
-        raise GatewayError(400, f"messages.{first}: this policy takes no images", param="messages")
-    return await _threads.run(_look, addresses, reader)
+    taken = frozenset() if context.images is None else context.chat.image_roles
+    for number, (shown, role) in enumerate(zip(addresses, roles)):
+        if shown and role not in taken:
+            whose = " in tools' answers" if role == "tool" and taken else ""
+            raise GatewayError(400, f"messages.{number}: this policy takes no images{whose}", param="messages")
+    assert context.images is not None
+    return await _threads.run(_look, addresses, context.images)
 
 
 def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[Picture]]:

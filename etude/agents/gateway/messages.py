@@ -27,7 +27,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message]
     images).
 
     Raises:
-        GatewayError: a message is malformed, or holds more than texts and users' images; names it.
+        GatewayError: a message is malformed, or holds more than texts and images of users and tools; names it.
     """
     read = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
     return [message for message, _ in read], [pictures for _, pictures in read]
@@ -38,8 +38,9 @@ def _plain(message: Mapping[str, Any], where: str) -> tuple[Message, list[str]]:
     if role is None:
         raise GatewayError(400, f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
     content, pictures = _content(message.get("content"), f"{where}.content")
-    if pictures and role != "user":
-        raise GatewayError(400, f"{where}.content: only a user's message shows images", param=f"{where}.content")
+    if pictures and role not in ("user", "tool"):
+        reason = f"{where}.content: only messages of users and tools show images"
+        raise GatewayError(400, reason, param=f"{where}.content")
     plain: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str) and message[name]:

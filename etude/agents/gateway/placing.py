@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from etude.agents.base import AgentContext
 from etude.agents.gateway.images import Picture
@@ -20,10 +21,11 @@ from etude.agents.gateway.messages import History, Message, answered
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest, GatewayError
 from etude.agents.tool_messages import naming, tagged
-from etude.chat import ChatTemplate
+from etude.chat import ChatTemplate, ParsedResponse
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
 from etude.options import RolloutOptions
+from etude.schemas import FunctionCall
 from etude.trajectory import Provenance, StopReason
 
 
@@ -96,7 +98,7 @@ def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": chat.disarm(message["content"])}
+            message = message | {"content": _disarmed(message["content"], chat)}
             if chat.names_calls and place is not None:
                 message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
         shown.append(message)
@@ -119,7 +121,7 @@ def _context_after(
         rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
             call = None if place is None else parent.read.calls[place]
-            rendered = parsed.result_message(message["content"], call)
+            rendered = _result(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
             rendered = naming(rendered, name) if chat.names_calls else rendered
         shown.append(rendered)
@@ -129,6 +131,22 @@ def _context_after(
         return None
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
+
+
+def _disarmed(content: Any, chat: ChatTemplate) -> Any:
+    if isinstance(content, str):
+        return chat.disarm(content)
+    return [part | {"text": chat.disarm(part["text"])} if "text" in part else part for part in content]
+
+
+def _result(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
+    """A tool's answer, of text or of parts with images, as the format gives it."""
+    if isinstance(content, str):
+        return parsed.result_message(content, call)
+    message: Message = dict(parsed.result_message("", call))
+    before, _, after = message["content"].partition("><")  # the two tags, in formats that have some
+    tags = [{"type": "text", "text": text} for text in (f"{before}>", f"<{after}") if after]
+    return message | {"content": [*tags[:1], *content, *tags[1:]]}
 
 
 def longest_sequence(options: RolloutOptions) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, answered, edits_thoughts, likeness
 from etude.agents.gateway.reading import ReadTurn
+from etude.chat.placeholders import text_of
 from etude.chat.provenance import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
 
@@ -176,7 +177,7 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
     """The calls of a turn with the agent's answers to them, and the malformed ones."""
     asked = following[0].asked if following else []
     places = answered([turn.message, *asked])[1:]
-    answers = {place: message["content"] for place, message in zip(places, asked)}
+    answers = {place: text_of(message["content"]) for place, message in zip(places, asked)}
     made = [
         ToolCallRecord(
             number,

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLo
 from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
+from etude.inference.types import OnTokens
 from etude.rewards.number import as_reward
 from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
@@ -164,7 +165,8 @@ class GatewaySession:
             raise self._too_long(f"{count} images", longest)
         pictures: list[list[Picture]] = [[]] * len(messages)
         if any(addresses):
-            [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
+            roles = [message["role"] for message in messages]
+            [pictures] = await self._all([looked_at(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
@@ -333,7 +335,7 @@ class GatewaySession:
         request: ChatRequest,
         arrived: float,
         room: int,
-        takers: Sequence[Callable[[Sequence[int]], None]],
+        takers: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
         shown = (*(() if place.parent is None else place.parent.shown()), *images)

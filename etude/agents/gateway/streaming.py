@@ -7,7 +7,7 @@ tag or a text of `stop` may begin it is held back. So the pieces, joined, begin 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from etude.agents.gateway.recording import Turn
 from etude.chat import ToolParser
 from etude.chat.parsers.streaming import Kind, beginnings, clear_end
 from etude.errors import EtudeError
+from etude.inference.types import OnTokens
 
 if TYPE_CHECKING:
     from etude.agents.gateway.session import Asked
@@ -31,7 +32,7 @@ class LiveAnswer:
         self.changed = asyncio.Event()
         self._choices: list[_LiveChoice] = []
 
-    def begin(self, asked: Asked, parser: ToolParser, thinking: bool) -> list[Callable[[Sequence[int]], None]]:
+    def begin(self, asked: Asked, parser: ToolParser, thinking: bool) -> list[OnTokens]:
         """Takes the tokens of a request that is sampled from now on: a function for each choice."""
         self.asked = asked
         self._choices = [_LiveChoice(parser, asked.request.stops, thinking) for _ in range(asked.request.n or 1)]

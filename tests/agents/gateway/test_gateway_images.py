@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import copy
 import io
 from dataclasses import replace
 from itertools import chain
 
+import anthropic
 import openai
 import pytest
 import torch
@@ -66,9 +68,9 @@ class Recorder(ScriptedEngine):
         super().__init__(lambda request_id, prompt, turn: script[turn])
         self.asked = []
 
-    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None, on_tokens=None):
         self.asked.append((list(prompt_ids), [image.digest for image in images or ()]))
-        return await super().generate(request_id, prompt_ids, sampling_params, images=images)
+        return await super().generate(request_id, prompt_ids, sampling_params, on_tokens=on_tokens)
 
 
 def test_a_conversation_that_grows_shows_every_image_once_and_in_order():
@@ -222,8 +224,8 @@ def linked(url):
         ([linked("data:image/png;base64,aGk=")], "no image of a known format"),
         ([USER, {"role": "user", "content": [address_of(png(A)[:20])]}], "messages.1: image data:image/png"),
         ([{"role": "user", "content": [address_of(png(A)[:-400])]}], "messages: image 0: "),
-        ([shown(A, role="system"), USER], "messages.0.content: only a user's message shows images"),
-        ([USER, shown(A, role="assistant"), USER], "messages.1.content: only a user's message shows images"),
+        ([shown(A, role="system"), USER], "messages.0.content: only messages of users and tools show images"),
+        ([USER, shown(A, role="assistant"), USER], "messages.1.content: only messages of users and tools show images"),
         ([shown(*[A] * (MAX_IMAGES + 1))], f"messages.0: at most {MAX_IMAGES} images in one message"),
     ],
 )
@@ -309,11 +311,11 @@ def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypa
     reading = asyncio.Event()
     work = getattr(gateway_session, stage)
 
-    async def slow(addresses, shared):
+    async def slow(addresses, *shared):
         if any(addresses):
             reading.set()
             await asyncio.sleep(30)
-        return await work(addresses, shared)
+        return await work(addresses, *shared)
 
     async def main():
         engine = Recorder(says("a"))
@@ -378,3 +380,108 @@ def test_a_limit_that_is_reached_while_images_are_looked_at_holds():
         return sorted(type(each).__name__ for each in answers)
 
     assert asyncio.run(main()) == ["Completion", "GatewayError"]
+
+
+# -- in every interface --------------------------------------------------------------------------------------------
+
+
+def source(one):
+    head, data = image_url(one).split(",", 1)
+    return {"type": "base64", "media_type": head.removeprefix("data:").removesuffix(";base64"), "data": data}
+
+
+async def chat_client(stage, stream):
+    made = await stage.chat([shown(A)], tools=[LOOK])
+    call = made.choices[0].message.tool_calls[0]
+    seen = {"role": "tool", "tool_call_id": call.id, "content": shown(B, text="a closer look")["content"]}
+    asked = {"messages": [shown(A), answer(made.choices[0]), seen], "tools": [LOOK], "stream": stream}
+    second = await stage.chat(**asked)
+    if not stream:
+        return second.choices[0].message.content
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in second if chunk.choices])
+
+
+async def responses_client(stage, stream):
+    def parts(one, text):
+        return [{"type": "input_image", "image_url": image_url(one)}, {"type": "input_text", "text": text}]
+
+    tools = [{"type": "function", **LOOK["function"]}]
+    items = [{"role": "user", "content": parts(A, "What is this?")}]
+    first = await stage.client.responses.create(model="any", input=items, tools=tools)
+    call = next(item for item in first.output if item.type == "function_call")
+    items += [item.model_dump() for item in first.output]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": parts(B, "a closer look")}]
+    if not stream:
+        return (await stage.client.responses.create(model="any", input=items, tools=tools)).output_text
+    async with stage.client.responses.stream(model="any", input=items, tools=tools) as events:
+        return (await events.get_final_response()).output_text
+
+
+async def messages_client(stage, stream):
+    def blocks(one, text):
+        return [{"type": "image", "source": source(one)}, {"type": "text", "text": text}]
+
+    function = LOOK["function"]
+    tools = [{"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}]
+    root = stage.url.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=root, api_key=stage.key, max_retries=0, timeout=30) as client:
+        asked = {"model": "any", "max_tokens": 64, "tools": tools}
+        messages = [{"role": "user", "content": blocks(A, "What is this?")}]
+        first = await client.messages.create(messages=messages, **asked)
+        call = next(block for block in first.content if block.type == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": blocks(B, "a closer look")}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        if not stream:
+            return (await client.messages.create(messages=messages, **asked)).content[0].text
+        async with client.messages.stream(messages=messages, **asked) as events:
+            return await events.get_final_text()
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks closer.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+
+
+def test_images_of_users_and_tools_are_the_same_sequence_in_every_interface():
+    calls = says('<tool_call>\n{"name": "look", "arguments": {"text": "here"}}\n</tool_call>')
+    found = []
+    for client in (chat_client, responses_client, messages_client):
+        for stream in (False, True):
+
+            async def work(stage, client=client, stream=stream):
+                assert await client(stage, stream) == "It is grey."
+                [trajectory] = stage.session.trajectories()
+                return (
+                    stage.engine.asked,
+                    trajectory.prompt_ids,
+                    trajectory.response_ids,
+                    trajectory.tool_calls[0].response,
+                )
+
+            found.append(talk(work, engine=Recorder(calls, says("It is grey.")), **SIGHT))
+    asked, prompt, *_, response = found[0]
+    assert all(each == found[0] for each in found)
+    assert [images for _, images in asked] == [digests(A), digests(A, B)]
+    assert asked[1][0].count(NUMBER) == sum(tokens(A, B))
+    assert prompt.count(NUMBER) == tokens(A)[0]
+    assert response == "[image]a closer look"
+    tool = {"role": "tool", "content": plain(B, text="a closer look")["content"]}
+    after = [token for ids, _ in CHAT.context_ids([tool], after=calls, image_tokens=tokens(B)) for token in ids]
+    assert asked[1][0] == [*prompt, *calls, *after]
+
+
+def test_images_of_tools_that_the_template_does_not_show_are_refused_by_name():
+    chat = copy.copy(CHAT)
+    chat.image_roles = frozenset({"user"})
+    seen = {"role": "tool", "tool_call_id": "a", "content": shown(B)["content"]}
+
+    async def work(stage):
+        with pytest.raises(openai.BadRequestError, match=r"messages.2: this policy takes no images in tools' answers"):
+            await stage.chat([USER, {"role": "assistant", "content": "x"}, seen])
+
+    talk(work, engine=Recorder(says("a")), **{**SIGHT, "chat": chat})

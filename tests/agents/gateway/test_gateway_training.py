@@ -50,16 +50,18 @@ async def run(client, row):
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory):
-    """Two runs with one seed."""
+    """Two runs with one seed, whose agents differ in one thing: only the first one's last request is streamed."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "openai_agent.py").write_text(AGENT)
+    whole = AGENT.replace("stream=True, ", "").replace("    async for chunk in stream:\n        pass\n", "")
+    for name, source in (("one", AGENT), ("two", whole)):
+        (folder / f"{name}.py").write_text(source)
 
     def run(name):
         train(
             tiny.config(
                 folder / name,
                 f"{ROLLOUT}.agent.default_agent_loop=openai_agent",
-                f"{ROLLOUT}.agent.openai_agent.function={folder}/openai_agent.py:run",
+                f"{ROLLOUT}.agent.openai_agent.function={folder}/{name}.py:run",
                 "trainer.total_training_steps=3",
             )
         )
@@ -102,7 +104,7 @@ def test_choices_left_behind_and_the_rewritten_history_are_sequences_of_their_ow
         assert all(sequence.sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": -1} for sequence in sequences)
 
 
-def test_the_same_seed_gives_the_same_bits(runs):
+def test_the_same_seed_gives_the_same_bits_streamed_or_not(runs):
     one, two = ([record["response_ids"] for record in records(run)] for run in runs)
     assert one == two
     assert same(weights(runs[0], 3), weights(runs[1], 3))
