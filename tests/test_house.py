@@ -185,6 +185,12 @@ def test_no_estimator_or_loss_is_named_above_the_algorithms():
     assert named == []
 
 
+def test_the_architecture_page_has_every_room_on_its_floor():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE))
+    assert {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows.items()} == dict(enumerate(FLOORS))
+
+
 def test_nothing_is_called_utils():
     banned = {"utils", "util", "helpers", "common", "misc"}
     assert [module_name(path) for path in MODULES if banned & set(path.relative_to(ROOT).with_suffix("").parts)] == []
