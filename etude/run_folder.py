@@ -1,4 +1,4 @@
-"""The files in a run's folder: their names, how to read them back, and `run.json`, which records how the run ended.
+"""The files in a run's folder: their names, how to read them back, `run.json`, which says how the run ended, and the lock.
 
 Invariant: reading needs no trainer, and a line that a kill cut short is skipped. `run.json` exists from the start with
 `ended: null`, so that a killed run can be distinguished from a complete one. Rollouts are read and written by `etude.dumps`;
@@ -7,9 +7,12 @@ the metrics are written by the trainer's tracking.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import platform
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -19,14 +22,18 @@ from typing import Any
 
 import yaml
 
-from etude.errors import DataError, one_line
+from etude.errors import ConfigError, DataError, one_line
 from etude.jsonl import write_json
+from etude.redaction import redact, redact_arguments
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
+LOCK_FILE = ".lock"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
 _TOTALS = {
     "perf/time_per_step": ("hours", 1 / 3600),
@@ -88,6 +95,61 @@ def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterato
     end(COMPLETED)
 
 
+_HELD = set[tuple[int, int]]()  # device and inode of the locks that this process holds
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Locks `folder` for this process while the block runs; the system releases it however the process ends.
+
+    A record lock: unlike `flock`'s, tool servers and sandboxes that outlive a killed run do not inherit it.
+
+    Raises:
+        ConfigError: another process trains into this folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise ConfigError(f"cannot write to trainer.default_local_dir={folder}: {one_line(error)}") from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read(100).strip() or "another process"
+            raise ConfigError(
+                f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked against a second process: %s", folder, one_line(error))
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        status = os.fstat(file.fileno())
+        _HELD.add((status.st_dev, status.st_ino))
+        try:
+            yield
+        finally:
+            _HELD.discard((status.st_dev, status.st_ino))
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process trains into `folder` now, by the system's word and not by a process id, which two containers may
+    share; asks without taking the lock."""
+    path = folder / LOCK_FILE
+    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in _HELD:
+            return True  # to open and close our own lock file would release it
+        with path.open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+    except OSError:  # no lock, or a file system without locks
+        return False
+    return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+
+
 def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """What the steps of a run took and used, over all its starts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `tokens`,
     `tool_calls`, and `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`, `judge_cost` where judges scored;
@@ -140,14 +202,19 @@ def hardware() -> str:
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """`run.json`: `versions`, `hardware`, `ended` and what `etude.trainer.provenance` says of the run; empty if it is
-    absent, unreadable or above 4 MiB."""
+    """`run.json`: `versions`, `hardware`, `ended` and what `etude.trainer.provenance` says of the run, without
+    secrets; empty if it is absent, unreadable or above 4 MiB."""
     try:
         with (run_dir / RUN_FILE).open("rb") as file:
             record = json.loads(file.read(_MAX_RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    kept: dict[str, Any] = redact(record)
+    if isinstance(command := record.get("command"), list):
+        kept["command"] = redact_arguments([str(each) for each in command])
+    return kept
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
@@ -167,4 +234,5 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise DataError(f"cannot read {path}: {one_line(error, 120)}") from error
     if not isinstance(values, dict):
         raise DataError(f"{path}: expected a mapping, found {type(values).__name__}")
-    return values
+    kept: dict[str, Any] = redact(values)
+    return kept

@@ -1,6 +1,7 @@
-"""A language model that judges: it answers everything with 7."""
+"""Reward models: a language model that answers everything with 7, and random classifiers."""
 
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from etude.chat import ChatTemplate
 from etude.models import load_causal_lm, load_tokenizer, save_pretrained
@@ -20,5 +21,17 @@ def rig_judge(model_path, folder):
     embedding = model.get_input_embeddings().weight.data
     for token, follows in ((asked, seven), (seven, tokenizer.eos_token_id)):
         model.lm_head.weight.data[follows] = 100 * embedding[token] / embedding[token].norm()
+    save_pretrained(model, tokenizer, folder)
+    return str(folder)
+
+
+def as_classifier(model_path, folder, pad, labels=1):
+    """A random reward model with the tokenizer of `model_path`; `pad`: its padding token, if any."""
+    tokenizer, config = AutoTokenizer.from_pretrained(model_path), AutoConfig.from_pretrained(model_path)
+    config.num_labels = labels
+    config.pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.score.weight.data *= 20  # scores of the size of real ones
     save_pretrained(model, tokenizer, folder)
     return str(folder)

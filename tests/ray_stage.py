@@ -118,3 +118,10 @@ def counted_bytes():
         yield counts
     finally:
         RayWorkerGroup._run, BatchRef.fetch = run, fetch
+
+
+def kept_blocks():
+    """How many blocks this process keeps, a rank's."""
+    from etude.distributed import ray_store
+
+    return len(ray_store._kept)

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
     | {"limits", "metrics", "model_folder", "options", "renamed", "routed_experts", "scratch"}
-    | {"events", "problems", "run_folder", "dumps", "seeds", "serving", "json_service", "findings"},
+    | {"events", "problems", "run_folder", "redaction", "dumps", "seeds", "serving", "json_service", "findings"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},

@@ -7,7 +7,6 @@ with an empty response: its mask is all zeros, so that it affects no loss, no ad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -99,9 +98,7 @@ def _concat_groups(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, 
     parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
     order = [row for rows in filled for row in rows]
     if isinstance(parts[0], BatchRef):
-        if len({part.columns for part in parts}) == 1:  # joined, and so padded, where it is fetched
-            return replace(BatchRef.concat(parts), join=concat_batches).select_idxs(np.argsort(order))
-        parts = [part.fetch() for part in parts]  # only some have columns of `OF_SEQUENCES`
+        return BatchRef.concat(parts, concat_batches).select_idxs(np.argsort(order))  # joined where it is fetched
     whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
     if order != sorted(order):
         whole.reorder(torch.tensor(order).argsort())

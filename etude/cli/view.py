@@ -14,7 +14,12 @@ from etude.errors import ConfigError, MissingExtraError
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--filter", "query", default="", help="Show these first, as in  'score>0.5 tool:search words'.")
 @click.option("--web", is_flag=True, help="Serve pages for a browser: curves, trajectories, tokens, timeline.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address that --web listens on.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address that --web listens on; beyond this machine, the URL has a token.",
+)
 @click.option("--port", default=0, show_default="a free one", type=click.IntRange(0, 65535), help="Port of --web.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write the pages of the run to this one file instead.")
 @click.option("--trajectory", default="", help="Only this one goes into --html, such as rollouts/12.jsonl:3.")
@@ -32,6 +37,8 @@ def view(path: Path, query: str, web: bool, host: str, port: int, html: Path | N
       etude view runs --web --port 8080
       etude view runs/etude/mine --html mine.html
     """
+    if query and (web or html is not None):
+        raise ConfigError("--filter is the terminal's: the pages of --web have filters, and --html takes --trajectory")
     if html is not None:
         from etude.viewer.web.export import write_page
 
@@ -44,10 +51,8 @@ def view(path: Path, query: str, web: bool, host: str, port: int, html: Path | N
 
 
 def _serve(path: Path, host: str, port: int) -> None:
-    from etude.cli.token import warn_if_open
     from etude.viewer.web.server import serve
 
-    warn_if_open(None, host)
     serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"))
 
 

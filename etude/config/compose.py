@@ -167,6 +167,11 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     name = given.name.removesuffix(".yaml").removesuffix(".yml")
     if config_path is None and given.parent == Path() and name == config_name and name in package_roots():
         return name, TREE
+    if config_path is not None and Path(config_path).is_file():
+        place = Path(config_path)
+        raise ConfigError(
+            f"--config-path {place} is a file: name its folder, --config-path {place.parent} --config-name {place.stem}"
+        )
     places = [Path(config_path)] if config_path is not None else [Path("config"), Path()]
     folders = [(place.expanduser() / given.parent).resolve() for place in places]
     for folder in folders:
@@ -174,8 +179,8 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
             return name, folder
     where = " or ".join(str(folder) for folder in folders)
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
-    hint = did_you_mean(name, [*present, *package_roots()])
-    raise ConfigError(f"no {name}.yaml in {where}{hint} (Étude's own: {', '.join(package_roots())})")
+    hint = did_you_mean(name, [*present, *package_roots()]) or "; give its folder with --config-path"
+    raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())}){hint}")
 
 
 def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> tuple[list[Layer], list[Layer]]:

@@ -143,6 +143,14 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
 
 
 def _unreadable(argument: str) -> ConfigError:
+    given = Path(argument)
+    if given.suffix in (".yaml", ".yml") or given.is_dir():
+        names = f" --config-name {given.stem}" if given.suffix in (".yaml", ".yml") else ""
+        folder = given.parent if names else given
+        return ConfigError(
+            f"'{argument}' is no key=value argument: name a configuration of yours with --config-path {folder}"
+            f"{names or ' --config-name NAME'}"
+        )
     advice = "write key=value, and quote a value with special characters: \"key='value'\""
     return ConfigError(f"cannot read the argument '{argument}': {advice}")
 

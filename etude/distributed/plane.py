@@ -118,7 +118,8 @@ class Layout:
         members, pieces = [np.flatnonzero(self.block == number) for number in numbers], []
         for number, places in zip(numbers, members):
             block, rows = self.blocks[number], tuple(self.row[places].tolist())
-            pieces.append(Piece(block, tuple(sorted(self.names)), None if rows == tuple(range(block.rows)) else rows))
+            columns = tuple(sorted(self.names & block.handles.keys()))
+            pieces.append(Piece(block, columns, None if rows == tuple(range(block.rows)) else rows))
         return members, pieces
 
 
@@ -195,17 +196,20 @@ class BatchRef:
         return replace(self, layouts=(*self.layouts, *other.layouts), meta_info=other.meta_info | self.meta_info)
 
     @staticmethod
-    def concat(parts: Sequence[BatchRef]) -> BatchRef:
-        """The rows of all parts, in order. `meta_info` is merged as `DataProto.concat` does.
+    def concat(parts: Sequence[BatchRef], join: Callable[[list[DataProto]], DataProto] | None = None) -> BatchRef:
+        """The rows of all parts, in order. `meta_info` is merged as `DataProto.concat` does. With `join`, which is given
+        what was read, parts may lack columns that others have.
 
         Raises:
-            ValueError: no parts, or parts that differ in columns.
+            ValueError: no parts, or without `join` parts that differ in columns.
         """
-        if not parts or len({part.columns for part in parts}) > 1:
+        if not parts or (join is None and len({part.columns for part in parts}) > 1):
             raise ValueError(f"parts with the same columns are joined, not {[sorted(part.columns) for part in parts]}")
         groups: dict[tuple[int, ...], tuple[list[str], list[Layout]]] = {}
-        for name in sorted(parts[0].columns):
-            found = [next(layout for layout in part.layouts if name in layout.names) for part in parts]
+        for name in sorted(frozenset[str]().union(*(part.columns for part in parts))):
+            found = [
+                next((layout for layout in part.layouts if name in layout.names), part.layouts[0]) for part in parts
+            ]
             groups.setdefault(tuple(map(id, found)), ([], found))[0].append(name)
         layouts = []
         for names, found in groups.values():
@@ -214,9 +218,9 @@ class BatchRef:
             blocks = tuple(block for layout in found for block in layout.blocks)
             layouts.append(Layout(frozenset(names), blocks, block, np.concatenate([layout.row for layout in found])))
         meta_info = DataProto.concat([DataProto(meta_info=part.meta_info) for part in parts]).meta_info
-        return replace(
-            parts[0], ids=np.concatenate([part.ids for part in parts]), layouts=tuple(layouts), meta_info=meta_info
-        )
+        ids = np.concatenate([part.ids for part in parts])
+        join = join or parts[0].join
+        return replace(parts[0], ids=ids, layouts=tuple(layouts), meta_info=meta_info, join=join)
 
     def fetch(self) -> DataProto:
         """The batch. Its tensors may lie in memory shared with other readers: they must not be written to.

@@ -40,6 +40,7 @@ _PING_SECONDS = 5.0
 _SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
 _LOG_SECONDS = 5.0  # to read a file of another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
+_MAX_LOGGED = 1000  # records that are known to have been logged for another rank
 _RAYS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray marks a log file with
 _THREADS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
 """Concurrency groups of an actor; its other calls run one after another in a thread of their own."""
@@ -262,6 +263,8 @@ class RayWorkerGroup(WorkerGroup):
             with self._guard:
                 if self._logged.setdefault(record, rank) != rank:
                     continue
+                if len(self._logged) > _MAX_LOGGED:
+                    del self._logged[next(iter(self._logged))]
             name, level, text = record
             where = f"rank {rank}: " if self.world_size > 1 else ""
             logging.getLogger(name).log(level, "%s%s", where, text)

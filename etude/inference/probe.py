@@ -125,7 +125,14 @@ class WeightProbe:
             WeightMismatch: they differ by more than the tolerance, or the tokens carry another version.
             EngineError: the engine failed to sample.
         """
-        drawn = await self.draw(engine, version, name)
+        return self.judge(await self.draw(engine, version, name))
+
+    def judge(self, drawn: ProbeDraws) -> ProbeResult:
+        """Compares what was drawn with the trainer's log-probs.
+
+        Raises:
+            WeightMismatch: they differ by more than the tolerance.
+        """
         assert self._score is not None
         return drawn.judge([value for row in self._score(drawn.rows, self._temperature) for value in row])
 

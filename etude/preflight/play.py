@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 from etude.bounded import BlockingCalls
 from etude.dumps import list_dump_steps
-from etude.errors import DataError, EtudeError
+from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.preflight.trial import TrialRollouts, open_trial, rollouts_of
 from etude.trajectory import Rollout, Trajectory
 from etude.viewer.conversations import sanitize_text
@@ -145,6 +146,7 @@ def play(
 
     Raises:
         DataError: there is no such row.
+        ConfigError: the folder cannot be written; before anything is asked.
         Left: the player left.
     """
     worker, setup = open_trial(config_name, overrides, config_path, _SECONDS)
@@ -156,6 +158,8 @@ def play(
         rows = setup.dataset(files, row + 1)
         if row >= len(rows):
             raise DataError(f"{', '.join(map(str, files))}: no row {row}: there are {len(rows)}")
+        place = folder or Path(setup.trainer.default_local_dir) / "play"
+        check_writable(place)
         echo(f"{HELP}\n")
         batch = worker.roll_out([rows[row]], Seat(worker, typed, echo).turn)
         [rollout] = rollouts_of(batch)
@@ -164,13 +168,22 @@ def play(
             echo(f"dropped: {rollout.cause or (rollout.dropped and rollout.dropped.value)}")
             return False
         _tell_score(worker, rollout, rollout.trajectory, echo)
-        place = folder or Path(setup.trainer.default_local_dir) / "play"
         step = max(list_dump_steps(place), default=-1) + 1
         worker.dump(place, batch, step)
         echo(f"kept in {place / f'{step}.jsonl'}")
         return True
     finally:
         worker.end()
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError if no file can be written into `folder`, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {one_line(error)}; give another --output-dir") from error
 
 
 def _tell_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:

@@ -7,18 +7,14 @@ crosses to the driver in a step grows with rows, not with tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from etude.distributed import BatchRef
 from etude.dumps import TOKEN_VALUES
-from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
 from etude.trainer.advantages import add_advantages
 from etude.trainer.correction import correct_mismatch
 from etude.trainer.metrics import Metrics, data_metrics, staleness_metrics
-from etude.trainer.minibatches import update_batches
 from etude.trainer.rollouts import Batch, main_rows, rollouts_of, spread_groups
 from etude.trainer.setup import PlainSetup
 
@@ -75,10 +71,3 @@ def uids_of(batch: Batch) -> set[str]:
     if isinstance(batch, BatchRef):
         return set(batch.ids.tolist())
     return set(batch.non_tensor_batch["uid"].tolist()) if len(batch) else set()
-
-
-def cut_updates(
-    batch: DataProto, options: ActorOptions | CriticOptions, shuffle: bool, seed: int, ranks: int
-) -> Iterator[list[DataProto]]:
-    """As `update_batches`."""
-    return update_batches(batch, options, shuffle=shuffle, seed=seed, ranks=ranks)

@@ -6,21 +6,23 @@ prompt rendered anew with the hint in its last user message. Nothing is sampled 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from etude.agents.batch import IMAGES, pad_rows, rows_of
+from etude.chat import ChatTemplate
 from etude.data import active_tools
 from etude.errors import ConfigError, DataError
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.models import load_tokenizer
-from etude.options import DistillationOptions
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
-from etude.trainer.setup import RunSetup
+from etude.trainer.rollouts import Batch
+from etude.trainer.setup import PlainSetup, RunSetup
 from etude.trajectory import KEPT_IDS
+from etude.workers.role import TOKENS
 
 
 def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
@@ -53,74 +55,88 @@ def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
             )
 
 
-def add_teacher_columns(setup: RunSetup, batch: DataProto) -> None:
-    """Adds what each row's teacher says of its tokens: see `etude.workers.teacher.teacher_columns`.
+def ask_teachers(setup: RunSetup, batch: Batch) -> Batch:
+    """What each row's teacher says of its tokens: the columns of `etude.workers.teacher.teacher_columns`.
 
     Raises:
         DataError: the hint cannot be put into a row's prompt, or a row is longer than its teacher reads.
         EngineError: a teacher's server failed.
     """
-    options, groups = setup.roles.distillation, setup.groups
-    asked = batch if options.hint is None else with_hint(setup, batch, options)
-    rows: dict[str, list[int]] = {}
+    groups = setup.groups
+    parts = groups.run(divide_among_teachers, batch, setup.plain, setup.schemas or {}, with_chat=True)
+    scored = [
+        (rows, (groups.actor if teacher == SELF else groups.teachers[teacher]).compute_teacher_log_prob(part))
+        for teacher, rows, part in parts
+    ]
+    merged: Batch = groups.run(merge_scored, scored)
+    return merged
+
+
+def divide_among_teachers(
+    chat: ChatTemplate, batch: DataProto, setup: PlainSetup, schemas: Mapping[str, Any]
+) -> list[tuple[str, list[int], DataProto]]:
+    """Of each teacher the rows, and what it reads of them: `input_ids`, `attention_mask`, `response_mask`, any `kept_ids`
+    and images; with the hint in each prompt."""
+    hint, rows = setup.roles.distillation.hint, dict[str, list[int]]()
     for row, source in enumerate(batch.non_tensor_batch["data_source"].tolist()):
-        rows.setdefault(str(options.teacher_of(source)), []).append(row)
+        rows.setdefault(str(setup.roles.distillation.teacher_of(source)), []).append(row)
+    objects = [name for name in (IMAGES, KEPT_IDS) if name in batch.non_tensor_batch]
+    asked = batch.select(TOKENS, objects)
+    if hint is not None:
+        asked.batch.update(
+            _hinted(chat, batch, [_hinted_prompt(chat, schemas, *each, hint) for each in _prompts_of(batch)])
+        )
+    lengths = asked.batch["attention_mask"].sum(dim=1).tolist()
     for teacher, its_rows in rows.items():
-        part, group = asked.select_idxs(its_rows), groups.actor if teacher == SELF else groups.teachers[teacher]
-        _check_lengths(setup, batch, teacher, its_rows, part.batch["attention_mask"].sum(dim=1).tolist())
-        for name, scored in group.compute_teacher_log_prob(part).fetch().batch.items():
-            column = batch.batch.get(name)
-            if column is None:
-                column = scored.new_zeros(len(batch), *scored.shape[1:])
-            batch.batch[name] = column.to(torch.promote_types(column.dtype, scored.dtype))
-            batch.batch[name][its_rows] = scored.to(batch.batch[name].dtype)
+        _check_lengths(setup, batch, teacher, max(its_rows, key=lengths.__getitem__), lengths)
+    return [(teacher, its_rows, asked.select_idxs(its_rows)) for teacher, its_rows in rows.items()]
 
 
-def _check_lengths(
-    setup: RunSetup, batch: DataProto, teacher: str, rows: Sequence[int], lengths: Sequence[int]
-) -> None:
+def merge_scored(scored: Sequence[tuple[list[int], DataProto]]) -> DataProto:
+    """The columns of all teachers, each row where it was; zeros where a teacher has no such column."""
+    size, columns = sum(len(rows) for rows, _ in scored), dict[str, torch.Tensor]()
+    for rows, part in scored:
+        for name, values in part.batch.items():
+            column = columns.get(name, values.new_zeros(size, *values.shape[1:]))
+            columns[name] = column.to(torch.promote_types(column.dtype, values.dtype))
+            columns[name][rows] = values.to(columns[name].dtype)
+    return DataProto.from_single_dict(columns)
+
+
+def _check_lengths(setup: PlainSetup, batch: DataProto, teacher: str, longest: int, lengths: Sequence[int]) -> None:
     """A server says itself what is too long for it."""
     folder = None if teacher == SELF or is_address(teacher) else local_folder(teacher)
     limit = setup.longest_sequence if teacher == SELF else longest_context(read_config(folder)) if folder else None
-    longest = max(range(len(rows)), key=lengths.__getitem__)
     if limit is not None and lengths[longest] > limit:
-        columns, row = batch.non_tensor_batch, rows[longest]
+        columns = batch.non_tensor_batch
         raise DataError(
-            f"distillation.teachers: row {columns['index'][row]} of data_source '{columns['data_source'][row]}' has "
+            f"distillation.teachers: row {columns['index'][longest]} of data_source '{columns['data_source'][longest]}' has "
             f"{lengths[longest]} tokens with its answer and any hint, of which the teacher {teacher} reads {limit}: shorten "
             "distillation.hint or data.max_response_length, or take another teacher"
         )
 
 
-def with_hint(setup: RunSetup, batch: DataProto, options: DistillationOptions) -> DataProto:
-    """What the teachers read of `batch`: `input_ids`, `attention_mask`, `response_mask` and any `kept_ids`, with the hint in
-    each prompt."""
-    assert options.hint is not None
+def _hinted(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` with other prompts."""
     columns, width = batch.batch, batch.batch["responses"].shape[1]
-    prompts = [_hinted_prompt(setup, row, real, options.hint) for row, real in zip(rows_of(batch), _prompts_of(batch))]
-    ids = pad_rows(prompts, setup.tokenizer.pad_token_id or 0, left=True)
-    lengths = torch.tensor([[len(prompt)] for prompt in prompts])
-    real = (torch.arange(-ids.shape[1], 0) >= -lengths).long()
-    asked = DataProto.from_single_dict(
-        {
-            "input_ids": torch.cat([ids, columns["responses"]], dim=1),
-            "attention_mask": torch.cat([real, columns["attention_mask"][:, -width:]], dim=1),
-            "response_mask": columns["response_mask"],
-        }
-    )
-    asked.meta_info = batch.meta_info
-    if KEPT_IDS in batch.non_tensor_batch:
-        asked.non_tensor_batch[KEPT_IDS] = batch.non_tensor_batch[KEPT_IDS]
-    return asked
+    ids = pad_rows(prompts, chat.tokenizer.pad_token_id or 0, left=True)
+    real = torch.arange(-ids.shape[1], 0) >= -torch.tensor([[len(prompt)] for prompt in prompts])
+    return {
+        "input_ids": torch.cat([ids, columns["responses"]], dim=1),
+        "attention_mask": torch.cat([real.long(), columns["attention_mask"][:, -width:]], dim=1),
+    }
 
 
-def _prompts_of(batch: DataProto) -> list[list[int]]:
+def _prompts_of(batch: DataProto) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Each row, and the ids of its prompt."""
     ids = batch.batch["prompts"]
     real = batch.batch["attention_mask"][:, : ids.shape[1]].bool()
-    return [row[kept].tolist() for row, kept in zip(ids, real)]
+    return zip(rows_of(batch), (row[kept].tolist() for row, kept in zip(ids, real)))
 
 
-def _hinted_prompt(setup: RunSetup, row: Mapping[str, Any], prompt: Sequence[int], hint: str) -> list[int]:
+def _hinted_prompt(
+    chat: ChatTemplate, schemas: Mapping[str, Any], row: Mapping[str, Any], prompt: Sequence[int], hint: str
+) -> list[int]:
     """The ids of the row's prompt with the hint."""
     where = f"distillation.hint: row {row.get('index')} of data_source '{row['data_source']}'"
     if row.get(IMAGES):
@@ -137,5 +153,4 @@ def _hinted_prompt(setup: RunSetup, row: Mapping[str, Any], prompt: Sequence[int
     if asked is None:
         raise DataError(f"{where} has no user message")
     asked["content"] = f"{asked['content']}\n{text}"
-    schemas = setup.schemas or {}
-    return setup.chat.initial_ids(messages, [schemas[name] for name in active_tools(row, list(schemas))] or None)
+    return chat.initial_ids(messages, [schemas[name] for name in active_tools(row, list(schemas))] or None)

@@ -27,11 +27,19 @@ from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import RewardOptions
 from etude.options.validate import flatten
 from etude.protocol import DataProto
-from etude.run_folder import METRICS_FILE, read_config, read_metrics, read_run_record, read_steps, run_record
+from etude.run_folder import (
+    METRICS_FILE,
+    read_config,
+    read_metrics,
+    read_run_record,
+    read_steps,
+    run_lock,
+    run_record,
+)
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
 from etude.trainer.metrics import DROPPED, is_success
 from etude.trainer.provenance import describe_run
-from etude.trainer.resume import plain_values, run_lock, write_config
+from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
     check_dropped,
@@ -107,7 +115,7 @@ def evaluate(
             with run_record(folder, facts):
                 lost, cause = 0, "none"
                 if missing:
-                    journal.begin(samples)
+                    journal.begin(samples, identity)
                     setup.groups.rollout.init_model()
                     if setup.groups.reward is not None:
                         setup.groups.reward.init_model()
@@ -212,12 +220,14 @@ def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
 
 
 class _Journal:
-    """The file of an evaluation's trajectories."""
+    """The file of an evaluation's trajectories, and beside it what they follow from: a folder may hold one evaluation for
+    each step, of a checkpoint of its own."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
         self.whole = folder / f"{step}.jsonl"
         self.part = folder / f"{step}.jsonl.part"
+        self._origin = folder / f"{step}.identity.json"
 
     def read(self, identity: Mapping[str, Any], options: RewardOptions, n: int) -> Samples:
         """The samples of an earlier start, of prompts that have all `n`.
@@ -234,13 +244,14 @@ class _Journal:
             samples[str(record.get("uid"))].append(sample_of(trajectory_from_record(record), options))
         return {uid: own for uid, own in samples.items() if len(own) == n}
 
-    def begin(self, samples: Samples) -> None:
+    def begin(self, samples: Samples, identity: Mapping[str, Any]) -> None:
         """Starts the part with what is kept of an earlier start."""
         source = self._source()
         with write_atomically(self.part) as file:
             for record in _records(source) if source is not None and samples else ():
                 if record.get("uid") in samples:
                     file.write(json_line(record))
+        write_json(self._origin, json_safe(identity))
 
     def end(self) -> None:
         """The part, if any, is complete."""
@@ -253,14 +264,20 @@ class _Journal:
     def _check(self, identity: Mapping[str, Any]) -> None:
         advice = "give another --dump, or --fresh to roll out everything again"
         try:
-            then = _identity(read_config(self._folder), read_run_record(self._folder).get("files") or {})
-        except DataError as error:
+            if self._origin.is_file():
+                then = json.loads(self._origin.read_bytes())
+                if not all(isinstance(then[part], dict) for part in identity):
+                    raise DataError(f"{self._origin} is malformed")
+            else:  # an earlier version's, or one that was copied: the folder's last evaluation
+                then = _identity(read_config(self._folder), read_run_record(self._folder).get("files") or {})
+        except (DataError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self._folder} holds trajectories of unknown origin ({error}): {advice}") from error
+        plain = json.loads(json.dumps(json_safe(identity)))
         changed = [
             key
-            for part in identity
-            for key in {**then[part], **identity[part]}
-            if then[part].get(key) != identity[part].get(key)
+            for part in plain
+            for key in {**then[part], **plain[part]}
+            if then[part].get(key) != plain[part].get(key)
         ]
         if changed:
             raise ConfigError(

@@ -60,13 +60,14 @@ class Groups:
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
+    beside: WorkerGroup | None = None  # that of `run`
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def usage(self) -> Usage:
         """What the processes of the run take, the driver's included; without those of a group that was lost."""
-        groups = {id(each): each for each in (self.rollout, self.actor, self.critic, self.reward) if each}
+        groups = (self.rollout, self.actor, self.critic, self.reward, self.beside, *self.teachers.values())
         found = [measure_usage()]
-        for group in (*groups.values(), *self.teachers.values()):
+        for group in {id(each): each for each in groups if each}.values():
             with suppress(WorkerLost):
                 found += group.usage()
         return join_usage(found)
@@ -166,8 +167,8 @@ def open_groups(
                     group.store = RankStore()
         elif isinstance(rollout, RayWorkerGroup):  # batches come to the driver
             beside = _in_process(RoleWorker, options)
-        run_beside = beside.direct("run", rank)
-        return Groups(rollout, actor=actor or rollout, run=run_beside, **found, resources=stack.pop_all())
+        found |= {"run": beside.direct("run", rank), "beside": beside}
+        return Groups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
 
 
 def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:

@@ -23,16 +23,29 @@ from etude.training import balanced_partitions, count_scored
 _WHOLE_GROUPS = 4  # prompts per rank from which on a prompt's rows stay together: they share its computation
 
 
+def count_updates(prompts: int, options: ActorOptions | CriticOptions) -> int:
+    """How many optimizer steps there are on a batch of so many prompts."""
+    return options.ppo_epochs * -(-prompts // options.ppo_mini_batch_size)
+
+
+def update_parts(
+    data: DataProto, options: ActorOptions | CriticOptions, shuffle: bool, seed: int, ranks: int, number: int
+) -> list[DataProto]:
+    """The parts of the ranks in optimizer step `number` on `data`; meta_info needs `global_step`. Its `compare_rollout`, if
+    any, is kept for the first step only, whose weights are still the old ones."""
+    epoch, place = divmod(number, count_updates(len(_groups(data)), options) // options.ppo_epochs)
+    order = (seed, data.meta_info["global_step"], epoch)
+    mini = data.select_idxs(mini_rows(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)[place])
+    mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and number == 0
+    return rank_parts(_for_update(mini, options), ranks)
+
+
 def update_batches(
     data: DataProto, options: ActorOptions | CriticOptions, *, shuffle: bool, seed: int, ranks: int
 ) -> Iterator[list[DataProto]]:
-    """For each optimizer step on `data` the parts of the ranks; meta_info needs `global_step`. Its `compare_rollout`, if
-    any, is kept for the first step only, whose weights are still the old ones."""
-    for epoch in range(options.ppo_epochs):
-        order = (seed, data.meta_info["global_step"], epoch)
-        for number, mini in enumerate(mini_batches(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)):
-            mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and epoch == number == 0
-            yield rank_parts(_for_update(mini, options), ranks)
+    """`update_parts` of each step on `data`."""
+    for number in range(count_updates(len(_groups(data)), options)):
+        yield update_parts(data, options, shuffle, seed, ranks, number)
 
 
 def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataProto:
@@ -47,16 +60,14 @@ def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataP
     return mini.select(sorted(set(columns.keys()) - (PolicyLoss.columns - kept)))
 
 
-def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> Iterator[DataProto]:
-    """Mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
+def mini_rows(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> list[list[int]]:
+    """The rows of mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
     members = _groups(data)
-    numbers = np.arange(len(members))
-    if shuffle:
-        numbers = mini_batch_order(seed, len(members))
-    for part in np.array_split(numbers, max(1, -(-len(members) // groups))):
-        rows = [row for number in part for row in members[number]]
-        if rows:
-            yield data.select_idxs(rows)
+    if not members:
+        return []
+    numbers = mini_batch_order(seed, len(members)) if shuffle else np.arange(len(members))
+    parts = np.array_split(numbers, -(-len(members) // groups))
+    return [[row for number in part for row in members[number]] for part in parts]
 
 
 def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:

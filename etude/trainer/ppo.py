@@ -20,18 +20,19 @@ from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
+from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
-from etude.options import has_several_updates
-from etude.protocol import DataProto
+from etude.options import ActorOptions, CriticOptions, has_several_updates
 from etude.run_folder import run_record
 from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
-from etude.trainer.batch_functions import cut_updates, judge_batch, uids_of
+from etude.trainer.batch_functions import judge_batch, uids_of
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm
-from etude.trainer.distillation import add_teacher_columns, check_teachers
+from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
@@ -306,13 +307,8 @@ class PPOTrainer:
     def _with_teacher_log_probs(self, batch: Batch) -> Batch:
         if not self.setup.roles.distillation.teachers:
             return batch
-        whole = batch.fetch()  # the driver asks the teachers
-        known = set(whole.batch.keys())
-        add_teacher_columns(self.setup, whole)
-        if batch is whole:
-            return batch
-        added = whole.select([name for name in whole.batch.keys() if name not in known], [], [])  # noqa: SIM118
-        return batch.union(self._run(DataProto.fetch, added))
+        scored: Any = ask_teachers(self.setup, batch)
+        return batch.union(scored)
 
     def _with_values(self, batch: Batch) -> Batch:
         return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
@@ -322,17 +318,26 @@ class PPOTrainer:
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
-        actor, ranks = roles.actor, critic.dp_size
-        cut = batch, roles.critic, actor.shuffle, actor.data_loader_seed, ranks
-        minis = self._run(cut_updates, *cut)
-        return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
+        return self._update(batch, roles.critic, critic.update_critic, critic.dp_size)
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Epochs of mini-batches along the advantages."""
-        actor, options = self.groups.actor, self.setup.roles.actor
-        cut = batch, options, options.shuffle, options.data_loader_seed, actor.dp_size
-        minis = self._run(cut_updates, *cut)
-        return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
+        actor = self.groups.actor
+        return self._update(batch, self.setup.roles.actor, actor.update_actor, actor.dp_size)
+
+    def _update(
+        self,
+        batch: Batch,
+        options: ActorOptions | CriticOptions,
+        update: Callable[[Any], list[MetricParts]],
+        ranks: int,
+    ) -> Metrics:
+        """One mini-batch is cut at a time, where the batch is: they are copies of it."""
+        order, found = self.setup.roles.actor, list[MetricParts]()
+        for number in range(count_updates(len(uids_of(batch)), options)):
+            cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
+            found += update(self._run(update_parts, *cut))
+        return finish_metrics(add_metrics(found))
 
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""

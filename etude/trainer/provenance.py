@@ -1,7 +1,7 @@
 """`describe_run`: what a run was made from, for `run.json`: command, code, environment, digests of files, seeds.
 
-Invariant: nothing secret is recorded: no environment variable, and of settings only what `redact` leaves; nothing here can
-fail a run: what cannot be found out is null.
+Invariant: nothing secret is recorded: no environment variable, and of settings only what `redaction` leaves; nothing here
+can fail a run: what cannot be found out is null.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import etude
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
+from etude.redaction import redact_arguments
 from etude.run_folder import utc_now
 
 _WHOLE_BYTES = 2**30  # of a larger file only its size and three parts are hashed
 _PART_BYTES = 2**26
 _MAX_FILES = 1000  # of one folder
 _GIT_SECONDS = 10.0
-REDACTED = "<redacted>"
-_SECRET = re.compile(
-    r"(?:^|[_\-.])(?:api[_-]?key|access[_-]?key|private[_-]?key|secret(?:[_-]?key)?|token|password|passwd|pwd|credentials?|"
-    r"authorization|cookie)$",
-    re.IGNORECASE,
-)
-_URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
@@ -52,34 +46,6 @@ def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> 
         "files": digest_files(config),
         "seeds": {key: value for key, value in flatten(config) if re.search(r"(^|\.|_)seed$", key)},
     }
-
-
-# -- secrets -------------------------------------------------------------------------------------------------------------
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """`value` with texts named like a secret (`api_key`, `…_token`, `password`, …), all under `env_vars`, and the user part
-    of URLs replaced. The names of environment variables (`…_env`) stay."""
-    if isinstance(value, Mapping):
-        inside = name if name == "env_vars" else ""
-        return {key: redact(item, inside or str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(item, name) for item in value]
-    if not isinstance(value, str) or not value:
-        return value
-    if name == "env_vars" or _SECRET.search(name):
-        return REDACTED
-    return _URL_USER.sub(REDACTED, value)
-
-
-def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """The same for `key=value` arguments of a command; of a value with braces, all."""
-    found = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        nested = re.search(r"\{|env_vars", argument) and re.search(r"key|token|secret|passw|env_vars", argument, re.I)
-        found.append(f"{key}={REDACTED}" if equals and nested else f"{key}{equals}{redact(value, key)}")
-    return found
 
 
 # -- code ----------------------------------------------------------------------------------------------------------------

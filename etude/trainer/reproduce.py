@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import etude
-from etude.config import compose_run
-from etude.errors import ConfigError
+from etude.config import compose_with_sources
+from etude.errors import ConfigError, raise_faults
 from etude.events import Event, EventSink, StepFinished
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
+from etude.redaction import REDACTED
 from etude.run_folder import CONFIG_FILE, METRICS_FILE, hardware, read_config, read_metrics, read_run_record, versions
 from etude.trainer.interrupts import Interrupted
-from etude.trainer.provenance import REDACTED, digest_path, git_state
+from etude.trainer.provenance import digest_path, git_state
 from etude.trainer.run import fine_tune, train
 
 _OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
@@ -117,7 +118,11 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
         path = held.get(key)
         if declared.about.path == "output" and isinstance(path, str) and key != "trainer.default_local_dir":
             moved.append(f"{key}={target / Path(path).name}")
-    return compose_run("train" if kind == "train" else "sft", "config", [*moved, *overrides], run_dir, root=root)
+    found = compose_with_sources(
+        "config", [*moved, *overrides], run_dir, root=root, command="train" if kind == "train" else "sft", collect=True
+    )
+    raise_faults(found.faults)
+    return found.config  # its remarks would be on every key: a resolved configuration sets them all
 
 
 def _stop_after(steps: int, emit: EventSink) -> EventSink:

@@ -26,10 +26,10 @@ from etude.errors import (
     one_line,
 )
 from etude.options import RunOptions
+from etude.run_folder import run_lock
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.groups import Groups
 from etude.trainer.interrupts import LOSSES
-from etude.trainer.resume import run_lock
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ effect; `RULES` says which, and a key without a rule is honoured. This is checke
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import logging
@@ -29,9 +28,9 @@ from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import RunOptions
 from etude.options.validate import flatten
+from etude.redaction import redact
 from etude.run_folder import CONFIG_FILE
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.provenance import redact
 
 logger = logging.getLogger(__name__)
 
@@ -198,38 +197,6 @@ def write_config(run_dir: Path, used: Mapping[str, Any]) -> None:
     """Writes `config.yaml`: the values that the run in the folder actually uses."""
     with write_atomically(run_dir / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(dict(used), sort_keys=False, allow_unicode=True).encode())
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Locks `folder` for this process while the block runs; the system releases it however the process ends.
-
-    A record lock: unlike `flock`'s, tool servers and sandboxes that outlive a killed run do not inherit it.
-
-    Raises:
-        ConfigError: another process trains into this folder.
-    """
-    path = folder / ".lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-    except OSError as error:
-        raise ConfigError(f"cannot write to trainer.default_local_dir={folder}: {one_line(error)}") from error
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read(100).strip() or "another process"
-            raise ConfigError(
-                f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir"
-            ) from None
-        except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked against a second process: %s", folder, one_line(error))
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
-        yield
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:

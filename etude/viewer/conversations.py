@@ -18,6 +18,7 @@ from typing import Any
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.trajectory import StopReason
 from etude.viewer.panel import is_number
+from etude.viewer.rows import as_list
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
@@ -26,10 +27,10 @@ MAX_SCANNED = 5000  # records searched for a prompt's second appearance
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
 PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
 """Of text in a terminal, as Rich names them."""
-_BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
-_HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
+_BIDI = [0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
+HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
-_CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
+_CONTROL = dict.fromkeys(HIDDEN, "\N{REPLACEMENT CHARACTER}")
 
 
 def sanitize_text(text: str) -> str:
@@ -115,7 +116,7 @@ def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
 
 def _has_failed(record: Mapping[str, Any]) -> bool:
     score = record.get("score")
-    calls = [call for call in _list(record, "tool_calls") if isinstance(call, Mapping)]
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
     cut = record.get("stop_reason") not in (None, StopReason.COMPLETED.value)
     return cut or any(call.get("error") for call in calls) or (isinstance(score, int | float) and score <= 0)
 
@@ -163,7 +164,7 @@ def _block(kind: str, text: object, label: str = "", max_text: int = MAX_TEXT) -
 
 def _segment_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
     """Exact text by provenance, the reward of a turn after its tools; empty where segments carry no text."""
-    segments = [item for item in _list(record, "segments") if isinstance(item, Mapping) and "text" in item]
+    segments = [item for item in as_list(record.get("segments")) if isinstance(item, Mapping) and "text" in item]
     if not segments:
         return []
     rewards = _step_rewards(record)
@@ -205,16 +206,11 @@ def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if isinstance(record.get("gts"), (str, int, float)):
         yield "expected", sanitize_text(str(record["gts"]))[:120]
     yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]
-    mask = _list(record, "response_mask")
+    mask = as_list(record.get("response_mask"))
     if mask:
         yield "tokens", f"{len(mask)} ({sum(value == 1 for value in mask)} sampled)"
-    images = [image for image in _list(record, "images") if isinstance(image, Mapping)]
+    images = [image for image in as_list(record.get("images")) if isinstance(image, Mapping)]
     if images:
         yield "images", f"{len(images)} ({', '.join(str(image.get('tokens')) for image in images[:8])} tokens)"
     if isinstance(record.get("num_turns"), int):
         yield "turns", str(record["num_turns"])
-
-
-def _list(record: Mapping[str, Any], key: str) -> list[Any]:
-    value = record.get(key)
-    return value if isinstance(value, list) else []

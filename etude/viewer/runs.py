@@ -6,11 +6,8 @@ changes it, nor whether another process may write into it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import platform
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,14 +16,13 @@ from typing import Any, Literal, TypeAlias
 
 from etude.errors import DataError
 from etude.options.validate import flatten
-from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, read_run_record
+from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, is_locked, read_run_record
 from etude.viewer.panel import REWARD_KEYS, is_number, is_validation
 
 MAX_DEPTH = 6
 MAX_FOLDERS = 20_000
 _TAIL_BYTES = 2**18
 _NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
-LOCK_FILE = ".lock"
 
 Status: TypeAlias = Literal["running", "ended", "failed", "killed", "unknown"]
 
@@ -121,27 +117,13 @@ def read_run(folder: Path | str) -> Run:
 
 def _status(folder: Path, record: Mapping[str, Any]) -> tuple[Status, str]:
     ended = record.get("ended")
-    if is_locked(folder, record):
+    if is_locked(folder):
         return "running", ""
     if not record:
         return "unknown", ""
     if ended is None:
         return "killed", "it left no word: it was killed, or its machine stopped"
     return ("ended", "") if ended == COMPLETED else ("failed", str(ended)[:300])
-
-
-def is_locked(folder: Path, record: Mapping[str, Any] | None = None) -> bool:
-    """Whether a process trains into `folder` now; asks the system who holds its lock, without taking it."""
-    record = read_run_record(folder) if record is None else record
-    if record.get("process") == {"pid": os.getpid(), "host": platform.node()}:
-        return record.get("ended") is None  # to open and close our own lock file would release it
-    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        with (folder / LOCK_FILE).open("rb") as file:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
-    except OSError:  # no lock, or a file system without locks
-        return False
-    return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from etude.dumps import list_dump_steps, read_rollouts
 from etude.problems import find_problems
 from etude.trajectory import TRUNCATED
 from etude.viewer.panel import is_number
+from etude.viewer.rows import as_dict
 
 MAX_SCANNED = 20_000
 _EXAMPLES = 3
@@ -58,7 +59,11 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
             groups[str(record["uid"])].add(round(float(score), 9))
             sizes[str(record["uid"])] += 1
     compared = [uid for uid, size in sizes.items() if size > 1]
-    read = [(record, info["pred"]) for record in records if "pred" in (info := _score_info(record))]
+    read = [
+        (record, info["pred"])
+        for record in records
+        if "pred" in (info := as_dict(as_dict(record["rewards"]).get("score_info")))
+    ]
     cut = [record for record in records if record.get("stop_reason") in TRUNCATED]
     retried = [record for record in records if record.get("attempt")]
     failed = metrics.get("rollout/infrastructure_failure_share")
@@ -84,12 +89,6 @@ def _failures(share: float, examples: list[str]) -> Cause:
 
 def _ids(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return [str(record.get("request_id") or record.get("uid")) for record in records]
-
-
-def _score_info(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    rewards = record.get("rewards")
-    info = rewards.get("score_info") if isinstance(rewards, Mapping) else None
-    return info if isinstance(info, Mapping) else {}
 
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,16 +12,16 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from etude.agents import RolloutOptions
 from etude.bounded import within
 from etude.chat import ChatTemplate
-from etude.errors import EtudeError, is_infrastructure, one_line
+from etude.errors import EngineError, EtudeError, is_infrastructure, one_line
 from etude.inference import (
     ENGINES,
     TOLERANCES,
@@ -46,8 +46,6 @@ from etude.scratch import Scratch, sweep
 from etude.training import PolicyEngine, is_sharded
 from etude.workers.options import RoleOptions
 from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
-
-R = TypeVar("R")
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
@@ -143,7 +141,7 @@ class EngineLink:
         self._shares = getattr(engine, "shares_weights", True)
         self._receives = receives
         self.is_current = actor is None and not receives  # whether the engine has the current weights
-        self.drawn: list[ProbeDraws] = []  # after the last sync, where another group judges it
+        self.drawn: list[ProbeDraws] = []  # after the last sync
         self._files: CheckpointFolder | None = None
         self._sync_began: float | None = None
         self._asleep = False
@@ -153,9 +151,10 @@ class EngineLink:
         self._numbers = 0  # of the folders that were received
         self._adapter_versions = adapter_versions
         self._probe = self._build_probe(chat, dtype) if (actor or receives) and rollout.weight_probe else None
+        # An actor that learns meanwhile cannot say what is right, nor can one rank of a sharded one.
         scores = actor is not None and not streams and not is_sharded(actor.model)
-        if isinstance(engine, Router) and self._probe is not None and scores:
-            engine.admit = self._probe.check  # not by an actor that learns meanwhile, nor by one rank of a sharded one
+        if isinstance(engine, Router) and self._probe is not None:
+            engine.admit = self._probe.check if scores else self._compare_returned
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout = self._rollout
@@ -183,7 +182,7 @@ class EngineLink:
         await self._wake()
         if slept and self._receives and self._probe is not None:
             before = {draws.name: draws for draws in self.drawn}
-            for draws in await within(self._rollout.weight_sync_timeout, self._draw_probe, self._version):
+            for draws in await within(self._rollout.weight_sync_timeout, self._draw, self._version):
                 draws.judge_again(before.get(draws.name, draws))
         elif slept and self._actor is not None and not is_sharded(self._actor.model):
             await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
@@ -240,27 +239,37 @@ class EngineLink:
     async def _run_probe(self, version: int) -> Metrics:
         if self._probe is None:
             return {}
+        self.drawn = await self._draw(version)
         if self._receives:
-            self.drawn = await self._draw_probe(version)
             return {}
-        results = await self._probe_each(lambda probe, engine, name: probe.check(engine, version, name))
+        results = [self._probe.judge(draws) for draws in self.drawn]
         return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
 
-    async def _draw_probe(self, version: int) -> list[ProbeDraws]:
-        return await self._probe_each(lambda probe, engine, name: probe.draw(engine, version, name))
-
-    async def _probe_each(self, ask: Callable[[WeightProbe, Engine, str], Awaitable[R]]) -> list[R]:
-        """What `ask` makes of every engine that takes requests."""
+    async def _draw(self, version: int) -> list[ProbeDraws]:
+        """What every engine that takes requests draws."""
         assert self._probe is not None
         probe = self._probe
         if isinstance(self.engine, Router):
-            results = await self.engine.check_all(lambda engine, name: ask(probe, engine, name))
+            drawn = await self.engine.check_all(lambda engine, name: probe.draw(engine, version, name))
             probed = list(self.engine.replicas.values())
         else:
-            results, probed = [await ask(probe, self.engine, "the engine")], [self.engine]
+            drawn, probed = [await probe.draw(self.engine, version)], [self.engine]
         for engine in probed:
             engine.metrics()  # the probe's tokens do not count for the next rollout
-        return results
+        return drawn
+
+    async def _compare_returned(self, engine: Engine, version: int) -> None:
+        """Admits a replica that comes back if it draws what was drawn after the last sync.
+
+        Raises:
+            WeightMismatch: it does not.
+            EngineError: nothing is known yet of what this version draws.
+        """
+        assert self._probe is not None
+        known = next((draws for draws in self.drawn if draws.version == version), None)
+        if known is None:
+            raise EngineError(f"version {version} of the weights has not been probed yet")
+        (await self._probe.draw(engine, version, "the server")).judge_again(known)
 
     def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         assert self._actor is not None

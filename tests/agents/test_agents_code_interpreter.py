@@ -139,7 +139,7 @@ def test_over_size_case(tool):
 
     long_turn = says(run("print(1) #" + " more" * 400))
     trajectory, _ = roll([long_turn], [tool], row=ROW, max_model_len=limit)
-    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
     assert len(trajectory.prompt_ids) + trajectory.response_length == limit
     assert "spam" not in str(trajectory.tool_calls)
 

@@ -80,10 +80,11 @@ def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path,
     assert not folder.exists()
 
 
-def test_a_run_is_reproduced_bit_for_bit_elsewhere(done, tmp_path, monkeypatch, capsys):
+def test_a_run_is_reproduced_bit_for_bit_elsewhere(done, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     status, said = output(capsys, "reproduce", done, "--output", "again")
     assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 2 steps are the same, bit for bit")
+    assert [each.message for each in caplog.records if each.name.startswith("etude.config")] == []
     first, second = metrics(done), metrics(tmp_path / "again")
     assert [each["actor/grad_norm"] for each in first] == [each["actor/grad_norm"] for each in second]
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(path.name for path in done.iterdir())

@@ -246,6 +246,14 @@ def test_what_ranks_log_is_logged_once(group, caplog):
     assert [record.getMessage() for record in caplog.records if "gap" in record.getMessage()] == [said, said]
 
 
+def test_what_is_known_of_logs_is_bounded(group, monkeypatch):
+    monkeypatch.setattr(ray_group, "_MAX_LOGGED", 4)
+    monkeypatch.setattr(group, "_logged", {})
+    for number in range(20):
+        group._log([("etude.tests", logging.WARNING, f"warning {number}")], rank=0)
+    assert len(group._logged) == 4
+
+
 def test_a_reply_that_cannot_be_read_leaves_nobody_waiting(group, monkeypatch):
     monkeypatch.setattr(group, "_lost", None)  # as they are afterwards
     monkeypatch.setattr(group, "_gone", set())

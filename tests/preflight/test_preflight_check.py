@@ -276,6 +276,17 @@ def test_everything_wrong_is_found_at_once(agent):
     ], errors
 
 
+@pytest.mark.parametrize("given", [["agent/agent.yaml"], ["agent"], ["-cp", "agent/agent.yaml"], ["-cn", "x/agent"]])
+def test_a_path_in_the_wrong_place_is_told_where_it_goes(tmp_path, monkeypatch, capsys, given):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "agent.yaml").write_text("trainer: {}\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(cli, ["check", *given]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    where = "--config-path" if given == ["-cn", "x/agent"] else "--config-path agent --config-name"
+    assert where in said
+
+
 def test_a_missing_file_is_told_once(agent):
     found = inspect(agent, "data.train_files=[nowhere/nope.jsonl]")
     assert ["nope.jsonl" in each.message for each in found.all if each.level is ERROR] == [True], found.all

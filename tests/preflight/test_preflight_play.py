@@ -102,6 +102,15 @@ def test_a_row_that_is_not_there(agent, capsys):
     assert line.endswith("rows.jsonl: no row 9: there are 4")
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_question(agent, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = ["play", *agent.arguments(), "--output-dir", str(tmp_path / "file" / "play")]
+    assert run(cli, arguments) == 2
+    out, err = capsys.readouterr()
+    assert f"cannot write into {tmp_path}/file/play" in err
+    assert out == ""
+
+
 def test_a_configuration_that_would_not_train(agent, capsys):
     assert "unknown key" in one_line_error(capsys, ["play", *agent.arguments(f"{ROLLOUT}.nn=1")])
 

@@ -24,7 +24,7 @@ from etude.models import (
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
 from etude.routed_experts import RoutedExperts
-from etude.trainer.distillation import add_teacher_columns
+from etude.trainer.distillation import ask_teachers
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -156,8 +156,7 @@ def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teache
     trainer, batch, _ = stepped(config)
     setup = trainer.setup
     batch.non_tensor_batch["data_source"][:] = [sources[row % 2] for row in range(len(batch))]
-    add_teacher_columns(setup, batch)
-    found = batch.batch["teacher_log_probs"]
+    found = ask_teachers(setup, batch).batch["teacher_log_probs"]
 
     def hinted(row):
         columns = batch.non_tensor_batch

@@ -145,6 +145,23 @@ def test_a_killed_evaluation_does_only_what_is_missing(tiny, tmp_path, monkeypat
     assert evaluate(other, dump_folder=dump, fresh=True)["samples"] == 6
 
 
+def test_each_step_of_a_folder_is_an_evaluation_of_its_own(tiny, tmp_path):
+    val = "actor_rollout_ref.rollout.val_kwargs.temperature"
+    first, second = (
+        tiny.config(tmp_path, f"data.val_files={tiny.folder}/data/test.parquet", f"{val}={t}") for t in (0.5, 0.25)
+    )
+    before = evaluate(first, dump_folder=tmp_path / "dump", step=1)
+    evaluate(second, dump_folder=tmp_path / "dump", step=2)
+    assert (
+        evaluate(first, dump_folder=tmp_path / "dump", step=1) == before
+    )  # though the folder's last one was the other
+    with pytest.raises(ConfigError, match=f"differs in {val}: give another"):
+        evaluate(second, dump_folder=tmp_path / "dump", step=1)
+    (tmp_path / "dump" / "1.identity.json").write_text("[]")
+    with pytest.raises(ConfigError, match="trajectories of unknown origin"):
+        evaluate(first, dump_folder=tmp_path / "dump", step=1)
+
+
 def test_the_folder_of_a_training_run_is_refused_and_left_as_it_is(tiny, tmp_path):
     kept = {"run.json": '{"kind": "train", "ended": "completed"}', "config.yaml": "trainer: {}\n"}
     for name, text in kept.items():

@@ -59,6 +59,29 @@ def test_the_second_signal_abandons_a_rollout_and_releases_its_tools(tiny, tmp_p
     assert same(weights(run, 2), weights(tmp_path / "whole", 2))
 
 
+STUBBORN = """
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    note("ignored")
+"""
+
+
+def test_the_second_signal_ends_a_run_whose_tool_ignores_it(tiny, tmp_path):
+    run, tool = tmp_path / "run", Moody(tmp_path / "tool", STUBBORN.strip(), timeout=7200)
+    launched = Launched(["train", *tiny.arguments(run, *ENDLESS, tool.override)], tmp_path / "log")
+    until(lambda: tool.count("mood") >= 1, launched)
+    launched.signal(signal.SIGINT)
+    until(lambda: FIRST_NOTE in launched.text(), launched)
+    launched.signal(signal.SIGINT)
+    assert launched.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in launched.text()
+    assert tool.count("ignored") >= 1
+    assert tool.count("release") == tool.count("create")
+    assert steps(run) == [1]
+
+
 def test_an_interrupt_that_strikes_inside_a_task_still_releases_every_tool(tiny, tmp_path):
     once = "if LOG.read_text().count('mood') == 1: raise KeyboardInterrupt"  # as if the signal had come at this moment
     tool = Moody(tmp_path / "tool", once)

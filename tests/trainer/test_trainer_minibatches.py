@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etude.options import ActorOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto
-from etude.trainer.minibatches import mini_batches, rank_parts, update_batches
+from etude.trainer.minibatches import mini_rows, rank_parts, update_batches
 from etude.trainer.rollouts import rollout_batch
 
 
@@ -34,7 +34,7 @@ def rows(minis):
 )
 def test_every_row_once_groups_whole_sizes_even(uids, groups, shuffle, seed):
     data = batch_of(uids)
-    minis = rows(mini_batches(data, groups, shuffle=shuffle, seed=(seed, 1, 2)))
+    minis = mini_rows(data, groups, shuffle=shuffle, seed=(seed, 1, 2))
     assert sorted(row for mini in minis for row in mini) == list(range(len(uids)))
     homes = Counter(uid for mini in minis for uid in {uids[row] for row in mini})
     assert set(homes.values()) == {1}
@@ -42,18 +42,18 @@ def test_every_row_once_groups_whole_sizes_even(uids, groups, shuffle, seed):
     assert max(sizes) <= groups
     assert max(sizes) - min(sizes) <= 1
     assert len(minis) == -(-len(set(uids)) // groups)
-    assert minis == rows(mini_batches(data, groups, shuffle=shuffle, seed=(seed, 1, 2)))
+    assert minis == mini_rows(data, groups, shuffle=shuffle, seed=(seed, 1, 2))
 
 
 def test_the_order_is_the_seeds():
     data = batch_of(list("abcdefgh"))
-    orders = {tuple(map(tuple, rows(mini_batches(data, 1, shuffle=True, seed=(s,))))) for s in range(20)}
+    orders = {tuple(map(tuple, mini_rows(data, 1, shuffle=True, seed=(s,)))) for s in range(20)}
     assert len(orders) > 10
-    assert rows(mini_batches(data, 3, shuffle=False, seed=(1,))) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert mini_rows(data, 3, shuffle=False, seed=(1,)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_no_rows_no_mini_batches():
-    assert rows(mini_batches(batch_of(["a"])[:0], 4, shuffle=True, seed=(1,))) == []
+    assert mini_rows(batch_of(["a"])[:0], 4, shuffle=True, seed=(1,)) == []
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_epochs_go_through_all_rows_each_in_another_order():
     assert len(steps) == 4
     assert all(len(parts) == 2 for parts in steps)
     for epoch in (0, 1):
-        minis = rows(mini_batches(data, 2, shuffle=True, seed=(5, 3, epoch)))
+        minis = mini_rows(data, 2, shuffle=True, seed=(5, 3, epoch))
         found = [{row for part in rows(parts) for row in part} for parts in steps[2 * epoch : 2 * epoch + 2]]
         assert found == [set(mini) for mini in minis]
     assert [parts[0].meta_info["compare_rollout"] for parts in steps] == [True, False, False, False]

@@ -7,43 +7,9 @@ import subprocess
 import pytest
 
 from etude.cli.main import cli, run
+from etude.redaction import REDACTED
 from etude.trainer import provenance
-from etude.trainer.provenance import REDACTED, describe_run, digest_path, git_state, redact, redact_arguments
-
-
-def test_texts_named_like_secrets_are_replaced_and_nothing_else():
-    given = {
-        "reward_kwargs": {"api_key": "sk-1", "judge": {"Authorization": "Bearer x", "model": "m"}, "hf_token": "t"},
-        "server_api_key_env": "NAME",
-        "max_num_batched_tokens": 8,
-        "rollout_is": "token",
-        "prompt_key": "prompt",
-        "keys": [{"password": "p"}, "https://user:pw@host/x"],
-        "runtime_env": {"env_vars": {"ANYTHING": "v", "deeper": {"x": "w"}}},
-        "secret": "",
-    }
-    assert redact(given) == {
-        "reward_kwargs": {
-            "api_key": REDACTED,
-            "judge": {"Authorization": REDACTED, "model": "m"},
-            "hf_token": REDACTED,
-        },
-        "server_api_key_env": "NAME",
-        "max_num_batched_tokens": 8,
-        "rollout_is": "token",
-        "prompt_key": "prompt",
-        "keys": [{"password": REDACTED}, f"https://{REDACTED}@host/x"],
-        "runtime_env": {"env_vars": {"ANYTHING": REDACTED, "deeper": {"x": REDACTED}}},
-        "secret": "",
-    }
-    arguments = ["train", "trainer.seed=1", "+r.api_key=sk-1", "r={a: 1, api_key: sk-1}", "ray.init.env_vars.X=v"]
-    assert redact_arguments(arguments) == [
-        "train",
-        "trainer.seed=1",
-        f"+r.api_key={REDACTED}",
-        f"r={REDACTED}",
-        f"ray.init.env_vars.X={REDACTED}",
-    ]
+from etude.trainer.provenance import describe_run, digest_path, git_state
 
 
 def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, monkeypatch):

@@ -12,15 +12,20 @@ from types import SimpleNamespace
 import pytest
 from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
-from ray_stage import LONG_LOOP, counted_bytes, rank_processes, ray_cluster, until
+from judge_stage import as_classifier, rig_judge
+from ray_stage import LONG_LOOP, counted_bytes, kept_blocks, rank_processes, ray_cluster, until
 from trainer_tools import Moody
+from vision_stage import picture, save_vision_model
 
 import etude
 from etude.config import compose
 from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
+from etude.data.files import write_parquet
+from etude.distributed import RayWorkerGroup
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
+from etude.rewards.reward_model import RewardModel
 from etude.trainer import groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -95,6 +100,107 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
 
 
+ONE_EACH = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+PARSER = """
+from etude.chat import ParsedResponse, ToolParser
+
+
+@ToolParser.register("brief")
+class Brief(ToolParser):
+    stop_token_ids = tuple(range(10, 300, 9))  # a turn is a few tokens
+
+    def parse(self, text, tools=None):
+        return ParsedResponse(text, [])
+
+
+def compute_score(solution_str):
+    return len(solution_str) % 5 / 4
+"""
+
+
+def test_rows_some_of_which_have_images_are_learned_by_reference(tiny, tmp_path, cluster):
+    """One rank's rows have images, the other's have none; mini-batches are cut one at a time."""
+    model = save_vision_model("qwen2_5_vl", tmp_path / "model", initializer_range=0.2)
+    (tmp_path / "agent.py").write_text(PARSER)
+    rows = []
+    for number in range(2):
+        picture(40, 40, seed=number).save(tmp_path / f"{number}.png")
+        row = {"data_source": "tests", "reward_model": {"style": "rule", "ground_truth": "7"}}
+        shown = [{"path": str(tmp_path / f"{number}.png")}] if number else []
+        asked = [{"role": "user", "content": f"{'<image>' * len(shown)}What is it?"}]
+        rows.append(row | {"prompt": asked, "images": shown})
+    write_parquet(rows, tmp_path / "rows.parquet")
+
+    def config(folder, *more):
+        return compose(
+            "grpo_trainer",
+            [
+                f"data.train_files={tmp_path}/rows.parquet",
+                "data.train_batch_size=2",
+                "data.max_response_length=24",
+                f"actor_rollout_ref.model.path={model}",
+                f"{ROLLOUT}.n=3",
+                f"{ROLLOUT}.multi_turn.format=brief",
+                f"{ACTOR}.ppo_mini_batch_size=1",
+                f"{ACTOR}.ppo_epochs=3",
+                f"plugins=[{tmp_path}/agent.py]",
+                f"custom_reward_function.path={tmp_path}/agent.py",
+                "trainer.total_training_steps=2",
+                f"trainer.default_local_dir={folder}",
+                "trainer.logger=[jsonl]",
+                "trainer.deterministic=true",
+                "trainer.device=cpu",
+                "trainer.num_threads=1",
+                "trainer.report=false",
+                *more,
+            ],
+        )
+
+    train(config(tmp_path / "one"))
+    trainer, kept = PPOTrainer(prepare(config(tmp_path / "two", *cluster, *ONE_EACH))), []
+    with closing(trainer.groups), counted_bytes() as counts:
+        trainer.init_workers()
+        update = trainer.groups.actor.update_actor
+        trainer.groups.actor.update_actor = lambda parts: kept.append(trainer.groups.run(kept_blocks)) or update(parts)
+        trainer.fit()
+    assert "fetch" not in counts
+    assert len(kept) == 2 * 3 * 2
+    assert max(kept[2:6]) <= kept[0] + 2, kept  # the parts of one mini-batch more, not of all
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("actor/loss", "actor/grad_norm", "reward/total/mean", "actor/entropy"):
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-5, rel=1e-5)
+        assert two[1][name] == pytest.approx(one[1][name], abs=1e-3, rel=1e-3)
+
+
+def test_a_teacher_and_a_curriculum_teach_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
+    held = (
+        "data.sampler.class_name=curriculum",
+        "distillation.teachers={default:self}",
+        "distillation.hint='The answer is {ground_truth}.'",
+        "distillation.task_coef=1.0",
+        "trainer.total_training_steps=2",
+    )
+    train(tiny.config(tmp_path / "one", *held))
+    train(tiny.config(tmp_path / "two", *held, *cluster, *ONE_EACH))
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("actor/loss", "actor/grad_norm", "distillation/reverse_kl", "reward/total/mean"):
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-5, rel=1e-5)
+    drawn = [
+        [record["input"] for record in read_rollouts(tmp_path / each / "rollouts" / "2.jsonl")]
+        for each in ("one", "two")
+    ]
+    assert drawn[0] == drawn[1]  # after what the sampler was told of the first step
+
+
+def test_a_process_beside_the_driver_counts(tiny, tmp_path, cluster, monkeypatch):
+    """That is started where no rank of the actor is on the driver's node."""
+    monkeypatch.setattr(RayWorkerGroup, "places", [])
+    with closing(prepare(tiny.config(tmp_path, *cluster)).groups) as opened:
+        pid = opened.run(os.getpid)
+        assert pid != opened.actor.direct("run")(os.getpid)
+        assert any(f":{pid}:" in process for process in opened.usage().cpu_seconds)
+
+
 def test_demonstrations_are_learned_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
     def losses(folder, ranks, *held):
         settings = [
@@ -121,6 +227,29 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
     last = metrics(tmp_path)[-1]
     assert last["critic/optimizer_steps"] == last["actor/optimizer_steps"] > 0
     assert all(weights(tmp_path, step) for step in (1, 2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_reward_models_score_on_ray(tiny, tmp_path, cluster, mode):
+    """A classifier in the reward role's ranks or where rollouts end, a language model as judge in each rollout rank."""
+    classifier = as_classifier(tiny.model, tmp_path / "classifier", pad="<|endoftext|>")
+    judge = rig_judge(tiny.model, tmp_path / "judge")
+    two = (*cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
+    keys = (f"reward_model.model.path={classifier}", f"{ROLLOUT}.mode={mode}", "trainer.deterministic=false")
+    train(tiny.config(tmp_path / "scored", *two, *keys))
+    model, records = RewardModel(classifier), list(read_rollouts(tmp_path / "scored" / "rollouts" / "1.jsonl"))
+    for record in records:
+        assert record["rewards"]["score_info"]["reward_model"] == pytest.approx(
+            model.forward([model.encode(record["messages"])])[0], abs=1e-5
+        )
+    assert len(records) == 8
+    if mode == "async":
+        keys = ("custom_reward_function.path=etude.rewards.judge", f"reward_model.model.path={judge}")
+        train(tiny.config(tmp_path / "judged", *two, *keys))
+        [step] = metrics(tmp_path / "judged")
+        assert step["reward/score/mean"] == pytest.approx(0.7)
+        assert step["reward/judge/completion_tokens"] == 2 * step["reward/judge/requests"] > 0
 
 
 SHARDED = (f"{ACTOR}.strategy=fsdp2",)

@@ -23,7 +23,7 @@ from etude.models import load_causal_lm
 from etude.options import RewardOptions
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
-from etude.trainer.minibatches import mini_batches
+from etude.trainer.minibatches import mini_rows
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, place_scores, rollouts_of, spread_groups, survivors
 from etude.trainer.run import train
@@ -238,7 +238,7 @@ def test_whatever_the_rollouts_every_sampled_token_counts_once(rollouts, groups)
         for row, result in enumerate(results)
     )
     assert loss == pytest.approx(by_hand / sampled, abs=1e-5)
-    minis = list(mini_batches(batch, groups, shuffle=True, seed=(1,)))
+    minis = [batch.select_idxs(rows) for rows in mini_rows(batch, groups, shuffle=True, seed=(1,))]
     assert sum(len(mini) for mini in minis) == len(batch)
     homes = Counter(id(r) for mini in minis for r in {id(r): r for r in rollouts_of(mini)}.values())
     assert set(homes.values()) == {1}  # a rollout's rows are in one mini-batch

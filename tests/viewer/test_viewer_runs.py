@@ -1,6 +1,8 @@
 """Runs in folders: found within bounds, their state read without touching them, their configurations compared."""
 
 import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,9 @@ import pytest
 import yaml
 
 from etude.errors import DataError
-from etude.run_folder import read_config, run_record
+from etude.run_folder import is_locked, read_config, run_lock, run_record
 from etude.viewer import runs
-from etude.viewer.runs import MISSING, Difference, diff_configs, find_runs, is_locked, read_run
+from etude.viewer.runs import MISSING, Difference, diff_configs, find_runs, read_run
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -70,6 +72,19 @@ def test_a_run_is_running_while_a_process_holds_its_lock_and_looking_does_not_re
         assert holder.stdout.readline() == "held\n"
         assert [read_run(run).status for _ in range(2)] == ["running", "running"]
         holder.communicate("\n", timeout=60)
+    assert read_run(run).status == "killed"
+
+
+def test_a_killed_run_whose_process_id_is_this_ones_is_killed(tmp_path):
+    process = {"pid": os.getpid(), "host": platform.node()}  # as in a container that was started again
+    run = make(tmp_path / "run", ended=None, process=process)
+    (run / ".lock").write_text("process 1 on host")
+    assert read_run(run).status == "killed"
+    with run_lock(run):
+        assert [read_run(run).status for _ in range(2)] == ["running", "running"]
+        take = f"import fcntl; fcntl.lockf(open({str(run / '.lock')!r}, 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        refused = subprocess.run([sys.executable, "-c", take], check=False, capture_output=True)
+        assert b"BlockingIOError" in refused.stderr  # looking did not release it
     assert read_run(run).status == "killed"
 
 

@@ -1,6 +1,6 @@
 """`etude view` under Textual's pilot: what stands on the screen after keys, while a run writes, and of hostile text.
 
-With ETUDE_SCREENSHOTS=docs/screens the test of each page also writes its screen there as SVG.
+With ETUDE_SCREENSHOTS=docs/images (make screenshots) the test of each page also writes its screen there as SVG.
 """
 
 import json

@@ -7,17 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import weakref
 from pathlib import Path
 
 import pytest
 
+from etude.cli.main import cli, run
 from etude.dumps import write_rollouts
 from etude.errors import DataError
+from etude.viewer.conversations import HIDDEN
 from etude.viewer.index import Filter
 from etude.viewer.web import answers
 from etude.viewer.web.export import write_page
 from etude.viewer.web.runs import Runs, RunView
+from etude.viewer.web.server import PAGES as PAGES_FOLDER
 from tests.viewer.index_stage import MALFORMED, make_record, verl_line, write_malformed, write_run
 from tests.viewer.web_stage import (
     EVIL,
@@ -124,6 +128,12 @@ def tab(browser, server):
     assert all(url.startswith((server, "data:", "about:")) for url in tab.requests)
 
 
+def test_pages_and_terminal_replace_the_same_characters():
+    [body] = re.findall(r"const HIDDEN = /\[(.*)\]/g;", (PAGES_FOLDER / "dom.js").read_text())
+    hidden = re.compile(f"[{body}]")
+    assert [code for code in range(0x3000) if hidden.match(chr(code))] == sorted(HIDDEN)
+
+
 # -- the server --------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +178,46 @@ def test_no_address_leads_to_another_file(server, path):
 def test_another_hosts_name_is_refused(server):
     assert ask(server, headers={"Host": "evil.example"})[0] == 400
     assert ask(server, headers={"Host": server.replace("127.0.0.1", "localhost").removeprefix("http://")})[0] == 200
+
+
+@pytest.mark.parametrize("name", ["[::1]", "localhost", "192.0.2.7"])
+def test_an_address_and_localhost_are_the_servers_own_names(server, name):
+    assert ask(server, headers={"Host": f"{name}:{server.rpartition(':')[2]}"})[0] == 200
+
+
+def test_a_server_that_others_reach_asks_for_the_token_that_its_url_has(folder):
+    with serving(folder, "--host", "0.0.0.0") as url:
+        base, token = url.split("/?token=")
+        assert len(token) >= 32
+        base = base.replace("0.0.0.0", "127.0.0.1")
+        for path in (
+            "",
+            "/",
+            "/app.js",
+            "/api/runs",
+            "/?token=",
+            "/?token=x",
+            f"/?token={token[:-1]}",
+            "/?token=%C3%A9",
+        ):
+            assert ask(base + path)[0] == 401, path
+        assert ask(base, headers={"Cookie": "etude-view=x"})[0] == 401
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with opener.open(f"{base}/?token={token}", timeout=60) as page:
+            assert page.url == f"{base}/"  # the token is out of the address
+        with opener.open(f"{base}/api/runs", timeout=60) as answer:
+            assert json.load(answer)["runs"]
+        bearer = {"Authorization": f"Bearer {token}"}
+        assert ask(f"{base}/api/runs", headers=bearer)[0] == 200
+        assert ask(f"{base}/api/runs", headers=bearer | {"Host": "evil.example"})[0] == 400
+
+
+def test_a_filter_is_refused_where_nothing_would_honour_it(folder, tmp_path, capsys):
+    for option in ("--web", "--html"):
+        rest = [] if option == "--web" else [str(tmp_path / "x.html")]
+        assert run(cli, ["view", str(folder / "other"), option, *rest, "--filter", "score>1"]) == 2
+        assert "--filter is the terminal's" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
 
 
 @pytest.mark.parametrize("query", ["offset=-1", "step=x", "low=nan", f"q={'x' * 600}", "sort=../x", "regex=1&q=("])
@@ -472,6 +522,14 @@ def test_a_run_is_one_file_that_asks_for_nothing(browser, folder, tmp_path, name
     assert {url.split("#")[0] for url in tab.requests} <= {"about:blank", tab.url, "data:,", f"{tab.url}/"}
     assert tab.wrong == []
     tab.context.close()
+
+
+def test_of_several_evaluations_at_one_step_a_page_holds_the_last_one_alone(tmp_path):
+    for name in ("validation", "eval-1", "eval-2"):
+        write_rollouts(tmp_path / name, 0, [make_record(0, number) for number in range(2)])
+    assert write_page(tmp_path, tmp_path / "run.html") == 2
+    index = RunView(".", tmp_path).index
+    assert len({row.group for row in index.rows}) == 3 * len({row.uid for row in index.rows})
 
 
 def test_a_folder_without_a_run_is_no_page(tmp_path):

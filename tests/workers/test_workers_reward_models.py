@@ -6,15 +6,14 @@ import copy
 import pytest
 import torch
 from house_stage import metrics
-from judge_stage import rig_judge
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from judge_stage import as_classifier, rig_judge
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from workers_stage import Echo, policy, prompts, roles
 
 from etude.agents.environments import Env, register_env
 from etude.distributed import InProcessWorkerGroup
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, InfrastructureError
-from etude.models import save_pretrained
 from etude.options import EnvOptions
 from etude.options.reward import RewardModelOptions
 from etude.rewards.reward_model import RewardModel
@@ -32,17 +31,6 @@ def classifiers(model_path, tmp_path_factory):
         name: as_classifier(model_path, tmp_path_factory.mktemp(name), pad=pad, labels=2 if name == "two" else 1)
         for name, pad in {**PADS, "two": None}.items()
     }
-
-
-def as_classifier(model_path, folder, pad, labels=1):
-    tokenizer, config = AutoTokenizer.from_pretrained(model_path), AutoConfig.from_pretrained(model_path)
-    config.num_labels = labels
-    config.pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
-    torch.manual_seed(4)
-    model = AutoModelForSequenceClassification.from_config(config)
-    model.score.weight.data *= 20  # scores of the size of real ones
-    save_pretrained(model, tokenizer, folder)
-    return str(folder)
 
 
 def view(*texts):

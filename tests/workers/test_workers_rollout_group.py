@@ -14,7 +14,7 @@ from sglang_server import Network, State, build_app
 from workers_stage import Echo, learnable, prompts, roles, started, update
 
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import EtudeError
+from etude.errors import EngineError, EtudeError
 from etude.inference import WeightMismatch
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.named_weights import full_state, pack_chunk, unpack_chunk, weight_checksums
@@ -243,6 +243,30 @@ def test_a_server_of_the_rollout_group_gets_the_chunks_as_files(model_path, tran
             state.fault = "forgets"
             with pytest.raises(WeightMismatch, match="version 2 of the weights"):
                 both.rollout.generate_sequences(prompts(count=1))
+
+
+def test_a_server_that_comes_back_draws_what_the_others_draw_or_stays_out(model_path):
+    """No actor is there to say what is right."""
+    states = [State(Network(model_path), 0.0) for _ in range(2)]
+    with serving_in_a_thread(build_app(states[0])) as first, serving_in_a_thread(build_app(states[1])) as second:
+        rollout = {"name": "sglang", "server_urls": [first, second], "server_timeout": 30.0}
+        both = Both(*groups(roles(model_path, rollout=rollout), ranks=1))
+        both.update_weights(0)
+        worker = both.rollout._workers[0]
+        router = worker._link.engine
+        with torch.no_grad():
+            both.actor._workers[0].model.get_input_embeddings().weight.mul_(1.5)
+        away = next(each for each in router._replicas if each.name == second)
+        for fault, version, back in (("stale", 1, False), ("none", 2, True), ("stale", 2, True)):
+            router._eject(away, EngineError("the server has ended"))
+            both.update_weights(version)
+            states[1].fault = fault
+            worker._run(router._bring_back(away))
+            assert away.up == back, (fault, version)
+        worker._link.drawn = []  # as before the first probe of a version
+        router._eject(away, EngineError("the server has ended"))
+        worker._run(router._bring_back(away))
+        assert not away.up
 
 
 def test_a_packed_chunk_has_the_tensors_bit_for_bit():

@@ -14,11 +14,12 @@ A message to a tool on offer is a call without `functions.`, too. One to somebod
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.blocks import Malformed, Pieces, as_response, attempt, skip_space
+from etude.chat.parsers.blocks import Malformed, Pieces, Thought, as_response, attempt, skip_space
 from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end
-from etude.chat.parsers.streaming import TurnStream, beginnings
+from etude.chat.parsers.streaming import Kind, TurnStream, beginnings
 from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
 
@@ -54,7 +55,9 @@ class GptOssToolParser(ToolParser):
                 pieces += found
             head = _HEAD.search(text, position)
             begin = None if head is None else head.start()
-        return as_response([*pieces, text[position:]])
+        thoughts = [piece.inner for piece in pieces if isinstance(piece, Thought)]
+        said = as_response([*(piece for piece in pieces if not isinstance(piece, Thought)), text[position:]])
+        return replace(said, reasoning="\n".join(filter(None, thoughts)))
 
     def stream(self, thinking: bool = False) -> TurnStream:
         """See `ToolParser.stream`."""
@@ -68,7 +71,7 @@ class HarmonyStream(TurnStream):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kind: str | None = None  # of the message that is being read
+        self._kind: Kind | None = None  # of the message that is being read
 
     def _step(self) -> bool:
         return self._head() if self._kind is None else self._message()
@@ -86,15 +89,16 @@ class HarmonyStream(TurnStream):
         if message.group() != "<|message|>" or "to=" in heading:
             return self._hold(self._position)
         self._say("content", self.text[self._position : begin])
-        self._position, self._kind = message.end(), "analysis" if "analysis" in heading else "content"
+        self._position, self._kind = message.end(), "reasoning" if "analysis" in heading else "content"
+        if self._kind == "reasoning":
+            self._new_thought()
         return True
 
     def _message(self) -> bool:
         end = _END.search(self.text, self._position)
         position = self._clear_end(self._of_tokens) if end is None else end.start()
-        if self._kind == "content":
-            self._say_until("content", position)
-        self._position = position
+        assert self._kind is not None
+        self._say_until(self._kind, position)
         if end is None:
             return False
         if end.group() == "<|call|>":
@@ -130,7 +134,7 @@ def _read_message(text: str, heading: str, start: int, tools: Tools | None) -> t
         name = recipient[1] if is_tool else recipient[1].removeprefix("functions.")
         known = is_tool or recipient[1].startswith("functions.")
         return [attempt(_read_call, name, known, body, cut_short)], position
-    pieces: Pieces = [] if "analysis" in heading else [body]
+    pieces: Pieces = [Thought.of(body)] if "analysis" in heading else [body]
     if closing == "<|call|>":
         pieces.append(Malformed("it is addressed to nobody; write to=functions.NAME before <|message|>"))
     return pieces, position

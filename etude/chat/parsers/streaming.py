@@ -28,6 +28,7 @@ class TurnStream:
         self._closed = False
         self._new: list[tuple[Kind, str]] = []
         self._space: dict[Kind, str] = {"reasoning": "", "content": ""}
+        self._thought_begins = True
 
     def feed(self, text: str) -> list[tuple[Kind, str]]:
         """More of the turn; returns what has become certain by it."""
@@ -57,9 +58,16 @@ class TurnStream:
         self._position, self._held = position, True
         return False
 
+    def _new_thought(self) -> None:
+        """Thoughts are lines apart, each without white space at its ends."""
+        self._space["reasoning"], self._thought_begins = "\n" if self.said["reasoning"] else "", True
+
     def _say(self, kind: Kind, text: str) -> None:
+        if kind == "reasoning" and self._thought_begins:
+            text = text.lstrip()
+            self._thought_begins = not text
         whole = self._space[kind] + text
-        if not self.said[kind]:
+        if kind == "content" and not self.said[kind]:
             whole = whole.lstrip()
         words = whole.rstrip()
         self._space[kind] = whole[len(words) :]
@@ -141,8 +149,7 @@ class BlockStream(TurnStream):
         return True
 
     def _begin_thought(self, start: int, closing: str) -> None:
-        if self.said["reasoning"]:
-            self._space["reasoning"] = "\n"
+        self._new_thought()
         self._position, self._ends, self._reads = start, frozenset([closing]), self._thought
         self._thought_before = True
 
@@ -158,7 +165,6 @@ class BlockStream(TurnStream):
     def _end_thought(self, position: int) -> None:
         self._position, self._reads, self._begins = position, self._words, True
         self._thought_before = True
-        self._space["reasoning"] = ""
 
     def _opened_thought(self) -> bool:
         tag = self._find(self._tags, self._beginnings)

@@ -72,7 +72,7 @@ def _chosen(rows: list[Row]) -> Iterator[Row]:
     training = [row for row in rows if row.split in ("train", "")]
     others = [row for row in rows if row.split not in ("train", "")]
     groups = [[row for row in training if row.step == step] for step in sorted({row.step for row in training})]
-    last = [row for row in others if row.step == others[-1].step]
+    last = [row for row in others if row.group[:2] == others[-1].group[:2]]
     for part, share in ((groups[-1:], 2), ([last], 4), (groups[:1] if len(groups) > 1 else [], 4)):
         yield from (row for group in part for row in group[: MAX_TRAJECTORIES // share])
 

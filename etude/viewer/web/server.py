@@ -2,22 +2,25 @@
 
 Invariant: it answers GET alone and changes nothing. A client names runs and trajectories by what lists gave it, which are
 looked up: nothing that a client sends becomes a path. Answers are bounded (see `answers`). Pages may load nothing but their
-own files and make no markup from text (their policy forbids both); a request for another host's name is refused, so that no
-site can reach the server through a name of its own.
+own files and make no markup from text (their policy forbids both). A request for another host's name is refused, so that no
+site can reach the server through a name of its own; with a token, so is one that does not carry it, before anything is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import os
+import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from etude.errors import EtudeError, one_line
 from etude.jsonl import json_line
@@ -40,7 +43,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "etude-view"
 _MAX_CONNECTIONS = 64
 
 Name = Annotated[str, Query(max_length=500)]
@@ -49,27 +52,67 @@ Number = Annotated[float | None, Query(allow_inf_nan=False)]
 Offset = Annotated[int, Query(ge=0, le=10_000_000)]
 
 
-def create_app(path: Path | str, host: str = "127.0.0.1") -> FastAPI:
-    """The application over a run's folder, a folder of runs, or dumps.
+def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = None) -> FastAPI:
+    """The application over a run's folder, a folder of runs, or dumps. With a `token`, a request needs it: as
+    `?token=` once, then as a cookie; or as a bearer's.
 
     Raises:
         DataError: there is no such file or folder.
     """
     runs = Runs(Path(path))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.middleware("http")(_guarded)
-    names = ["127.0.0.1", "localhost", "[::1]", "::1", host]
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names if host in _LOOPBACK else ["*"])
+    names = {host.lower(), "localhost"}
+    if not is_loopback(host):
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = _refusal(request, names, token) or await call_next(request)
+        response.headers.update(_HEADERS)
+        return response
+
     app.add_exception_handler(EtudeError, _refused)
     _add_pages(app)
     _add_answers(app, runs)
     return app
 
 
-async def _guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    response = await call_next(request)
-    response.headers.update(_HEADERS)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _refusal(request: Request, names: set[str], token: str | None) -> Response | None:
+    """What answers a request for another host, or without the token; a right `?token=` becomes a cookie."""
+    if not _is_own(request.headers.get("host", ""), names):
+        return JSONResponse({"detail": "this server has another name"}, 400)
+    if token is None:
+        return None
+    asked = request.query_params.get("token")
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = asked or request.cookies.get(_COOKIE) or bearer
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return JSONResponse({"detail": "open the address that etude view printed: it has the token"}, 401)
+    if asked is None:
+        return None
+    response = RedirectResponse(request.url.path, 303)  # without the token, which would stay in the history
+    response.set_cookie(_COOKIE, token, httponly=True, samesite="lax")
     return response
+
+
+def _is_own(host: str, names: set[str]) -> bool:
+    """Whether a request's `Host` is one of `names` or an address: a name that was bound to this machine's address by
+    somebody else is neither."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in names:
+        return True
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -165,13 +208,15 @@ def _add_answers(app: FastAPI, runs: Runs) -> None:
 
 
 def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None] = print) -> None:
-    """Serves until SIGINT or SIGTERM; `ready` is called with the URL. Port 0 takes a free one.
+    """Serves until SIGINT or SIGTERM; `ready` is called with the URL, which has a new token where other machines reach
+    `host`. Port 0 takes a free one.
 
     Raises:
         ConfigError: the address cannot be bound.
         DataError: there is no such file or folder.
     """
-    app = create_app(path, host)
+    token = None if is_loopback(host) else secrets.token_urlsafe(24)
+    app = create_app(path, host, token)
     with listen(host, port) as listener:
         config = uvicorn.Config(
             app,
@@ -183,6 +228,6 @@ def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Calla
             server_header=False,
             lifespan="off",
         )
-        ready(url_of(listener, host))  # it accepts already
+        ready(url_of(listener, host) + (f"/?token={token}" if token else ""))  # it accepts already
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])

@@ -109,13 +109,28 @@ def test_a_thought_that_the_prompt_opened():
 
 def test_harmony_says_its_final_channel_and_holds_calls():
     stream = ToolParser.get_tool_parser("gpt_oss").stream()
-    assert stream.feed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|chan") == []
+    assert stream.feed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|chan") == [("reasoning", "Hm.")]
     assert stream.feed("nel|>commentary<|message|>I look") == [("content", "I look")]
     assert stream.feed(" up.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|message|>{}") == [
         ("content", " up.")
     ]
     assert stream.feed("<|call|>") == stream.close() == []
     assert not ToolParser.get_tool_parser("gpt_oss").stream().feed(" to=functions.f<|channel|>commentary")
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_harmony_streams_what_is_read_however_it_is_cut(data):
+    messages = data.draw(st.lists(st.tuples(st.sampled_from(["analysis", "final", "commentary"]), WORDS), max_size=4))
+    text = "<|start|>assistant".join(f"<|channel|>{name}<|message|>{said}<|end|>" for name, said in messages)
+    text += data.draw(
+        st.sampled_from(["", "<|start|>assistant to=functions.f<|channel|>analysis json<|message|>{}<|call|>"])
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    said, stream = streamed("gpt_oss", [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])])
+    assert said == streamed("gpt_oss", list(text))[0]
+    parsed = ToolParser.get_tool_parser("gpt_oss").parse(text)
+    assert (parsed.reasoning, parsed.spoken) == (stream.said["reasoning"], stream.said["content"])
 
 
 @pytest.mark.parametrize("name", NAMES)
