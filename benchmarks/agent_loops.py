@@ -114,10 +114,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="rows of a worker, with four answers each")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in each process")
     options = parser.parse_args()
-    from etude.quickstart.prepare import Sizes, prepare
+    from etude.quickstart.example import Rows
+    from etude.quickstart.prepare import prepare
 
     with tempfile.TemporaryDirectory(prefix="etude-loops-") as folder:
-        prepare(Path(folder), 1, Sizes(train=8 + options.prompts, val=3, test=3, demonstrations=8))
+        prepare(Path(folder), 1, Rows(train=8 + options.prompts, val=3, test=3, demonstrations=8))
         found: dict[int, list[dict[str, float]]] = {1: [], options.processes: []}
         for pair in range(options.pairs):
             for processes in sorted(found, reverse=bool(pair % 2)):

@@ -150,8 +150,9 @@ def warm_up(work: Path, seed: int) -> Path:
         return folder
     print(f"warm-up, seed {seed}", flush=True)
     code = (
-        "import sys; from pathlib import Path; from etude.quickstart.stages import Quickstart; "
-        "Quickstart(Path(sys.argv[1]), int(sys.argv[2]), (), print).warm_up()"
+        "import sys; from pathlib import Path; from etude.quickstart.example import find_example; "
+        "from etude.quickstart.stages import Quickstart; "
+        "Quickstart(find_example('calculator'), Path(sys.argv[1]), int(sys.argv[2]), (), print).warm_up()"
     )
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("a") as output:

@@ -19,6 +19,7 @@ import psutil
 
 from etude.config import compose
 from etude.events import StepFinished
+from etude.quickstart.example import CALCULATOR, find_example
 from etude.quickstart.stages import Quickstart
 from etude.trainer.run import train
 
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    start = Quickstart(given.output_dir, 1, (), print)
+    start = Quickstart(find_example(CALCULATOR), given.output_dir, 1, (), print)
     start.warm_up()
     data = given.output_dir / "data"
     common = [

@@ -14,7 +14,8 @@ from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import write_parquet
 from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
-from etude.quickstart.prepare import TOOLS, Sizes, prepare
+from etude.quickstart.example import Rows
+from etude.quickstart.prepare import TOOLS, prepare
 from etude.run_folder import read_metrics
 from etude.trainer.run import fine_tune
 
@@ -41,7 +42,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
-SIZES = Sizes(train=8, val=3, test=3, demonstrations=32)
+ROWS = Rows(train=8, val=3, test=3, demonstrations=32)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Tiny:
 
     @classmethod
     def build(cls, folder):
-        prepare(folder, 1, SIZES)
+        prepare(folder, 1, ROWS)
         (folder / "agent.py").write_text(AGENT)
         shrink(folder / "model")
         write_parquet([by_heart(n) for n in range(24)], folder / "by_heart.parquet")
@@ -201,7 +202,7 @@ def _run_logged(arguments, log):
 __all__ = [
     "ACTOR",
     "ROLLOUT",
-    "SIZES",
+    "ROWS",
     "Launched",
     "Tiny",
     "metrics",

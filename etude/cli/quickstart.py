@@ -1,4 +1,4 @@
-"""`etude quickstart`: a tiny model learns to use a calculator, from nothing, on a CPU."""
+"""`etude quickstart`: a tiny model learns to use a calculator, or the tool of another example, from nothing, on a CPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ import click
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--output-dir", type=click.Path(path_type=Path), default=None, help="Folder [runs/quickstart/seed-N].")
+@click.option(
+    "--example", default="calculator", show_default=True, help="Name in examples/ of a checkout, or a folder."
+)
+@click.option("--output-dir", type=click.Path(path_type=Path), default=None, help="Folder [runs/EXAMPLE/seed-N].")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of data, model and sampling.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def quickstart(output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
+def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
     """Train a tiny model to use a calculator, on a CPU, in minutes.
 
     It makes arithmetic tasks and a model of 0.6 million parameters, warms it up on demonstrations that mostly guess, and
     then lets reinforcement learning find out that the calculator is worth using. Run it again to go on after an
-    interruption. OVERRIDES are key=value arguments for the reinforcement-learning run.
+    interruption. OVERRIDES are key=value arguments for the reinforcement-learning run. Other examples do the same for
+    other kinds of tools and agents; docs/gallery.md lists them.
     """
+    from etude.quickstart.example import find_example
     from etude.quickstart.stages import Quickstart
 
-    folder = (output_dir or Path("runs") / "quickstart" / f"seed-{seed}").resolve()
-    summary = Quickstart(folder, seed, overrides, _say).run()
+    found = find_example(example)
+    folder = output_dir.resolve() if output_dir else found.run_folder(seed)
+    summary = Quickstart(found, folder, seed, overrides, _say).run()
     from etude.viewer.report import write_report  # draws charts: slow to import, not needed to refuse a wrong argument
 
-    report = write_report(folder, title=f"Quickstart, seed {seed}", validation=folder / "evaluation" / "sampled")
+    title = f"{found.root.replace('_', ' ').capitalize()}, seed {seed}"
+    report = write_report(folder, title=title, validation=folder / "evaluation" / "sampled")
     _print(summary, folder, report)
 
 
@@ -42,10 +49,15 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="right" if column else "left")
     for name in summary["before"]:
-        table.add_row(name, _shown(summary["before"][name]), _shown(summary["after"][name]))
+        table.add_row(name, *(_shown(summary[when][name]) for when in ("before", "after")))
     console = open_console()
     console.print()
     console.print(table)
+    claim = summary["claim"]
+    rise = claim["after"]["value"] - claim["before"]["value"]
+    click.echo(
+        f"{claim['metric']} {rise:+.2f}, claimed {claim['margin']:+.2f}: {'held' if claim['held'] else 'FAILED'}"
+    )
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())
     click.echo(f"{total:.0f} s ({cpu:.0f} CPU s)")
     click.echo(f"report       {report}")
@@ -53,5 +65,7 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     click.echo(f"trajectories {folder / 'rollouts'}")
 
 
-def _shown(value: dict[str, float]) -> str:
-    return f"{value['value']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
+def _shown(value: dict[str, float] | float) -> str:
+    if isinstance(value, dict):
+        return f"{value['value']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
+    return f"{value:.2f}"

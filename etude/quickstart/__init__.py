@@ -1,1 +1,5 @@
-"""The quickstart: data and configuration for a first run; the work is done by the same code as any run's."""
+"""The quickstart and other examples: data and configuration; the work is done by the same code as any run's."""
+
+from etude.quickstart.service import run_service
+
+__all__ = ["run_service"]

@@ -1,55 +1,54 @@
-"""What the quickstart starts from: an arithmetic task, demonstrations with mostly bad habits, and an untrained model.
+"""What an example starts from: the tables that its `prepare` makes, and an untrained model with a tokenizer for their texts.
 
-Invariant: everything follows from the seed; a folder that is complete is left as it is.
+Invariant: everything follows from the seed. A folder `model` that `prepare` wrote itself is left as it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from etude.errors import ConfigError
+from etude.quickstart.example import CALCULATOR, Example, Rows, find_example
+
 TOOLS = Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"  # as quickstart.yaml says
-
-# Shares of demonstrations that (use the tool well, copy its result wrongly), in the order in which they are learned: first
-# how to copy numbers into a call and out of its result, which takes a small model many examples; then mostly to answer
-# without it, the habit that the model is left with. Of all demonstrations the majority guesses.
-_HABITS = ((0.62, 0.02), (0.30, 0.02))
+TABLES = ("train", "val", "test", "demonstrations")
+_READ = 3000  # demonstrations that the tokenizer is made for
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Rows of each file, and the vocabulary of the tokenizer."""
+def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
+    """Writes `folder/data/*.parquet`.
 
-    train: int = 2048
-    val: int = 128
-    test: int = 512
-    demonstrations: int = 9600
-    vocabulary: int = 512
-
-
-def prepare(folder: Path, seed: int, sizes: Sizes = Sizes()) -> None:
-    """Writes `folder/data/*.parquet` and `folder/model`."""
+    Raises:
+        ConfigError: `prepare` returned something else.
+    """
     from etude.data import write_parquet
-    from etude.data.prepare.arithmetic import Habits, make_demonstrations, write
 
-    data = folder / "data"
-    write(data, train=sizes.train, val=sizes.val, test=sizes.test, demonstrations=0, seed=seed)
-    early, late = (
-        make_demonstrations(sizes.demonstrations // 2, 2 * seed + half, Habits(*shares))
-        for half, shares in enumerate(_HABITS)
-    )
-    write_parquet([*early, *late], data / "demonstrations.parquet")
-    _write_model(folder, seed, sizes.vocabulary)
+    assert example.prepare is not None
+    tables = example.prepare(folder, seed, rows)
+    if not isinstance(tables, dict) or not set(TABLES[:3]) <= set(tables) <= set(TABLES):
+        raise ConfigError(f"{example.folder / 'agent.py'}: prepare must return the tables {', '.join(TABLES)}")
+    for name, table in tables.items():
+        write_parquet(list(table), folder / "data" / f"{name}.parquet")
 
 
-def _write_model(folder: Path, seed: int, vocabulary: int) -> None:
+def write_model(folder: Path, tool_files: list[str], seed: int, vocabulary: int) -> None:
+    """Writes `folder/model`: untrained, its tokenizer made for the demonstrations and the tools' schemas."""
     from etude.data import SFTDataset
     from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
     from etude.tools import load_tools
 
-    schemas = [tool.get_openai_tool_schema().to_openai() for tool in load_tools(str(TOOLS))]
-    rows = [row["messages"] for row in SFTDataset(str(folder / "data" / "demonstrations.parquet"))][:3000]
+    if (folder / "model").exists():
+        return
+    schemas = [tool.get_openai_tool_schema().to_openai() for file in tool_files for tool in load_tools(file)]
+    rows = [row["messages"] for row in SFTDataset(str(folder / "data" / "demonstrations.parquet"))][:_READ]
     template = build_tiny_tokenizer([], vocabulary)  # knows the chat template, and nothing else yet
-    texts = [template.apply_chat_template(messages, tools=schemas, tokenize=False) for messages in rows]
+    texts = [template.apply_chat_template(messages, tools=schemas or None, tokenize=False) for messages in rows]
     tokenizer = build_tiny_tokenizer(texts, vocabulary)
     save_pretrained(build_tiny_model(TinyModelSpec(seed=seed), tokenizer), tokenizer, folder / "model")
+
+
+def prepare(folder: Path, seed: int, rows: Rows | None = None) -> None:
+    """What the quickstart itself starts from."""
+    calculator = find_example(CALCULATOR).options
+    write_tables(find_example(CALCULATOR), folder, seed, rows or calculator.rows)
+    write_model(folder, [str(TOOLS)], seed, calculator.vocabulary)

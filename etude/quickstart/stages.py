@@ -1,121 +1,178 @@
-"""The quickstart's stages, each the same call that a command makes: data, `etude sft`, `etude eval`, `etude train`.
+"""The stages of an example, each the same call that a command makes: data, `etude sft`, `etude eval`, `etude train`.
 
-Invariant: a stage that finished left a file that says so, and is not run again; the folder of an interrupted quickstart
-continues where it stopped, and ends as it would have ended.
+Invariant: a stage that finished left a file that says so, and is not run again; the folder of an interrupted example
+continues where it stopped, and ends as it would have ended. Two processes never work in one folder: the second waits.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.jsonl import write_json
-from etude.quickstart.prepare import Sizes, prepare
+from etude.jsonl import json_safe, write_json
+from etude.quickstart.example import Example, Rows, find_example
+from etude.quickstart.prepare import write_model, write_tables
 
 Note = Callable[[str], None]
 
-_SIZES = Sizes()
-
 
 class Quickstart:
-    """One quickstart in `folder`; `overrides` go to `etude train`, for instance trainer.total_training_steps=5, and
-    `warm_up_overrides` to `etude sft`."""
+    """An example in `folder`; `overrides` go to `etude train`, for instance trainer.total_training_steps=5, and
+    `warm_up_overrides` to `etude sft`. `rows`: other numbers of rows than the example's."""
 
     def __init__(
         self,
+        example: Example,
         folder: Path,
         seed: int,
         overrides: tuple[str, ...],
         note: Note,
         *,
-        sizes: Sizes = _SIZES,
+        rows: Rows | None = None,
         warm_up_overrides: tuple[str, ...] = (),
     ) -> None:
-        """Raises ConfigError where the folder holds the quickstart of another seed, or something else."""
-        self.folder, self.seed, self.overrides, self._note = folder, seed, overrides, note
-        self.sizes, self.warm_up_overrides = sizes, warm_up_overrides
+        """Raises ConfigError where the folder holds another example or seed, or something else."""
+        self.example, self.folder, self.seed, self.overrides, self._note = example, folder, seed, overrides, note
+        self.rows, self.warm_up_overrides = rows or example.options.rows, warm_up_overrides
+        self._start = self._other(example.options.start)
+        self._teacher = self._other(example.options.teacher)
+        self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / "quickstart.json"
         self._times = self._read_ledger()
+
+    def _other(self, name: str | None) -> Quickstart | None:
+        if name is None:
+            return None
+        example = find_example(name)
+        return Quickstart(example, example.run_folder(self.seed), self.seed, (), self._note)
 
     def _read_ledger(self) -> dict[str, dict[str, float]]:
         if not self._ledger.exists():
             return {}
         try:
             held = json.loads(self._ledger.read_text())
-            seed, stages = held["seed"], dict(held["stages"])
+            name, seed, stages = held["example"], held["seed"], dict(held["stages"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._ledger} is no quickstart's record: give another --output-dir") from error
-        if seed != self.seed:
-            raise ConfigError(f"{self.folder} holds the quickstart of seed {seed}: give another --output-dir")
+        if (name, seed) != (self.example.root, self.seed):
+            raise ConfigError(f"{self.folder} holds the {name} of seed {seed}: give another --output-dir")
         return stages
 
     def run(self) -> dict[str, Any]:
         """All stages; returns the summary, which also stands in `summary.json`."""
-        self.warm_up()
-        self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
-        self._stage("train", "reinforcement learning: GRPO over rollouts with the calculator", self._train)
-        self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self._trained_model()))
+        with self._open(), self._serve():
+            if self._teacher is not None:
+                self._teacher.run()
+            self._warm_up_stages()
+            self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
+            self._stage("train", "reinforcement learning", self._train)
+            self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self.trained_model()))
         return self._summary()
 
     def warm_up(self) -> None:
         """The first stages only: data, and the model that reinforcement learning starts from."""
+        with self._open(), self._serve():
+            self._warm_up_stages()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Makes the data, in a folder that no other process works in."""
         self._config()  # a wrong key is told before anything is made, a wrong value before the warm-up
-        self._stage("data", "making tasks, demonstrations and an untrained model", self._prepare)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "quickstart.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._times = self._read_ledger()
+            if self.example.prepare is not None:
+                self._stage("data", "making tasks and demonstrations", self._make_data)
+            yield
+
+    @contextmanager
+    def _serve(self) -> Iterator[None]:
+        """The example's service, its address in the environment; what it took is a stage of its own."""
+        before, began = dict(os.environ), os.times()
+        with self.example.serve(self.folder) as variables:
+            os.environ.update(variables)
+            try:
+                yield
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
+        if variables:
+            self._times.setdefault("service", {"seconds": 0.0, "cpu_seconds": 0.0})
+            self._times["service"]["cpu_seconds"] += _children(os.times()) - _children(began)
+            self._write_ledger()
+
+    def _warm_up_stages(self) -> None:
+        if self._start is not None:
+            self._start.warm_up()
+        else:
+            self._stage("model", "making an untrained model", self._make_model)
         if "train" not in self._times:
             self._check()
-        self._stage("warm_up", "supervised warm-up: learns to talk, and mostly to guess", self._warm_up)
+        if self._start is None:
+            self._stage("warm_up", "supervised warm-up: learns to talk, and mostly bad habits", self._warm_up)
 
     def _stage(self, name: str, text: str, work: Callable[[], None]) -> None:
         if name in self._times:
             self._note(f"{text}: done before")
             return
         self._note(text)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), cpu_seconds()
         work()
-        self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        write_json(self._ledger, {"seed": self.seed, "stages": self._times})
+        self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
+        self._write_ledger()
+
+    def _write_ledger(self) -> None:
+        write_json(self._ledger, {"example": self.example.root, "seed": self.seed, "stages": self._times})
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        prepare(self.folder, self.seed, self.sizes)
+    def _make_data(self) -> None:
+        write_tables(self.example, self.folder, self.seed, self.rows)
+
+    def _make_model(self) -> None:
+        write_model(self.folder, self._tool_files(), self.seed, self.example.options.vocabulary)
+
+    def _tool_files(self) -> list[str]:
+        named = self._config().actor_rollout_ref.rollout.multi_turn.tool_config_path or []
+        return [named] if isinstance(named, str) else list(named)
 
     def _check(self) -> None:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        fresh = (
-            f"actor_rollout_ref.model.path={self.folder}/model",
-            "trainer.resume_mode=disable",
-        )  # before the warm-up
-        setup = checked(self._config(*fresh))
+        model = self.folder / "model" if self._start is None else self._start._warm_model
+        setup = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(setup.groups):
             PPOTrainer(setup)
 
     @property
     def _warm_model(self) -> Path:
-        return self.folder / "warm_up" / "huggingface"
+        return self.folder / "warm_up" / "huggingface" if self._start is None else self._start._warm_model
 
     def _warm_up(self) -> None:
         from etude.config import compose
         from etude.trainer.run import fine_tune
         from etude.viewer.display import Display
 
-        data = self.folder / "data"
         fine_tune(
             compose(
                 "quickstart_sft",
                 [
-                    f"data.train_files={data}/demonstrations.parquet",
-                    f"target_success.data_files={data}/val.parquet",
+                    f"data.train_files={self._data}/demonstrations.parquet",
+                    f"target_success.data_files={self._data}/val.parquet",
                     f"model.path={self.folder}/model",
+                    f"multi_turn.tool_config_path=[{','.join(self._tool_files())}]",
                     f"trainer.default_local_dir={self.folder}/warm_up",
                     f"trainer.seed={self.seed}",
+                    *self.example.options.warm_up,
                     *self.warm_up_overrides,
                 ],
                 root="sft",
@@ -126,20 +183,22 @@ class Quickstart:
     def _config(self, *overrides: str) -> Any:
         from etude.config import compose
 
-        data = self.folder / "data"
+        teacher = self._teacher and (self._teacher.trained_model() or "teacher")  # its place, before it is there
         return compose(
-            "quickstart",
+            "agent",
             [
-                f"data.train_files={data}/train.parquet",
-                f"data.val_files={data}/val.parquet",
+                f"data.train_files={self._data}/train.parquet",
+                f"data.val_files={self._data}/val.parquet",
                 f"actor_rollout_ref.model.path={self._warm_model}",
                 f"trainer.default_local_dir={self.folder}",
                 f"trainer.rollout_data_dir={self.folder}/rollouts",
                 "trainer.rollout_token_values=true",
                 f"trainer.seed={self.seed}",
+                *([f"distillation.teachers={{default: {teacher}}}"] if teacher else []),
                 *self.overrides,
                 *overrides,
             ],
+            self.example.folder,
         )
 
     def _train(self) -> None:
@@ -148,40 +207,41 @@ class Quickstart:
 
         train(self._config(), Display())
 
-    def _trained_model(self) -> Path:
+    def trained_model(self) -> Path | None:
+        """The model of the last checkpoint; None before the first."""
         from etude.trainer.checkpoints import Checkpoints
 
         latest = Checkpoints(self._config().trainer.default_local_dir, None).latest()
-        assert latest is not None
-        return latest / "actor" / "huggingface"
+        return None if latest is None else latest / "actor" / "huggingface"
 
-    def _evaluate(self, when: str, model: Path) -> None:
+    def _evaluate(self, when: str, model: Path | None) -> None:
         from etude.trainer.run import evaluate
         from etude.viewer.display import RolloutBar
 
-        common = [f"data.val_files={self.folder}/data/test.parquet", "data.val_max_samples=-1"]
+        assert model is not None
+        common = [f"data.val_files={self._data}/test.parquet", "data.val_max_samples=-1"]
         val = "actor_rollout_ref.rollout.val_kwargs"
-        step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
-        for how, sampling in (
-            ("greedy", [f"{val}.do_sample=false"]),
-            ("sampled", [f"{val}.do_sample=true"]),
-        ):
-            config = self._config(*common, f"actor_rollout_ref.model.path={model}", *sampling)
+        for how, sampling in (("greedy", "false"), ("sampled", "true")):
+            settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={sampling}"]
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
-            evaluate(config, RolloutBar(), output=folder / f"{how}_{when}.json", dump_folder=folder / how, step=step)
+            step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
+            result = evaluate(self._config(*settings), RolloutBar(), dump_folder=folder / how, step=step)
+            turns = _count_turns(folder / how / f"{step}.jsonl")
+            write_json(folder / f"{how}_{when}.json", json_safe(result | turns))
 
     # -- what came of it -----------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
-        evaluated = {
+        found = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
             for how in ("sampled", "greedy")
             for when in ("before", "after")
         }
-        summary: dict[str, Any] = {"seed": self.seed}
+        claim = self.example.options
+        summary: dict[str, Any] = {"example": self.example.name, "seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = evaluated["sampled", when], evaluated["greedy", when]
+            sampled, greedy = found["sampled", when], found["greedy", when]
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
@@ -189,13 +249,44 @@ class Quickstart:
                 "success, greedy": _interval(greedy, "success"),
                 "tool use, sampled": _interval(sampled, "tool_use"),
             }
-        summary["samples"] = evaluated["sampled", "after"]["samples"]
+            if claim.metric in ("reward", "turns"):  # numbers, and no shares as the report draws intervals of
+                summary[when][f"{claim.metric}, sampled"] = sampled[claim.metric]
+        before, after = (_interval(found["sampled", when], claim.metric) for when in ("before", "after"))
+        rise = after["value"] - before["value"]
+        held = rise >= claim.margin if claim.margin > 0 else rise <= claim.margin
+        summary["claim"] = {
+            "metric": claim.metric,
+            "margin": claim.margin,
+            "before": before,
+            "after": after,
+            "held": held,
+        }
+        summary["samples"] = found["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
-        summary["model"] = str(self._trained_model())
+        summary["model"] = str(self.trained_model())
         write_json(self.folder / "summary.json", summary)
         return summary
 
 
-def _interval(result: dict[str, float], name: str) -> dict[str, float]:
+def cpu_seconds() -> float:
+    """Of this process and its ended children."""
+    times = os.times()
+    return times.user + times.system + _children(times)
+
+
+def _children(times: os.times_result) -> float:
+    return times.children_user + times.children_system
+
+
+def _count_turns(dump: Path) -> dict[str, float]:
+    """`turns`: how often the model spoke, on average, with a bootstrapped 95 % interval."""
+    from etude.trainer.estimates import estimate
+
+    with dump.open(encoding="utf-8") as file:
+        turns = estimate([json.loads(line)["assistant_turns"] for line in file], proportion=False)
+    return {"turns": turns.value, "turns_low": turns.low, "turns_high": turns.high}
+
+
+def _interval(result: Mapping[str, float], name: str) -> dict[str, float]:
     return {"value": result[name], "low": result[f"{name}_low"], "high": result[f"{name}_high"]}

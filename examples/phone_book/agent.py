@@ -1,24 +1,22 @@
 """A phone book that no model knows by heart, and the tool `search` to look into it.
 
-Run as a program, this file writes what training starts from, all of it drawn from a seed: the book as a corpus for
-`etude retrieve`, questions, demonstrations (most of them a bad habit: answering 0 without searching) and an untrained model
-of 0.6 million parameters. People of the test are in the book and in no other file. Loop, tool and scorer are built in; the
-tool asks a service that really runs.
+`prepare` makes what training starts from, all of it drawn from a seed: the book as a corpus for `etude retrieve`, questions,
+and demonstrations (most of them a bad habit: answering 0 without searching). People of the test are in the book and in no
+other file. Loop, tool and scorer are built in; the tool asks a service that really runs, which `serve` starts.
 
-    python agent.py FOLDER SEED
+    etude quickstart --example phone_book --seed SEED
 """
 
 from __future__ import annotations
 
 import json
 import random
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from etude.data import write_parquet
-from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.tools import load_tools
+from etude.quickstart import run_service
 
 _FIRST = "Ada Bo Cleo Dov Ema Finn Gus Hana Ivo Jun Kai Lena Milo Nora Otto Pia Quin Rosa Sami Tove Uma Vera Wim Yara"
 _LAST = (
@@ -26,9 +24,7 @@ _LAST = (
 )
 SYSTEM = "Search the phone book."
 QUESTIONS = ("What is the number of {}?", "Number of {}?", "Please look up {}.", "How do I reach {}?")
-SIZES = {"train": 240, "val": 64, "test": 128}  # people; the others of 480 are only in the book
-HABITS = ((0.65, 4000), (0.3, 4000))  # (share that searches, demonstrations): first the skill, then mostly the habit
-TOOLS = Path(__file__).with_name("tools.yaml")
+HABITS = (0.65, 0.3)  # shares of the two halves of demonstrations that search: first the skill, then mostly the habit
 
 
 def make_book(seed: int) -> dict[str, str]:
@@ -67,42 +63,36 @@ def demonstration(name: str, number: str, searches: bool, rng: random.Random) ->
     return {"messages": [*prompt(name, rng), *turns, answer]}
 
 
-def make_demonstrations(people: list[str], seed: int) -> list[dict[str, Any]]:
+def make_demonstrations(people: list[str], seed: int, count: int) -> list[dict[str, Any]]:
     """First mostly the skill, then mostly the habit. Numbers are drawn anew: there is nothing to learn by heart."""
     rng = random.Random(f"demonstrations/{seed}")
     return [
         demonstration(rng.choice(people), str(rng.randrange(1000, 10000)), rng.random() < share, rng)
-        for share, count in HABITS
-        for _ in range(count)
+        for share in HABITS
+        for _ in range(count // 2)
     ]
 
 
-def write_model(folder: Path, demonstrations: list[dict[str, Any]], seed: int) -> None:
-    """An untrained model, and a tokenizer made for these texts."""
-    schemas = [tool.get_openai_tool_schema().to_openai() for tool in load_tools(str(TOOLS))]
-    template = build_tiny_tokenizer([], 512)
-    texts = [
-        template.apply_chat_template(each["messages"], tools=schemas, tokenize=False) for each in demonstrations[:3000]
-    ]
-    tokenizer = build_tiny_tokenizer(texts, 512)
-    save_pretrained(build_tiny_model(TinyModelSpec(seed=seed), tokenizer), tokenizer, folder)
-
-
-def write(folder: Path, seed: int) -> None:
-    """Everything that training starts from."""
+def prepare(folder: Path, seed: int, rows: Any) -> dict[str, list[dict[str, Any]]]:
+    """Questions and demonstrations, and the book as a corpus."""
     book, rng, start = make_book(seed), random.Random(f"questions/{seed}"), 0
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"id": name, "contents": f"{name}\n{number}"}) for name, number in book.items()]
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
-    for split, count in SIZES.items():
+    tables = {}
+    for split, count in (("train", rows.train), ("val", rows.val), ("test", rows.test)):
         people = list(book.items())[start : start + count]
-        rows = [row(name, number, split, index, rng) for index, (name, number) in enumerate(people)]
-        write_parquet(rows, folder / f"{split}.parquet")
+        tables[split] = [row(name, number, split, index, rng) for index, (name, number) in enumerate(people)]
         start += count
-    demonstrations = make_demonstrations(list(book)[: SIZES["train"]], seed)
-    write_parquet(demonstrations, folder / "demonstrations.parquet")
-    write_model(folder / "model", demonstrations, seed)
+    return {**tables, "demonstrations": make_demonstrations(list(book)[: rows.train], seed, rows.demonstrations)}
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), int(sys.argv[2]))
+@contextmanager
+def serve(folder: Path) -> Iterator[dict[str, str]]:
+    """The search service over the book."""
+    from etude.retrieval import build_index
+
+    if not (folder / "index").exists():
+        build_index(folder / "corpus.jsonl", folder / "index")
+    with run_service("retrieve", "serve", str(folder / "index"), "--port", "0") as address:
+        yield {"SEARCH_URL": address}

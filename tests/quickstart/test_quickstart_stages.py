@@ -12,14 +12,15 @@ from etude.cli.main import cli, run
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.quickstart import stages
-from etude.quickstart.prepare import TOOLS, Sizes, prepare
+from etude.quickstart.example import CALCULATOR, Rows, find_example
+from etude.quickstart.prepare import TOOLS, prepare
 from etude.quickstart.stages import Quickstart
 from etude.tools import load_tools
 from etude.trainer import run as runs
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 
-SIZES = Sizes(train=8, val=3, test=4, demonstrations=32)
+ROWS = Rows(train=8, val=3, test=4, demonstrations=32)
 TINY = (
     "data.train_batch_size=2",
     "data.max_response_length=24",
@@ -42,12 +43,12 @@ WARM_UP = (
     "trainer.num_threads=1",
     "trainer.logger=[jsonl]",
 )
-STAGES = ["data", "warm_up", "evaluate_before", "train", "evaluate_after"]
+STAGES = ["data", "model", "warm_up", "evaluate_before", "train", "evaluate_after"]
 
 
 def quickstart(folder, notes=None, seed=1, overrides=TINY):
     note = (lambda text: None) if notes is None else notes.append
-    return Quickstart(folder, seed, overrides, note, sizes=SIZES, warm_up_overrides=WARM_UP)
+    return Quickstart(find_example(CALCULATOR), folder, seed, overrides, note, rows=ROWS, warm_up_overrides=WARM_UP)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +96,16 @@ def test_the_command_scores_its_model_as_it_does(whole, tmp_path, capsys):
 
 def test_a_finished_one_does_nothing_again(whole, monkeypatch):
     folder, summary = whole
-    monkeypatch.setattr(stages, "prepare", None)
+    monkeypatch.setattr(stages, "write_tables", None)
     monkeypatch.setattr(runs, "train", None)
     notes = []
     again = quickstart(folder, notes).run()
     assert again == summary
-    assert len(notes) == 5
+    assert len(notes) == len(STAGES)
     assert all(note.endswith(": done before") for note in notes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [each for each in STAGES if each != "model"])
 def test_an_interrupted_one_ends_as_one_that_was_not(whole, tmp_path, monkeypatch, stage):
     """Ctrl-C in the middle of a stage, then the same command again."""
     if stage == "train":
@@ -118,7 +119,7 @@ def test_an_interrupted_one_ends_as_one_that_was_not(whole, tmp_path, monkeypatc
 
         monkeypatch.setattr(PPOTrainer, "training_step", abandoned)
     else:
-        name = {"data": "_prepare", "warm_up": "_warm_up"}.get(stage, "_evaluate")
+        name = {"data": "_make_data", "model": "_make_model", "warm_up": "_warm_up"}.get(stage, "_evaluate")
         work = getattr(Quickstart, name)
 
         def cut(self, *arguments):
@@ -177,7 +178,7 @@ def test_a_wrong_value_is_told_before_the_warm_up(tmp_path, override, wanted):
 
 def test_everything_follows_from_the_seed(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        prepare(tmp_path / name, seed, SIZES)
+        prepare(tmp_path / name, seed, ROWS)
     for part in (
         "data/train.parquet",
         "data/demonstrations.parquet",

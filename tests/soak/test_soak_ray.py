@@ -13,6 +13,7 @@ from ray_stage import rank_processes, ray_cluster, until
 
 from etude.cli.main import cli, run
 from etude.config import compose
+from etude.quickstart.example import CALCULATOR, find_example
 from etude.quickstart.prepare import TOOLS
 from etude.quickstart.stages import Quickstart
 from etude.trainer.run import train
@@ -37,7 +38,7 @@ def cluster(nodes):
 def quickstart(tmp_path_factory):
     """Trains the quickstart's model: (run folder, metrics) of some settings."""
     folder = tmp_path_factory.mktemp("quickstart")
-    Quickstart(folder, 1, (), lambda text: None).warm_up()
+    Quickstart(find_example(CALCULATOR), folder, 1, (), lambda text: None).warm_up()
 
     def trained(name, *settings):
         given = [

@@ -1,8 +1,8 @@
 """The examples in which a tiny model learns a real tool: what their demonstrations show is what the tools answer, and a step
-of one runs. That the model learns is in docs/, measured by benchmarks/learning_examples.py."""
+of one runs. That the model learns is in docs/."""
 
 import json
-import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data import SFTDataset, read_rows
 from etude.dumps import read_rollouts
+from etude.quickstart.example import find_example
+from etude.quickstart.prepare import write_model, write_tables
 from etude.rewards import compute_score
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, load_tools
@@ -23,10 +25,10 @@ EXAMPLES = Path(etude.__file__).parents[1] / "examples"
 
 
 def make(example, folder, **sizes):
-    """The files that `agent.py` writes, with fewer demonstrations."""
-    program = runpy.run_path(str(EXAMPLES / example / "agent.py"))
-    program["write"].__globals__.update(HABITS=((0.65, 30), (0.3, 30)), **sizes)
-    program["write"](folder, 1)
+    """The example's tables, with fewer demonstrations, and its model."""
+    found = find_example(example)
+    write_tables(found, folder, 1, replace(found.options.rows, demonstrations=60, **sizes))
+    write_model(folder, [str(EXAMPLES / example / "tools.yaml")], 1, found.options.vocabulary)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ async def answers(example, calls):
 
 def demonstrated(folder):
     """(the arguments of a demonstration's call, what the tool says there, the last message); None without a call."""
-    for row in SFTDataset(str(folder / "demonstrations.parquet")):
+    for row in SFTDataset(str(folder / "data" / "demonstrations.parquet")):
         messages = row["messages"]
         called = messages[2].get("tool_calls")
         yield (called[0]["function"]["arguments"], messages[3]["content"], messages[-1]["content"]) if called else None
@@ -61,7 +63,7 @@ def demonstrated(folder):
 async def test_the_phone_book_is_found_as_demonstrated(phone_book, monkeypatch):
     with ServerProcess(str(phone_book / "index"), group="retrieve") as server:
         monkeypatch.setenv("SEARCH_URL", f"{server.url}/retrieve")
-        for row in read_rows(phone_book / "test.parquet")[:40]:
+        for row in read_rows(phone_book / "data" / "test.parquet")[:40]:
             number = row["reward_model"]["ground_truth"]["target"][0]
             book = {line["contents"].split("\n")[1]: line["id"] for line in read_rows(phone_book / "corpus.jsonl")}
             [text] = await answers("phone_book", [{"query": book[number]}])
@@ -78,7 +80,7 @@ async def test_the_phone_book_is_found_as_demonstrated(phone_book, monkeypatch):
 
 
 def test_people_of_the_test_are_in_no_other_file(phone_book):
-    questions = {split: read_rows(phone_book / f"{split}.parquet") for split in ("train", "val", "test")}
+    questions = {split: read_rows(phone_book / "data" / f"{split}.parquet") for split in ("train", "val", "test")}
     people = {
         split: {row["reward_model"]["ground_truth"]["target"][0] for row in rows} for split, rows in questions.items()
     }
@@ -91,12 +93,12 @@ def test_people_of_the_test_are_in_no_other_file(phone_book):
 
 
 async def test_programs_print_as_demonstrated(tmp_path):
-    make("code_sums", tmp_path, SIZES={"train": 16, "val": 4, "test": 4})
+    make("code_sums", tmp_path, train=16, val=4, test=4)
     shown = [each for each in demonstrated(tmp_path) if each]
     assert [text for _, text, _ in shown] == await answers("code_sums", [arguments for arguments, *_ in shown])
     for _, text, said in shown:
         assert said == f"The answer is \\boxed{{{text}}}."
-    row = read_rows(tmp_path / "test.parquet")[0]
+    row = read_rows(tmp_path / "data" / "test.parquet")[0]
     assert compute_score(
         row["data_source"], f"\\boxed{{{row['reward_model']['ground_truth']}}}", row["reward_model"]["ground_truth"]
     )
@@ -106,7 +108,7 @@ def test_a_step_of_the_phone_book_runs_over_the_service(phone_book, tmp_path, mo
     with ServerProcess(str(phone_book / "index"), group="retrieve") as server:
         monkeypatch.setenv("SEARCH_URL", f"{server.url}/retrieve")
         settings = [
-            f"data.train_files={phone_book}/train.parquet",
+            f"data.train_files={phone_book}/data/train.parquet",
             f"actor_rollout_ref.model.path={phone_book}/model",
             f"trainer.default_local_dir={tmp_path}/run",
             f"trainer.rollout_data_dir={tmp_path}/rollouts",
@@ -122,6 +124,10 @@ def test_a_step_of_the_phone_book_runs_over_the_service(phone_book, tmp_path, mo
         assert metrics(tmp_path / "run")[-1]["step"] == 1
         assert "search(query: string)" in next(iter(read_rollouts(tmp_path / "rollouts" / "1.jsonl")))["input"]
         command = ["eval", "--config-path", str(EXAMPLES / "phone_book"), "--config-name", "agent", *settings[1:3]]
-        more = [f"data.val_files={phone_book}/test.parquet", "data.val_max_samples=2", "data.max_response_length=16"]
+        more = [
+            f"data.val_files={phone_book}/data/test.parquet",
+            "data.val_max_samples=2",
+            "data.max_response_length=16",
+        ]
         assert run(cli, [*command, *more, "--output", str(tmp_path / "eval.json")]) == 0
         assert json.loads((tmp_path / "eval.json").read_text())["success"] == 0.0

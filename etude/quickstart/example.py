@@ -1,0 +1,130 @@
+"""`Example`: a folder that a tiny model learns from, and what is claimed of it.
+
+    example.yaml   the fields of `ExampleOptions`: what it shows, its claim, numbers of rows
+    agent.yaml     the run; data, model, folders and seed are given by the quickstart
+    agent.py       `prepare(folder, seed, rows)` → table name → rows: train, val, test and demonstrations; where a
+                   service is needed, the context manager `serve(folder)` → environment variables; plug-ins
+
+Invariant: reading an example runs nothing of it but the import of its `agent.py`; one line names a faulty file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import yaml
+
+from etude.errors import ConfigError, one_line
+from etude.options.declare import key, options
+from etude.options.validate import to_options
+from etude.registry import did_you_mean, import_module
+
+CALCULATOR = "calculator"
+"""The quickstart's own example, which comes with the package."""
+_BUILT_IN = Path(__file__).parent / CALCULATOR
+_GALLERY = Path(__file__).parents[2] / "examples"  # of a checkout
+
+Tables: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@options
+class Rows:
+    """How many rows `agent.py` is asked for."""
+
+    train: int = key("Questions to train on.", default=1024)
+    val: int = key("Questions that the warm-up and the run are watched on.", default=64)
+    test: int = key("Questions of the evaluations before and after.", default=256)
+    demonstrations: int = key("Conversations of the warm-up.", default=8000)
+
+
+@options
+class ExampleOptions:
+    """`example.yaml`."""
+
+    shows: str = key("What the example shows, in a line.", default="")
+    metric: Literal["success", "tool_use", "reward", "turns"] = key("What the claim is about.", default="success")
+    margin: float = key("By how much it rises, sampled on the test questions; negative: falls.", default=0.4)
+    rows: Rows = key("", default_factory=Rows)
+    vocabulary: int = key("Tokens of the untrained model's tokenizer.", default=512)
+    warm_up: tuple[str, ...] = key("Arguments of `etude sft` beside those of quickstart_sft.", default=())
+    start: str | None = key(
+        "Example whose warmed-up model it starts from, and whose rows it takes where it has no `prepare`.", default=None
+    )
+    teacher: str | None = key("Example whose trained model is the teacher.", default=None)
+
+    def __post_init__(self) -> None:
+        if not self.margin:
+            raise ValueError("margin must not be 0")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A folder with an `example.yaml`."""
+
+    folder: Path
+    options: ExampleOptions
+
+    @classmethod
+    def read(cls, folder: Path) -> Example:
+        """Raises ConfigError: `example.yaml` is missing or faulty."""
+        path = folder / "example.yaml"
+        try:
+            given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {one_line(error)}") from error
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path} must be a mapping")
+        try:
+            return cls(folder.resolve(), to_options(ExampleOptions, given))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.name
+
+    @property
+    def prepare(self) -> Callable[[Path, int, Rows], Tables] | None:
+        """Makes the tables, and whatever else the example needs in the folder, from a seed."""
+        return getattr(self._code, "prepare", None)
+
+    def serve(self, folder: Path) -> AbstractContextManager[Mapping[str, str]]:
+        """Keeps the example's service running; yields the environment variables that lead to it."""
+        served = getattr(self._code, "serve", None)
+        return nullcontext({}) if served is None else served(folder)
+
+    @property
+    def _code(self) -> Any:
+        path = self.folder / "agent.py"
+        return import_module(str(path)) if path.is_file() else None
+
+    @property
+    def root(self) -> str:
+        """What `runs/` calls it."""
+        return "quickstart" if self.folder == _BUILT_IN else self.name
+
+    def run_folder(self, seed: int) -> Path:
+        """The default folder of a run, which those of other examples find."""
+        return (Path("runs") / self.root / f"seed-{seed}").resolve()
+
+
+def find_example(given: str) -> Example:
+    """The example of a folder, or of that name in the `examples/` of a checkout.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = [path.parent.name for path in sorted(_GALLERY.glob("*/example.yaml"))]
+    for folder in (Path(given).expanduser(), _BUILT_IN if given == CALCULATOR else _GALLERY / given):
+        if (folder / "example.yaml").is_file():
+            return Example.read(folder)
+    if Path(given).is_dir():
+        raise ConfigError(f"{given} holds no example.yaml")
+    known = [CALCULATOR, *names]
+    where = "" if names else "; the others are in the folder examples/ of the repository: name one of its folders"
+    raise ConfigError(f"no example '{given}'{did_you_mean(given, known)} (known: {', '.join(known)}){where}")

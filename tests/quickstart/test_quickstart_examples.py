@@ -1,0 +1,50 @@
+"""Examples as folders: one with a service runs whole, and what is wrong with one is said in a line."""
+
+import json
+import os
+
+import pytest
+from test_quickstart_stages import TINY, WARM_UP
+
+from etude.errors import ConfigError
+from etude.quickstart.example import CALCULATOR, Rows, find_example
+from etude.quickstart.stages import Quickstart
+
+
+def test_an_example_runs_with_its_service(tmp_path):
+    pytest.importorskip("bm25s")
+    pytest.importorskip("Stemmer")
+    rows = Rows(train=8, val=3, test=4, demonstrations=32)
+    example = find_example("phone_book")
+    overrides = (*TINY, "trainer.total_training_steps=2", "algorithm.filter_groups.enable=false")
+    one = Quickstart(example, tmp_path / "run", 1, overrides, lambda text: None, rows=rows, warm_up_overrides=WARM_UP)
+    summary = one.run()
+    assert "SEARCH_URL" not in os.environ
+    assert summary["cpu_seconds"]["service"] > 0
+    assert summary["claim"]["metric"] == "success"
+    assert summary["claim"]["held"] is False  # two steps teach nothing
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["example"] == "phone_book"
+    with pytest.raises(ConfigError, match="holds the phone_book of seed 1"):
+        Quickstart(find_example(CALCULATOR), tmp_path / "run", 1, (), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("shows: x\nmagrin: 0.3\n", "did you mean 'margin'"),
+        ("shows: x\nmargin: 0\n", "margin must not be 0"),
+        ("[1]", "must be a mapping"),
+    ],
+)
+def test_a_faulty_example_is_named(tmp_path, text, wanted):
+    (tmp_path / "example.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=wanted) as caught:
+        find_example(str(tmp_path))
+    assert "example.yaml" in str(caught.value)
+
+
+def test_an_unknown_example_is_told_what_there_is(tmp_path):
+    with pytest.raises(ConfigError, match="no example 'phone_bok'; did you mean 'phone_book'"):
+        find_example("phone_bok")
+    with pytest.raises(ConfigError, match=r"holds no example\.yaml"):
+        find_example(str(tmp_path))
