@@ -2,8 +2,8 @@
 
 `SortingOffice` keeps the letters of a trajectory from `create` to `release`: it shows the first letter at the beginning, and
 the next after each call. A letter in its right tray is a step reward, an office without a mistake the final one; nothing
-else is scored. `prepare` makes what training starts from, all of it drawn from a seed: rows, and demonstrations, most
-of them careless: what is left to find out is that care pays.
+else is scored. `prepare` makes what training starts from, all of it drawn from a seed: rows, and
+demonstrations that are often careless: what is left to find out is that care pays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOWNS = {
 }
 TRAY_OF = {town: tray for tray, towns in TOWNS.items() for town in towns}
 LETTERS = 4  # letters in each row
-CARE = (0.6, 0.0)  # of demonstrations: in the first half the skill, then mostly carelessness
+CARE = 0.6  # share of demonstrated letters that are looked at; the others go into any tray
 SYSTEM = "Sort the letters."
 
 
@@ -92,15 +92,15 @@ def row(letters: list[str], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def demonstration(letters: list[str], care: float, rng: random.Random) -> dict[str, Any]:
-    """A conversation that puts each letter into its tray with probability `care`, else into any."""
+def demonstration(letters: list[str], rng: random.Random) -> dict[str, Any]:
+    """A conversation that puts each letter into its tray with probability `CARE`, else into any."""
     office = Office(letters)
     messages = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": f"Sort these.\n{office.shown()}"},
     ]
     for town in letters:
-        tray = TRAY_OF[town] if rng.random() < care else rng.choice(list(TOWNS))
+        tray = TRAY_OF[town] if rng.random() < CARE else rng.choice(list(TOWNS))
         call = {"type": "function", "function": {"name": "sort", "arguments": {"tray": tray}}}
         office.right.append(False)
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -109,12 +109,11 @@ def demonstration(letters: list[str], care: float, rng: random.Random) -> dict[s
 
 
 def prepare(folder: Path, seed: int, rows: Any) -> dict[str, list[dict[str, Any]]]:
-    """Rows, and demonstrations of first mostly care, then mostly none. Four towns of twelve: the splits share some rows."""
+    """Rows and demonstrations. Four towns of twelve: the splits share some rows."""
     rng = random.Random(f"sorting_office/{seed}")
     tables = {
         split: [row(rng.sample(list(TRAY_OF), LETTERS), split, index) for index in range(getattr(rows, split))]
         for split in ("train", "val", "test")
     }
-    count = rows.demonstrations
-    shown = [demonstration(rng.sample(list(TRAY_OF), LETTERS), CARE[2 * i // count], rng) for i in range(count)]
+    shown = [demonstration(rng.sample(list(TRAY_OF), LETTERS), rng) for _ in range(rows.demonstrations)]
     return {**tables, "demonstrations": shown}

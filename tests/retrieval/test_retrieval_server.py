@@ -1,5 +1,6 @@
 """The search service as its clients see it: Search-R1's wire format, bounds, metrics, and what a kill leaves."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -17,6 +18,7 @@ from etude.retrieval import Retriever
 from etude.retrieval.server import ServerOptions, create_app
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, load_tools
+from etude.tools.builtin.search import passages_text
 
 
 def app_client(index, **options):
@@ -188,6 +190,43 @@ def test_a_killed_server_starts_again_as_it_was(index):
     assert {file.name: file.read_bytes() for file in index.iterdir()} == files
 
 
+def test_a_kill_and_a_restart_lose_no_answer_of_a_tool_that_tries_again(index, tmp_path):
+    """Clients ask all the while; each gets what it would have got from a server that nobody killed."""
+    titles, enough = [title for title, _ in PASSAGES], threading.Event()
+    first = ServerProcess(str(index), group="retrieve")
+    port = first.url.rpartition(":")[2]
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n  - class_name: etude.tools.builtin.search.SearchTool\n    config:\n      type: native\n"
+        f"      retrieval_service_url: {first.url}/retrieve\n      max_retries: 60\n      retry_delay: 0.1\n"
+        "      result_format: text\n"
+    )
+    [tool] = load_tools(tmp_path / "tools.yaml")
+    answers = []
+
+    async def ask():
+        async def client(number):
+            while not enough.is_set():
+                answers.append((titles[number], (await call(tool, query_list=[titles[number]])).response.text))
+
+        await asyncio.gather(*(client(number) for number in range(4)))
+
+    thread, ended = in_background(lambda: asyncio.run(ask()) or "whole")
+    try:
+        first.until(lambda: len(answers) > 20, "nobody was answered")
+        assert first.stop(signal.SIGKILL)[0] == -signal.SIGKILL
+        before = len(answers)
+        with ServerProcess(str(index), "--port", port, group="retrieve") as again:
+            again.until(lambda: len(answers) > before + 20, "nobody was answered again")
+            enough.set()
+            thread.join(60)
+            assert ended == ["whole"]  # no call has failed
+            for title, text in set(answers):
+                hits = again.call("/retrieve", {"queries": [title], "topk": 3})[2]["result"]
+                assert text == passages_text(hits[0])
+    finally:
+        enough.set()
+
+
 def test_sigterm_lets_open_requests_be_answered(index):
     server = ServerProcess(str(index), group="retrieve")
     body = {"queries": ["the red panda eats bamboo in China"] * 4000, "topk": 5}
@@ -217,8 +256,9 @@ def test_memory_stays_flat(server):
     for _ in range(20):
         server.call("/retrieve", {"queries": queries * 10, "topk": 6, "return_scores": True})
     before = server.memory()
-    for _ in range(100):
-        server.call("/retrieve", {"queries": queries * 25, "topk": 6, "return_scores": True})  # 20,000 queries
+    size = len(queries) * 25
+    for _ in range(-(-50_000 // size)):
+        server.call("/retrieve", {"queries": queries * 25, "topk": 6, "return_scores": True})
     assert server.memory() - before < 8 << 20
 
 

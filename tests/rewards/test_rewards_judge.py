@@ -219,10 +219,19 @@ def test_a_verdict_is_within_its_scale_whatever_is_said(text):
     assert judge.read_preference(text) in (None, 0.0, 0.5, 1.0)
 
 
+@given(
+    st.lists(st.sampled_from(['{"ranking": [', '"ranking":[', "]", "}", "1", "2", "3", ",", " ", "\n", "-", "٣", "x"]))
+)
+def test_a_ranking_holds_every_answer_once_whatever_is_said(pieces):
+    found = judge.read_ranking("".join(pieces), 3)
+    assert found is None or sorted(found) == [1, 2, 3]
+
+
 def test_a_megabyte_of_anything_is_read():
-    for unit in ('{"score": ', "<score>", "score", "1", "/", "-", '"better": "A'):
+    for unit in ('{"score": ', "<score>", "score", "1", "/", "-", '"better": "A', '"ranking": [', "1,"):
         judge.read_score(unit * (1_000_000 // len(unit)), 0, 10)
         judge.read_preference(unit * (1_000_000 // len(unit)))
+        judge.read_ranking(unit * (1_000_000 // len(unit)), 3)
     for head in ("score 1", '{"score": 1', "<score>1", "1 /"):
         assert judge.read_score(head + " " * 1_000_000 + "x", 0, 10) is None
 
