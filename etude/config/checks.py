@@ -42,6 +42,7 @@ def problems_with(
     `raw` are the leaves before interpolation; `more` finds further faults of options that fit their types.
     """
     options, wrong = build(tree, values)
+    assert options is not None  # every key of a whole configuration has a default
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
     }

@@ -19,7 +19,7 @@ import pydantic
 from typing_extensions import dataclass_transform
 
 from etude.errors import raise_faults
-from etude.options.types import item_hint, misfit, shown
+from etude.options.types import allowed, item_hint, misfit, shown
 from etude.registry import did_you_mean
 
 T = TypeVar("T")
@@ -154,12 +154,14 @@ def problems(cls: type, error: pydantic.ValidationError, values: Mapping[str, An
         if full in found:
             continue
         declaration = declared.get(full)
-        if declaration is not None:
+        if each["type"] in ("unexpected_keyword_argument", "invalid_key"):
+            near = did_you_mean(path[-1], [k.rpartition(".")[2] for k in declared])
+            nested = ": write one section in the other, not a dot" if "." in path[-1] else near
+            found[full] = f"unknown key {full}{nested}"
+        elif declaration is not None and each["type"] == "missing" and depth == len(path):
+            found[full] = f"{full} is required: set it to {allowed(declaration.hint)}"
+        elif declaration is not None:
             found[full] = _misfit(declaration, _at(values, name), path[depth:], each["input"])
-        elif each["type"] == "unexpected_keyword_argument":
-            siblings = [k.removeprefix(prefix) for k in declared]
-            near = did_you_mean(path[-1], [k.rpartition(".")[2] for k in siblings])
-            found[full] = f"unknown key {full}{near}"
         elif each["type"] == "value_error":
             reason = each["msg"].removeprefix("Value error, ")
             found[full] = f"{full.removesuffix('.') or cls.__name__}: {reason}"

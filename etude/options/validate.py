@@ -1,7 +1,8 @@
 """A section's values against its declaration: what does not fit, each with its key and what is allowed, all at once.
 
-Invariant: `build` returns an instance whatever is wrong, with defaults in place of what is, so that further checks can be
-made; nothing is guessed (no text becomes a boolean, no fraction a whole number).
+Invariant: `build` ends, and returns an instance whatever is wrong, with defaults in place of what is, so that further checks
+can be made (none where a key without a default is missing or wrong); nothing is guessed (no text becomes a boolean, no
+fraction a whole number).
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ def to_options(cls: type[T], section: Mapping[str, Any], key_prefix: str = "") -
     """
     made, found = build(cls, section, f"{key_prefix}." if key_prefix else "")
     raise_faults(list(found.values()))
+    assert made is not None
     return made
 
 
-def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> tuple[T, dict[str, str]]:
-    """(an instance, what is wrong by dotted key); the instance has defaults in place of what is wrong."""
-    values, found = _copy(values), dict[str, str]()
+def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> tuple[T | None, dict[str, str]]:
+    """(an instance, what is wrong by dotted key); the instance has defaults in place of what is wrong, and is None where
+    there is none."""
+    left, found = _copy(values), dict[str, str]()
     while True:
         try:
-            return cls.__pydantic_validator__.validate_python(values), found  # type: ignore[attr-defined]
+            return cls.__pydantic_validator__.validate_python(left), found  # type: ignore[attr-defined]
         except pydantic.ValidationError as error:
-            wrong = problems(cls, error, values, prefix)
+            wrong = problems(cls, error, left, prefix)
             found |= {name: text for name, text in wrong.items() if name not in found}
-            for name in wrong:
-                _remove(values, name.removeprefix(prefix))
+            removed = [_remove(left, name.removeprefix(prefix)) for name in wrong]
+            if not any(removed):  # what is wrong is a key that is not there
+                return None, found
 
 
 def _copy(values: Any) -> Any:
@@ -48,13 +52,19 @@ def _copy(values: Any) -> Any:
     return {name: _copy(value) for name, value in values.items()} if isinstance(values, Mapping) else values
 
 
-def _remove(values: Any, name: str) -> None:
+def _remove(values: dict[Any, Any], name: str) -> bool:
+    """Removes the entry of a dotted name; false if there is none. Keys of YAML may be numbers or have dots themselves."""
     if not name:  # the section itself is wrong
+        was_empty = not values
         values.clear()
-    *sections, last = name.split(".")
-    for part in sections:
-        values = values[part]
-    values.pop(last, None)
+        return not was_empty
+    for key, value in values.items():
+        if str(key) == name:
+            del values[key]
+            return True
+        if isinstance(value, dict) and name.startswith(f"{key}.") and _remove(value, name[len(f"{key}.") :]):
+            return True
+    return False
 
 
 def plain(options: Any) -> dict[str, Any]:

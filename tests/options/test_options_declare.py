@@ -59,6 +59,21 @@ class Outer:
             raise ValueError("13 steps bring bad luck")
 
 
+@options
+class Needy:
+    """A section that lacks a default."""
+
+    file: Text = key("File.")
+    steps: Count = key("Steps.", default=1)
+
+
+@options
+class Holder:
+    """A section with such a one in it."""
+
+    part: Needy = key("", default_factory=Needy)
+
+
 def test_a_section_becomes_its_dataclass():
     section = {
         "steps": "3",
@@ -105,6 +120,10 @@ def test_an_instance_is_frozen_and_crosses_processes():
         ({"steps": True}, "outer.steps must be a whole number of at least 1, got True"),
         ({"steps": 2**31}, "outer.steps must be a whole number of at least 1 (at most 2147483647), got 2147483648"),
         ({"steps": 13}, "outer: 13 steps bring bad luck"),
+        ({"inner.lr": 1}, "unknown key outer.inner.lr: write one section in the other, not a dot"),
+        ({"inner": {"a.b": 1}}, "unknown key outer.inner.a.b: write one section in the other"),
+        ({1: 2}, "unknown key outer.1"),
+        ({"inner": {1: 2}}, "unknown key outer.inner.1"),
         ({"inner": 3}, "outer.inner must be a section of key: value, got 3"),
         ({"inner": None}, "outer.inner must be a section of key: value, got null"),
         ({"inner": {"lr": "fast"}}, "outer.inner.lr must be a number of at least 0, got 'fast'"),
@@ -144,6 +163,34 @@ def test_all_that_does_not_fit_is_named_at_once_and_defaults_stand_in():
     with pytest.raises(ConfigError) as caught:
         to_options(Outer, {"steps": 0, "kind": 3})
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, ["part.file is required: set it to text"]),
+        ({"steps": 2}, ["part.file is required: set it to text"]),
+        ({"file": 3}, ["part.file must be text, got 3"]),
+        (
+            {"steps": 0},
+            ["part.file is required: set it to text", "part.steps must be a whole number of at least 1, got 0"],
+        ),
+        ({"fil": "x"}, ["part.file is required: set it to text", "unknown key part.fil; did you mean 'file'?"]),
+    ],
+)
+def test_a_required_key_that_is_missing_or_wrong_leaves_no_instance(section, expected):
+    made, wrong = build(Needy, section, "part.")
+    assert (made, list(wrong.values())) == (None, expected)
+    with pytest.raises(ConfigError):
+        to_options(Needy, section, "part")
+    assert to_options(Needy, {"file": "x"}) == Needy(file="x")
+
+
+@pytest.mark.timeout(10)
+def test_a_required_key_of_an_inner_section_is_named():
+    made, wrong = build(Holder, {"part": {"steps": 2}})
+    assert (made, list(wrong)) == (None, ["part.file"])
 
 
 def test_a_long_wrong_value_is_cut():
