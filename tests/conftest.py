@@ -11,7 +11,9 @@ VOCAB = 97
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
 
-# Without a token, the first cluster of a machine makes one, and those that other tests started just before refuse it.
+# One token for all clusters. Without these, the first cluster that a process starts sets both, and programs that inherit an
+# older environment (multiprocessing's fork server) are refused by it.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: children would inherit it

@@ -144,7 +144,7 @@ def gpg(
         token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
     )
     rows = group_rows(index, (response_mask > 0).any(dim=1))
-    teaching = sum(len(members) for members in rows if bool(advantages[members].any()))
+    teaching = sum(len(members) for members in rows if bool((advantages[members].abs() > 1e-6).any()))
     advantages = advantages * (sum(map(len, rows)) / max(teaching, 1)) / f_norm
     return advantages, advantages
 

@@ -160,7 +160,7 @@ def opo(stories, options):
 
 def gpg(stories, options):
     numbers = of_outcomes(stories, options, centred)
-    teaching = {story.uid for story, number in zip(stories, numbers) if number}
+    teaching = {story.uid for story, number in zip(stories, numbers) if abs(number) > 1e-6}
     batch, of_them = len(stories), sum(story.uid in teaching for story in stories)
     alpha = batch / max(of_them, 1) / options["adv_estimator_kwargs"].get("f_norm", 1.0)
     return on_tokens(stories, [alpha * number for number in numbers])
