@@ -209,7 +209,7 @@ FORMATS = {
         "deepseek_v32", dsml("function_calls"), "<｜DSML｜function_calls>", DSML_TAGS, uncuttable=DSML_ENDS
     ),
     "deepseek_v4": Format("deepseek_v4", dsml("tool_calls"), "<｜DSML｜tool_calls>", DSML_TAGS, uncuttable=DSML_ENDS),
-    "kimi_k3": Format("kimi_k3", kimi3, "<|open|>tools", K3_TAGS, uncuttable=K3_ENDS),
+    "kimi_k3": Format("kimi_k3", kimi3, "<|open|>tools<|sep|>", K3_TAGS, uncuttable=K3_ENDS),
     "lfm2": Format("lfm2", lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>", "<|tool_call_start|>"),
     "olmo3": Format("olmo3", lines, "<function_calls>"),
     "gigachat3": Format(
