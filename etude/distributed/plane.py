@@ -296,11 +296,16 @@ class DataPlane:
             self._check_new(ids, columns_of(data))
             self.wait_for_room(nbytes)
             self.nbytes += nbytes  # reserved: others may put while this one is written
+        block = None
         try:
-            self.adopt(ids, self.store.write(data))
+            block = self.store.write(data)
         finally:
-            with self._room:
+            with self._room:  # nobody sees the reservation and the block counted together, or a failed write's room taken
                 self.nbytes -= nbytes
+                if block is None:
+                    self._room.notify_all()
+                else:
+                    self.adopt(ids, block)
 
     def adopt(self, ids: Sequence[str], block: Block) -> None:
         """Adds a block that a worker has written, a row for each of `ids`; see `put`. It never waits: the data are there."""

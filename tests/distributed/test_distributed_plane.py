@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray_stage import until
 
 from etude.distributed import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
 from etude.distributed.plane import Block, check_unwritten, fetch_batches, keep_batches, tensor_bytes
@@ -204,6 +205,44 @@ def test_writers_at_once_never_exceed_the_limit():
         for job in jobs:
             job.result(timeout=30)
     assert max(most) <= 2 * nbytes
+
+
+def test_what_is_reserved_is_never_counted_beside_the_block_it_was_reserved_for():
+    seen = []
+
+    class Watched(DataPlane):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "nbytes":
+                seen.append(value)
+
+    nbytes = tensor_bytes(some())
+    Watched(max_bytes=nbytes).put("abcd", some())
+    assert max(seen) == seen[-1] == nbytes
+
+
+def test_a_write_that_fails_gives_its_room_to_who_waits_for_it():
+    waits = threading.Event()
+
+    class Full(InProcessStore):
+        def write(self, data):
+            if data.batch["x"].isnan().any():
+                assert waits.wait(30)
+                raise OSError("no space left on device")
+            return super().write(data)
+
+    nbytes = tensor_bytes(some())
+    plane = DataPlane(Full(), max_bytes=nbytes, timeout=60)
+    with ThreadPoolExecutor() as threads:
+        failing = threads.submit(plane.put, "abcd", DataProto.from_dict({"x": some().batch["x"] * float("nan")}))
+        until(lambda: plane.nbytes, "the write does not begin")
+        waiting = threads.submit(plane.put, "efgh", some())
+        until(lambda: plane._room._waiters, "nobody waits for room")
+        waits.set()
+        with pytest.raises(OSError, match="no space"):
+            failing.result(timeout=30)
+        waiting.result(timeout=30)
+    assert (len(plane), plane.nbytes) == (4, nbytes)
 
 
 def test_a_full_plane_says_so():
