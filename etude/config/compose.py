@@ -7,6 +7,7 @@ Hydra leaves no output folder, logging set-up or global state.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -116,20 +117,22 @@ def compose_with_sources(
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
     _register_resolvers()
-    base, user = _layers(config_name or root, overrides, config_path, root)
+    package, user = _layers(config_name or root, overrides, config_path, root)
+    base = root_layers(*package)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
-    translation = translate(user, tree, base)
+    translation = translate(user, tree, list(base))
     user = translation.layers
     for layer in user:
         if not layer.is_package and layer.source != COMMAND_LINE:
             _anchor_paths(layer, tree)
-    config = _merge([*base, *user])
+    config = _merge(user, onto=_package_defaults(*package))
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
-    raw, defaults = _leaves(config), _leaves(_merge(base))
+    raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
+    filled = _filled_in(config, sources)
     options, wrong = problems_with(
         tree,
-        _filled_in(config, sources),
+        filled,
         raw,
         sources,
         lambda options: start_problems(options, command) if command else (),
@@ -142,7 +145,7 @@ def compose_with_sources(
     noted += (*remarks(options, changed, sources), *(start_remarks(options) if command else ()))
     for line in () if collect else noted:
         logger.warning("%s", line)
-    result = _with_types(config, raw, options, resolve)
+    result = _with_types(filled if resolve else OmegaConf.to_container(config), raw, options, resolve)
     OmegaConf.set_struct(result, True)
     known = {key: sources[key] for key in _leaves(result)}
     return Composition(result, known, options, (*faults, *wrong), noted)
@@ -150,15 +153,15 @@ def compose_with_sources(
 
 def _layers(
     config_name: str, overrides: Sequence[str], config_path: str | Path | None, root: str
-) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, the user's own), lowest first."""
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), the user's own layers, lowest first)."""
     name, folder = _locate(config_name, config_path)
     values, choices = parse_arguments(overrides, folder)
     if folder == TREE:
-        base, user = list(root_layers(name, tuple(choices))), list[Layer]()
+        package, user = (name, tuple(choices)), list[Layer]()
     else:
-        base, user = _user_layers(name, folder, choices, root)
-    return base, [*user, command_line_layer(values)] if values else user
+        package, user = _user_layers(name, folder, choices, root)
+    return package, [*user, command_line_layer(values)] if values else user
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
@@ -183,17 +186,26 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())}){hint}")
 
 
-def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, layers of the user's YAML). Where the YAML lists another root, that one counts."""
+def _user_layers(
+    name: str, folder: Path, choices: Sequence[str], root: str
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), layers of the user's YAML). Where the YAML lists another root, that one counts."""
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return list(root_layers(listed[-1] if listed else root, () if lists_defaults else tuple(choices))), user
+    return (listed[-1] if listed else root, () if lists_defaults else tuple(choices)), user
 
 
-def _merge(layers: Sequence[Layer]) -> DictConfig:
-    """The layers merged in order; a list replaces a list, a free-form section is merged by key."""
-    config = OmegaConf.create()
+@cache
+def _package_defaults(root: str, choices: tuple[str, ...]) -> DictConfig:
+    """The layers of a package root, merged; only to be read."""
+    return _merge(root_layers(root, choices), onto=OmegaConf.create())
+
+
+def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
+    """A copy of `onto` with the layers merged into it in order; a list replaces a list, a free-form section is merged by
+    key."""
+    config = copy.deepcopy(onto)
     for layer in layers:
         try:
             config.merge_with(layer.values)
@@ -296,11 +308,10 @@ def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     return {str(name): value for name, value in container.items()}
 
 
-def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """`config` with the values of `options`; interpolations are kept unless `resolve` is set."""
-    result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
+def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
+    """`values` with the types of `options`; interpolations are kept unless `resolve` is set."""
+    result, given = OmegaConf.create(values), dict(flatten(values))
     assert isinstance(result, DictConfig)
-    given = _leaves(result)
     for key, value in flatten(plain_options(options)):
         is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
         if key in given and not is_link and (type(given[key]) is not type(value) or given[key] != value):
