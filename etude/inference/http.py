@@ -18,7 +18,6 @@ import aiohttp
 from etude.errors import EngineError, one_line
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
-_CHUNK = 1 << 16
 
 
 class StatusError(EngineError):
@@ -63,24 +62,21 @@ class HttpServer:
         return self._object(path, await self.post(path, body, query=query, timeout=timeout))
 
     async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive.
+        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive. An event's size is
+        limited; how much it keeps of all of them is up to `take`.
 
         Raises:
             EngineError: as the other calls; or an event says that the server failed.
         """
-        where, rest = f"{self.url}{path}", b""
 
-        def read(piece: bytes) -> None:
-            nonlocal rest
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
-                    continue
-                event = self._object(path, data)
-                if event.get("error"):
-                    raise EngineError(f"{where}: {json.dumps(event['error'])[:200]}")
-                take(event)
+        def read(line: bytes) -> None:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                return
+            event = self._object(path, data)
+            if event.get("error"):
+                raise EngineError(f"{self.url}{path}: {json.dumps(event['error'])[:200]}")
+            take(event)
 
         await self._call("POST", path, body, None, None, read)
 
@@ -135,18 +131,22 @@ class HttpServer:
         return data
 
 
-async def _read(response: aiohttp.ClientResponse, where: str, read: Callable[[bytes], None] | None = None) -> bytes:
-    """The body; each piece of it to `read` instead, if that is given."""
-    pieces, size = [], 0
-    async for piece in response.content.iter_any() if read else response.content.iter_chunked(_CHUNK):
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
+async def _read(response: aiohttp.ClientResponse, where: str, on_line: Callable[[bytes], None] | None = None) -> bytes:
+    """The body; or, if `on_line` is given, what is left after its last line, each of which goes there. Only what is kept
+    counts towards the limit: SGLang's events repeat the whole answer so far, whose sum is quadratic in its length."""
+    kept: list[bytes] = []
+    size = 0
+    async for piece in response.content.iter_any():
+        *ends, rest = piece.split(b"\n") if on_line else [piece]
+        if size + max(map(len, (*ends, rest))) > MAX_ANSWER_BYTES:
             raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-        if read is None:
-            pieces.append(piece)
-        else:
-            read(piece)
-    return b"".join(pieces)
+        for end in ends:
+            assert on_line is not None
+            on_line(b"".join([*kept, end]))
+            kept, size = [], 0
+        kept.append(rest)
+        size += len(rest)
+    return b"".join(kept)
 
 
 def _shown(body: bytes) -> str:

@@ -261,14 +261,19 @@ def checked_output(answer: Answer, params: SamplingParams, version: int, source:
             raise EngineError(f"{source}: the log-prob of token {place} is not a finite number: {value!r:.40}")
         if value > _ROUNDING:
             raise EngineError(f"{source}: the log-prob of token {place} is positive: {value}")
-    if len(ids) > params.max_tokens:
-        raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
+    check_count(ids, params, source)
     return TokenOutput(
         ids,
         [float(value) for value in log_probs],
         _reason(answer.ending, ids, params, source),
         _spread(answer, version),
     )
+
+
+def check_count(ids: Sequence[int], params: SamplingParams, source: str) -> None:
+    """Raises EngineError if there are more `ids` than were asked for; streams check as they grow."""
+    if len(ids) > params.max_tokens:
+        raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
 
 
 def _reason(ending: Any, ids: list[int], params: SamplingParams, source: str) -> str:
