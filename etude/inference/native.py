@@ -458,7 +458,7 @@ class NativeEngine:
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
-        with metrics.timed_forward(plan.prefill / layout.tokens), recording as chosen:
+        with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:
             if self._decoder is not None:
                 hidden = self._decoder.hidden(ids, positions, layout)
             elif images is None:
