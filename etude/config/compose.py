@@ -74,20 +74,10 @@ def compose(
     config_path: str | Path | None = None,
     *,
     root: str = DEFAULT_ROOT,
+    command: Command | None = None,
 ) -> DictConfig:
-    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`."""
-    return compose_with_sources(config_name, overrides, config_path, root=root).config
-
-
-def compose_run(
-    command: Command,
-    config_name: str | None,
-    overrides: Sequence[str],
-    config_path: str | Path | None,
-    *,
-    root: str = DEFAULT_ROOT,
-) -> DictConfig:
-    """As `compose`, for a run that starts now: also checks that this machine has what it needs, before torch is imported."""
+    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. For a run that
+    starts now, `command` checks that this machine has what it needs, before torch is imported."""
     return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 

@@ -233,8 +233,7 @@ class SFTTrainer:
             self._write(result)
         self.checkpoints.wait()
         if self.step < self.total_steps:
-            where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
-            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
+            raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
         if self.trial is not None and self._trials.kept is None:
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
