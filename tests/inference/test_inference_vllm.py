@@ -680,17 +680,9 @@ def trained(stage, rollout, bound=1e-3):
 
     from etude.agents import RolloutOptions
     from etude.distributed import InProcessWorkerGroup
+    from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
     from etude.training import OptimOptions
-    from etude.workers import (
-        ActorOptions,
-        ActorRolloutRefWorker,
-        CriticOptions,
-        CustomRewardOptions,
-        ModelOptions,
-        RefOptions,
-        RewardOptions,
-        RoleOptions,
-    )
+    from etude.workers import ActorRolloutRefWorker, RoleOptions
 
     options = RoleOptions(
         model=ModelOptions(path=str(stage[0][0])),
