@@ -32,6 +32,7 @@ from etude.config.layers import (
     parse_arguments,
     plain,
     root_layers,
+    to_container,
 )
 from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
@@ -278,18 +279,15 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
 def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """`config` as plain containers, its interpolations filled in."""
     try:
-        container = OmegaConf.to_container(config, resolve=True)
+        return to_container(config)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}
 
 
 def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
     """`config` with the values of `options`; interpolations are kept unless `resolve` is set."""
-    result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
-    assert isinstance(result, DictConfig)
+    result = OmegaConf.create(to_container(config, resolve=resolve))
     given = _leaves(result)
     for key, value in flatten(plain_options(options)):
         is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
@@ -300,9 +298,7 @@ def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resol
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Dotted key → value, interpolations unfilled."""
-    container = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(container, dict)
-    return dict(flatten(container))
+    return dict(flatten(to_container(config, resolve=False)))
 
 
 def _reason(error: OmegaConfBaseException) -> str:

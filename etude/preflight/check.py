@@ -162,7 +162,8 @@ class _Inspection:
 
     def _names(self) -> str:
         from etude.config.checks import check_records, effective_keys
-        from etude.trainer.setup import plain_config, register_names, resolve_device, roles_of
+        from etude.config.layers import to_container
+        from etude.trainer.setup import register_names, resolve_device, roles_of
 
         assert self.options is not None
         assert self._composition is not None
@@ -181,7 +182,7 @@ class _Inspection:
         loops = options.actor_rollout_ref.rollout.agent.agent_loop_config_path
         register_names(options, options.trainer, loops)
         self.findings.run("plug-ins", lambda: self._records(check_records(options, effective)), fix="")
-        self._roles = roles_of(options, plain_config(self._composition.config))
+        self._roles = roles_of(options, to_container(self._composition.config))
         return f"{len(options.plugins)} imported; every name is registered"
 
     def _records(self, lines: Sequence[str]) -> None:
