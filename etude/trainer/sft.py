@@ -148,7 +148,7 @@ class SFTTrainer:
         if length > self.data.max_length:
             raise DataError(
                 f"{where} has {length} tokens, more than data.max_length="
-                f"{self.data.max_length}; raise it or leave the row out"
+                f"{self.data.max_length}; raise data.max_length, or leave the row out"
             )
         if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
             raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")

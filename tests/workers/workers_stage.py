@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from batches_stage import update_batches
 
 from etude.agents import MultiTurnOptions, RolloutOptions
 from etude.chat import ParsedResponse, ToolParser
@@ -17,7 +18,6 @@ from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, Mode
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from etude.trainer.minibatches import update_batches
 from etude.training import OptimOptions
 from etude.workers import ActorRolloutRefWorker, RoleOptions
 
