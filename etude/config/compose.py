@@ -33,6 +33,7 @@ from etude.config.layers import (
     parse_arguments,
     plain,
     root_layers,
+    to_container,
 )
 from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
@@ -302,12 +303,10 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
 def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """`config` as plain containers, its interpolations filled in."""
     try:
-        container = OmegaConf.to_container(config, resolve=True)
+        return to_container(config)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}
 
 
 def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
@@ -323,9 +322,7 @@ def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: boo
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Dotted key → value, interpolations unfilled."""
-    container = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(container, dict)
-    return dict(flatten(container))
+    return dict(flatten(to_container(config, resolve=False)))
 
 
 def _reason(error: OmegaConfBaseException) -> str:

@@ -164,7 +164,8 @@ class _Inspection:
 
     def _names(self) -> str:
         from etude.config.checks import check_records, effective_keys
-        from etude.trainer.setup import plain_config, register_names, resolve_device, roles_of
+        from etude.config.layers import to_container
+        from etude.trainer.setup import register_names, resolve_device, roles_of
 
         options, broken = self.options, len(self.findings.all)
         try:
@@ -188,7 +189,7 @@ class _Inspection:
         self.findings.run(
             "plug-ins", records, fix="`etude config algorithm` and `etude config actor_rollout_ref` list the keys"
         )
-        self._roles = roles_of(options, plain_config(self._composition.config))
+        self._roles = roles_of(options, to_container(self._composition.config))
         return f"{len(options.plugins)} imported; every name is registered"
 
     def _model(self) -> str:
