@@ -159,13 +159,13 @@ def user_place(error: BaseException) -> str | None:
         if isinstance(place := getattr(each, "place", None), str):
             return place
         for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
-            if place := _user_file(frame.f_code.co_filename):
+            if place := user_file(frame.f_code.co_filename):
                 return f"{place}:{line}"
     return None
 
 
 @cache
-def _user_file(name: str) -> str | None:
+def user_file(name: str) -> str | None:
     """A file of the user's as its path from the working directory, or its full path; None for any other file."""
     path = os.path.realpath(name)
     roots = [Path(sysconfig.get_paths()[which]) for which in ("stdlib", "platstdlib", "purelib", "platlib")]
