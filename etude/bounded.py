@@ -181,6 +181,13 @@ class BlockingCalls:
         self._ensure_thread()
         return await asyncio.wrap_future(future)
 
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that may be asynchronous: then it is awaited here, otherwise it runs in a thread."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self.run(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Like `run`, for at most `seconds` from the moment the function starts: waiting for a thread does not count.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -74,20 +74,10 @@ def compose(
     config_path: str | Path | None = None,
     *,
     root: str = DEFAULT_ROOT,
+    command: Command | None = None,
 ) -> DictConfig:
-    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`."""
-    return compose_with_sources(config_name, overrides, config_path, root=root).config
-
-
-def compose_run(
-    command: Command,
-    config_name: str | None,
-    overrides: Sequence[str],
-    config_path: str | Path | None,
-    *,
-    root: str = DEFAULT_ROOT,
-) -> DictConfig:
-    """As `compose`, for a run that starts now: also checks that this machine has what it needs, before torch is imported."""
+    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. For a run that
+    starts now, `command` checks that this machine has what it needs, before torch is imported."""
     return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 
@@ -98,7 +88,7 @@ def compose_with_sources(
     *,
     root: str = DEFAULT_ROOT,
     resolve: bool = True,
-    command: Command | None = None,
+    command: Command | Literal["check"] | None = None,
     collect: bool = False,
 ) -> Composition:
     """Composes a configuration in struct mode and remembers where its values came from.
@@ -109,7 +99,8 @@ def compose_with_sources(
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
         root: the package root under the user's YAML, unless its defaults list names another.
         resolve: fill in interpolations in the result (types are checked with them filled in either way).
-        command: the command that starts now; this machine must have what the configuration names. None: no check.
+        command: the command that starts now; this machine must have what the configuration names. "check": the one that the
+            configuration is for. None: no check.
         collect: faults of keys and values, and remarks, are returned instead of raised and logged.
 
     Raises:
@@ -118,6 +109,7 @@ def compose_with_sources(
     _register_resolvers()
     base, user = _layers(config_name or root, overrides, config_path, root)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
+    starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
     user = translation.layers
     for layer in user:
@@ -132,20 +124,30 @@ def compose_with_sources(
         _filled_in(config, sources),
         raw,
         sources,
-        lambda options: start_problems(options, command) if command else (),
+        lambda options: start_problems(options, starting) if starting else (),
     )
     if not collect:
         raise_faults(faults + wrong)
     set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
     changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
     noted = (translation.inert_line(),) if translation.inert else ()
-    noted += (*remarks(options, changed, sources), *(start_remarks(options) if command else ()))
+    noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
     for line in () if collect else noted:
         logger.warning("%s", line)
     result = _with_types(config, raw, options, resolve)
     OmegaConf.set_struct(result, True)
     known = {key: sources[key] for key in _leaves(result)}
     return Composition(result, known, options, (*faults, *wrong), noted)
+
+
+def _command_for(tree: type[Options], command: Command | Literal["check"], config_name: str) -> Command:
+    """The command that is checked for; refuses one whose configurations are of the other kind."""
+    fitting: tuple[Command, ...] = ("train", "eval") if tree is TrainOptions else ("sft",)
+    if command == "check":
+        return fitting[0]
+    if command not in fitting:
+        raise ConfigError(f"{config_name} is a configuration of `etude {fitting[0]}`: give it to that command")
+    return command
 
 
 def _layers(

@@ -147,7 +147,7 @@ class SFTTrainer:
         if length > self.data.max_length:
             raise DataError(
                 f"{where} has {length} tokens, more than data.max_length="
-                f"{self.data.max_length}; raise it or leave the row out"
+                f"{self.data.max_length}; raise data.max_length, or leave the row out"
             )
         if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
             raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")
@@ -233,8 +233,7 @@ class SFTTrainer:
             self._write(result)
         self.checkpoints.wait()
         if self.step < self.total_steps:
-            where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
-            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
+            raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
         if self.trial is not None and self._trials.kept is None:
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
