@@ -157,6 +157,16 @@ def wake(waiter: asyncio.Future[None], *_: object) -> None:
         waiter.set_result(None)
 
 
+def set_outcome(future: asyncio.Future[Any] | Future[Any], outcome: object) -> None:
+    """Ends `future`, unless it is done: with `outcome` as its result or, if that is an exception, by raising it."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 class BlockingCalls:
     """Up to `limit` daemon threads, started on demand and kept; further calls queue."""
 
@@ -180,6 +190,13 @@ class BlockingCalls:
         self._jobs.put(functools.partial(_fulfil, future, bound))
         self._ensure_thread()
         return await asyncio.wrap_future(future)
+
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that may be asynchronous: then it is awaited here, otherwise it runs in a thread."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self.run(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
 
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Like `run`, for at most `seconds` from the moment the function starts: waiting for a thread does not count.

@@ -142,10 +142,10 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def describe_error(error: BaseException, limit: int = 300) -> str:
+def describe_error(error: BaseException) -> str:
     """`KeyError: 'answer' (reward.py:12)`: type, message, and the line of the user's file that raised it, if one did."""
     kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
-    text, place = f"{kind}{one_line(error, limit)}", user_place(error)
+    text, place = f"{kind}{one_line(error)}", user_place(error)
     return text if place is None or place in text else f"{text} ({place})"
 
 

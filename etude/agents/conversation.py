@@ -32,8 +32,6 @@ class AgentState(Enum):
     INTERACTING = "interacting"
     TERMINATED = "terminated"
 
-    __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every transition is a dict lookup
-
 
 @dataclass
 class AgentData:

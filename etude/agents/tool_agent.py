@@ -245,23 +245,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
-        trajectory = data.trajectory
-        most, reason = self.turn_budget(trajectory)
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            prompt_ids=trajectory.context_ids(),
-            sampling_params=data.sampling.within(most),
-            images=tuple(trajectory.images),
-        )
-        add_time(trajectory, "generate_sequences", started)
-        trajectory.append(
-            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
-        )
-        trajectory.assistant_turns += 1
-        trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
+        output, data.cut_by = await self.sample_turn(data.trajectory, data.sampling)
         data.sampled = output.token_ids
-        whole = len(output.token_ids) >= min(most, data.sampling.max_tokens)  # else the engine's own window ended it
-        data.cut_by = None if output.stop_reason == "stop" else reason if whole else StopReason.CONTEXT_LENGTH
         return output
 
     def used_up(self, data: Conversation) -> StopReason | None:

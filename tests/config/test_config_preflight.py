@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from etude.config import compose_run
+from etude.config import compose
 from etude.errors import ConfigError
 from etude.model_folder import local_folder
 
@@ -28,7 +28,7 @@ def files(tmp_path):
 
 
 def start(*overrides: str, command: str = "train", root: str = "grpo_trainer") -> None:
-    compose_run(command, root, list(overrides), None, root=root)
+    compose(root, list(overrides), root=root, command=command)
 
 
 def refusal(*overrides: str, **how: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from etude.agents.base import AgentContext
+from etude.agents.base import AgentContext, response_room
 from etude.agents.gateway.images import Picture
 from etude.agents.gateway.messages import History, Message, answered
 from etude.agents.gateway.recording import Recording, Turn
@@ -162,6 +162,6 @@ def _measured(
     for run, _ in context:
         ids += run
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    room, window = options.response_length - answered, longest_sequence(options) - len(ids)
-    ending = StopReason.CONTEXT_LENGTH if options.max_model_len and window < room else StopReason.RESPONSE_LENGTH
-    return Place(parent, context, asked, pictures, ids, answered, min(room, window), ending)
+    room, ending = response_room(options, len(ids) - answered, answered)
+    room = min(room, longest_sequence(options) - len(ids))  # without `max_model_len`, too
+    return Place(parent, context, asked, pictures, ids, answered, room, ending)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, answered, edits_thoughts, likeness
 from etude.agents.gateway.reading import ReadTurn
+from etude.agents.tool_messages import malformed_record
 from etude.chat.placeholders import text_of
 from etude.chat.provenance import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
@@ -188,4 +189,4 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
         )
         for place, call in enumerate(turn.read.calls)
     ]
-    return made + [ToolCallRecord(number, "", "", error, error="malformed") for error in turn.read.errors]
+    return made + [malformed_record(number, error) for error in turn.read.errors]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.agents.base import AgentContext
+from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.dialect import Dialect
 from etude.agents.gateway.images import KeptImages, Picture, looked_at, read_pictures
@@ -187,7 +187,9 @@ class GatewaySession:
             asked = Asked(request, place.ids, f"{self.name}-{number}")
             thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
             takers = live.begin(asked, parser, thinking)
-            budget = self._budget(place)
+            options = self._context.options.multi_turn
+            most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
+            budget = max(most, 1), cut_by
             outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
@@ -278,17 +280,6 @@ class GatewaySession:
         least = 1 if first else options.multi_turn.min_answer_tokens
         if place.room < least or (first and len(place.ids) > options.prompt_length):
             raise self._too_long(f"{len(place.ids)}", longest_sequence(options), place.ending)
-
-    def _budget(self, place: Place) -> tuple[int, StopReason]:
-        """Tokens that one choice may have, and how a trajectory ends whose last turn uses them up."""
-        limits = self._context.options.multi_turn
-        budgets = {place.ending: place.room}
-        if limits.max_trajectory_tokens is not None:
-            budgets[StopReason.TRAJECTORY_LENGTH] = limits.max_trajectory_tokens - self.recording.sampled
-        if limits.max_turn_tokens is not None:
-            budgets[StopReason.TURN_LENGTH] = limits.max_turn_tokens
-        reason = min(budgets, key=lambda each: budgets[each])
-        return max(budgets[reason], 1), reason
 
     def _too_long(self, length: str, longest: int, ending: StopReason = StopReason.RESPONSE_LENGTH) -> GatewayError:
         options = self._context.options
