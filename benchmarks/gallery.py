@@ -27,8 +27,12 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from svg import save_svg
+
+from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import ConfigError
 from etude.quickstart.example import CALCULATOR, Example, find_example
+from etude.run_folder import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -243,14 +247,14 @@ def cell(summary: Summary) -> str:
 def read_curve(folder: Path, metric: str) -> dict[int, float]:
     """Step → the metric's mean over the rollouts that were trained on."""
     if metric == "turns":
-        return {int(path.stem): _mean_turns(path) for path in sorted((folder / "rollouts").glob("[0-9]*.jsonl"))}
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        dumps = folder / "rollouts"
+        return {step: _mean_turns(dumps / f"{step}.jsonl") for step in list_dump_steps(dumps)}
+    rows = read_metrics(folder / METRICS_FILE)
     return {row["step"]: row[_TRAINING[metric]] for row in rows if _TRAINING[metric] in row}
 
 
 def _mean_turns(dump: Path) -> float:
-    with dump.open(encoding="utf-8") as file:
-        return statistics.fmean(json.loads(line)["assistant_turns"] for line in file)
+    return statistics.fmean(record["assistant_turns"] for record in read_rollouts(dump))
 
 
 def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: Path, path: Path) -> None:
@@ -285,10 +289,7 @@ def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: P
         axes.tick_params(labelsize=7)
         axes.grid(linewidth=0.3)
     figure.supxlabel("step; blue: sampled in training, red: evaluations before and after, 95 % intervals", fontsize=8)
-    figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "etude"
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    save_svg(figure, path)
 
 
 def publish(text: str, picture: Path, docs: Path) -> None:

@@ -20,6 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from svg import save_svg
+
+from etude.run_folder import METRICS_FILE, read_metrics
+
 _ESTIMATOR, _ACTOR = "algorithm.adv_estimator", "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 _KEEP = "algorithm.filter_groups.enable=false"  # equal scores have gradients
@@ -168,8 +172,8 @@ def finished(folder: Path, steps: int) -> bool:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The run's records, a step each; none where it never began."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    path = folder / METRICS_FILE
+    return read_metrics(path) if path.exists() else []
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -226,10 +230,7 @@ def plot(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axes.tick_params(labelsize=7)
         axes.grid(linewidth=0.3)
     figure.supxlabel("step; red: greedy success on validation tasks, blue: sampled success in training", fontsize=8)
-    figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "etude"
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    save_svg(figure, path)
 
 
 def publish(text: str) -> None:

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--system", help="the system prompt that goes with it")
     for name in PACKAGES:
         parser.add_argument(f"--{name}-environment", type=Path, help=f"an environment that has {name} already")
-    parser.add_argument("--publish", action="store_true", help="write tables and plot into docs/performance.md too")
+    parser.add_argument("--publish", action="store_true", help="write tables and plot into docs/performance*.md too")
     options = parser.parse_args()
     kinds = [kind for kind in options.only.split(",") if kind != "none"]
     for kind in kinds:
@@ -160,12 +160,14 @@ def _write(measured: list[Measured], work: Path) -> None:
 
 
 def _publish(measured: list[Measured], page: Path, published: Results) -> None:
-    """Puts rows among those that the page shows, and writes its tables and its picture again."""
+    """Puts rows among those that the page shows, and writes its tables, those of its translation, and its picture again."""
     for row in measured:
         published.put_newer(row)
-    before, rest = page.read_text().split(_BEGIN)
     shown = _ordered(published.load())
-    page.write_text(f"{before}{_BEGIN}\n\n{presentation.tables(shown)}\n{_END}{rest.split(_END)[1]}")
+    for each in filter(Path.exists, (page, page.with_suffix(".zh.md"))):
+        before, rest = each.read_text(encoding="utf-8").split(_BEGIN)
+        tables = f"{_BEGIN}\n\n{presentation.tables(shown)}\n{_END}"
+        each.write_text(f"{before}{tables}{rest.split(_END)[1]}", encoding="utf-8")
     presentation.plot(shown, page.with_suffix(".svg"))
 
 

@@ -33,6 +33,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def missing_file(path: Path) -> str:
+    """What is wrong with a file that does not exist: with the nearest name beside it, or that it has no folder."""
+    if not path.parent.is_dir():
+        return f"file not found: {path} (there is no folder {path.parent})"
+    return f"file not found: {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
+
+
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` one edit from `name`: a letter inserted, deleted, replaced, or swapped with the next."""
     return next((other for other in known if _is_one_edit(name, other)), None)
@@ -93,14 +100,16 @@ def _where(item: object) -> str:
 
 
 def _same_definition(a: object, b: object) -> bool:
-    """True for the same object, and for a class or function defined again by re-importing its file."""
+    """True for the same object, and for a class or function defined again by importing its file again: by another name, or
+    as the script that is running."""
     a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True
-    if "<lambda>" in _where(a):  # all of a scope have one name
+    names = [getattr(item, "__qualname__", "<lambda>") for item in (a, b)]
+    if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope have one name
         return False
     try:
-        return _where(a) == _where(b) and inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
+        return inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
     except TypeError:
         return False
 
@@ -124,7 +133,7 @@ def import_module(target: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"file not found: {path}")
+        raise ConfigError(missing_file(path))
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -139,43 +139,6 @@ class Rewards:
         return tool_weight * tools + score_weight * (self.score or 0.0)
 
 
-class _Column:
-    """A per-token field of all segments, concatenated and cached, since every turn reads it."""
-
-    __slots__ = ("_joined", "_of", "_values")
-
-    def __init__(self, of: Callable[[Segment], Sequence[Any]]) -> None:
-        self._of, self._values = of, list[Any]()
-        self._joined: list[Segment] = []
-
-    def of(self, segments: list[Segment]) -> list[Any]:
-        """The column of `segments`, read-only: segments added since the last call are appended."""
-        if segments == self._joined:
-            return self._values
-        if segments[: len(self._joined)] != self._joined:
-            self._values, self._joined = [], []  # segments were changed in place
-        for segment in segments[len(self._joined) :]:
-            self._values += self._of(segment)
-            self._joined.append(segment)
-        return self._values
-
-
-def _ids(segment: Segment) -> Sequence[int]:
-    return segment.token_ids
-
-
-def _mask(segment: Segment) -> Sequence[int]:
-    return (1 if segment.provenance is Provenance.SAMPLED else 0,) * len(segment.token_ids)
-
-
-def _log_probs(segment: Segment) -> Sequence[float]:
-    return segment.checked().log_probs or (0.0,) * len(segment.token_ids)
-
-
-def _fresh_columns() -> tuple[_Column, _Column, _Column]:
-    return _Column(_ids), _Column(_mask), _Column(_log_probs)
-
-
 @dataclass
 class Trajectory:
     """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity,
@@ -204,9 +167,6 @@ class Trajectory:
     images: list[ImageInput] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: RoutedExperts | None = None
-    _columns: tuple[_Column, _Column, _Column] = field(
-        default_factory=_fresh_columns, init=False, repr=False, compare=False
-    )
 
     def append(
         self,
@@ -248,17 +208,20 @@ class Trajectory:
     @property
     def response_ids(self) -> list[int]:
         """All ids after the prompt."""
-        return self._columns[0].of(self.segments).copy()
+        return list(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def response_mask(self) -> list[int]:
         """1 where the policy sampled the token, 0 elsewhere."""
-        return self._columns[1].of(self.segments).copy()
+        return list(
+            chain.from_iterable([int(s.provenance is Provenance.SAMPLED)] * len(s.token_ids) for s in self.segments)
+        )
 
     @property
     def response_log_probs(self) -> list[float]:
         """Log-probs of the sampled tokens, 0.0 elsewhere."""
-        return self._columns[2].of(self.segments).copy()
+        parts = (each.checked().log_probs or (0.0,) * len(each.token_ids) for each in self.segments)
+        return list(chain.from_iterable(parts))
 
     @property
     def kept_ids(self) -> KeptIds:
@@ -270,14 +233,11 @@ class Trajectory:
     @property
     def response_length(self) -> int:
         """Number of ids after the prompt."""
-        return len(self._columns[0].of(self.segments))
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     def context_ids(self) -> list[int]:
         """The whole context: the prompt's ids and all that followed."""
-        return self.prompt_ids + self._columns[0].of(self.segments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_columns": _fresh_columns()}  # the concatenation would be pickled twice
+        return self.prompt_ids + self.response_ids
 
     @property
     def num_turns(self) -> int:

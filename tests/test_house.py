@@ -226,5 +226,18 @@ def test_the_calls_that_the_architecture_page_lists_stand_in_their_files() -> No
         assert 0 < len(calls) - 1 <= most_calls, title
         assert len({file for _, file in calls}) <= most_files, title
         for name, file in calls:
-            defined = {node.name for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if hasattr(node, "name")}
-            assert name in defined, f"{file} has no {name}"
+            assert name in defined_in(file), f"{file} has no {name}"
+
+
+def test_the_way_of_a_token_on_the_architecture_page_names_what_stands_in_the_code():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    way = re.split(r"^##+ ", page.split("## A token, from prompt to gradient")[1], flags=re.MULTILINE)[0]
+    named = re.findall(r"((?:`\w+`(?: and |, )?)+) in `([\w/]+\.py)`", way)
+    rows = [row for row in way.splitlines() if row.startswith("| ")]
+    assert len(named) >= len(rows) > 10
+    for names, file in named:
+        assert set(re.findall(r"\w+", names)) - {"and"} <= defined_in(file), f"{file} has not all of {names}"
+
+
+def defined_in(file: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if hasattr(node, "name")}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from svg import save_svg
+
 from side_by_side.results import Measured
 
 _NAMES = {
@@ -118,10 +120,7 @@ def plot(rows: Sequence[Measured], path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlabel("Étude's figure over the peer's (1 = equal, left = less); the line spans all repetitions")
     axes.set_xlim(min([0.02, *(ratios[0] / 2 for _, _, ratios in bars)]), 2.5)
-    figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "etude"
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    save_svg(figure, path)
 
 
 def _bars(row: Measured) -> list[tuple[str, str, list[float]]]:

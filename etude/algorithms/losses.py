@@ -12,7 +12,11 @@ other sequences of the mini-batch only through what is counted or selected over 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,20 +63,56 @@ def policy_loss(
     return found
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What a formula gets, (batch, response_len) each, 0 at masked positions, so that values there have no effect; the
+    log-ratio log r is within ±20."""
+
+    mask: Tensor
+    log_prob: Tensor
+    old_log_prob: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+
+
+Flags = dict[str, Tensor]
+
+
+def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
+    """Makes a policy loss of a formula, which gives the losses of `Tokens` and flags, whose shares are metrics. The formula
+    gets the options that it names, and `agg_loss` the others; each token's loss is multiplied with `rollout_is_weights`,
+    unless the formula takes these. Another metric is the mean of log π_old − log π."""
+    own = list(inspect.signature(formula).parameters.values())[1:]
+    names = {parameter.name for parameter in own}
+
+    @functools.wraps(formula)
+    def loss(
+        *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **options: Any
+    ) -> Loss:
+        mask = response_mask > 0
+        log_prob, old_log_prob, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages))
+        log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
+        given = {name: options.pop(name) for name in names & options.keys()}
+        losses, flags = formula(Tokens(mask, log_prob, old_log_prob, log_ratio, advantages), **given)
+        if (weights := options.pop("rollout_is_weights", None)) is not None:
+            losses = losses * torch.where(mask, weights, 0.0)
+        with torch.no_grad():
+            metrics = {f"actor/{name}": float(masked_mean(flag.double(), mask)) for name, flag in flags.items()}
+            metrics["actor/ppo_kl"] = float(masked_mean(-log_ratio, mask))
+        return agg_loss(losses, mask, **options), metrics
+
+    common = list(
+        inspect.signature(loss, follow_wrapped=False).parameters.values()
+    )  # the record passes what this names
+    loss.__signature__ = inspect.Signature([*common[:-1], *own, common[-1]])  # type: ignore[attr-defined]
+    return loss
+
+
 # -- clipped ratios ----------------------------------------------------------------------------------------------------
 
 
-def vanilla(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def vanilla(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> tuple[Tensor, Flags]:
     """max(−r A, −clip(r, 1 − ε_low, 1 + ε_high) A): PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds
     (DAPO, arXiv 2503.14476) and, for negative advantages, at most −c A, the dual clip (arXiv 1912.09729).
 
@@ -81,207 +121,130 @@ def vanilla(
     """
     if clip_ratio_c <= 1:
         raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {clip_ratio_c}")
-    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    pessimistic, is_clipped = _clip(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
-    dual = torch.minimum(pessimistic, -advantages * clip_ratio_c)
-    losses = torch.where(advantages < 0, dual, pessimistic)
-    is_bounded = (dual < pessimistic) & (advantages < 0)
-    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_clipped, pg_clipfrac_lower=is_bounded)
+    pessimistic, is_clipped = _clip(t.log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
+    dual = torch.minimum(pessimistic, -t.advantages * clip_ratio_c)
+    is_bounded = (dual < pessimistic) & (t.advantages < 0)
+    losses = torch.where(t.advantages < 0, dual, pessimistic)
+    return losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
 
 
-def gspo(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def gspo(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Flags]:
     """max(−s A, −clip(s, 1 − ε_low, 1 + ε_high) A) with the sequence's ratio s = exp(mean_t log r) (GSPO, arXiv 2507.18071,
     eq. 5; with gradients per token, GSPO-token). Its mean over the sequence is GSPO, its sum LUSPO (arXiv 2602.05261)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    sequence = _sequence_mean(log_ratio, mask).detach()
-    ratio = (log_prob - log_prob.detach() + sequence).clamp(max=10.0).exp()
-    losses, is_clipped = _clip(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_clipped)
+    sequence = _sequence_mean(t.log_ratio, t.mask).detach()
+    ratio = (t.log_prob - t.log_prob.detach() + sequence).clamp(max=10.0).exp()
+    losses, is_clipped = _clip(ratio, t.advantages, clip_ratio_low, clip_ratio_high)
+    return losses, {"pg_clipfrac": is_clipped}
 
 
-def geo_mean(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def geo_mean(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Flags]:
     """−A (Π_t r'_t)^(1/T), the geometric mean of the sequence's ratios, each clipped to [e^−ε_low, e^ε_high] where that
     lowers the objective (GMPO, arXiv 2507.20673)."""
-    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    sign, bounded = advantages.sign(), log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
-    losses = -advantages * _sequence_mean(pessimistic, mask).exp()
-    is_clipped = log_ratio != bounded
-    flags = {"pg_clipfrac": is_clipped & (advantages > 0), "pg_clipfrac_lower": is_clipped & (advantages < 0)}
-    return _aggregate(losses, mask, aggregation, log_ratio, **flags)
+    sign, bounded = t.advantages.sign(), t.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    pessimistic = sign * torch.minimum(sign * t.log_ratio, sign * bounded)
+    is_clipped = t.log_ratio != bounded
+    flags = {"pg_clipfrac": is_clipped & (t.advantages > 0), "pg_clipfrac_lower": is_clipped & (t.advantages < 0)}
+    return -t.advantages * _sequence_mean(pessimistic, t.mask).exp(), flags
 
 
 # -- weighted log-probs ------------------------------------------------------------------------------------------------
 
 
-def reinforce(
-    *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **aggregation: Any
-) -> Loss:
+@_loss
+def reinforce(t: Tokens) -> tuple[Tensor, Flags]:
     """−A log π (Williams, 1992; GPG, arXiv 2504.02546, with the estimator's scale)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    return _aggregate(-advantages * log_prob, mask, aggregation, log_ratio)
+    return -t.advantages * t.log_prob, {}
 
 
-def cispo(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def cispo(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Flags]:
     """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: the weight is clipped, no token's gradient is (CISPO, arXiv
     2506.13585)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    ratio = log_ratio.detach().exp()
+    ratio = t.log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return _aggregate(-weight * advantages * log_prob, mask, aggregation, log_ratio, pg_clipfrac=weight != ratio)
+    return -weight * t.advantages * t.log_prob, {"pg_clipfrac": weight != ratio}
 
 
-def dppo_tv(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def dppo_tv(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> tuple[Tensor, Flags]:
     """−A sg(min(r, c)) log π, without tokens whose probability has already moved further than δ in the advantage's
     direction: π − π_old > δ_high for A > 0, < −δ_low otherwise (DPPO with total variation, arXiv 2602.04879)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    moved = log_prob.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
-    is_far = torch.where(advantages > 0, moved > clip_ratio_high, moved < -clip_ratio_low)
-    return _divergence_bounded(log_prob, log_ratio, advantages, mask, is_far, clip_ratio_c, aggregation)
+    moved = t.log_prob.detach().exp() - t.old_log_prob.exp()
+    return _divergence_bounded(t, moved > clip_ratio_high, moved < -clip_ratio_low, clip_ratio_c)
 
 
-def dppo_kl(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def dppo_kl(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> tuple[Tensor, Flags]:
     """As `dppo_tv`, with the divergence KL(Bernoulli(π_old) ‖ Bernoulli(π)) of drawing the token or not (arXiv
     2602.04879)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    new, old = log_prob.detach().exp(), torch.where(mask, old_log_prob, 0.0).exp()
+    new, old = t.log_prob.detach().exp(), t.old_log_prob.exp()
     others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
-    divergence = -old * log_ratio.detach() + (1 - old) * others
+    divergence = -old * t.log_ratio.detach() + (1 - old) * others
     up, down = (new > old) & (divergence > clip_ratio_high), (new < old) & (divergence > clip_ratio_low)
-    is_far = torch.where(advantages > 0, up, down)
-    return _divergence_bounded(log_prob, log_ratio, advantages, mask, is_far, clip_ratio_c, aggregation)
+    return _divergence_bounded(t, up, down, clip_ratio_c)
 
 
+def _divergence_bounded(t: Tokens, up: Tensor, down: Tensor, clip_ratio_c: float) -> tuple[Tensor, Flags]:
+    """`up`, `down`: where the probability has moved too far in that direction."""
+    is_far, ratio = torch.where(t.advantages > 0, up, down), t.log_ratio.detach().exp()
+    losses = torch.where(is_far, 0.0, -t.advantages * ratio.clamp(max=clip_ratio_c) * t.log_prob)
+    return losses, {"pg_clipfrac": is_far, "pg_clipfrac_lower": ~is_far & (ratio > clip_ratio_c)}
+
+
+@_loss
 def vespo(
+    t: Tokens,
     *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
     k_pos: float,
     lambda_pos: float,
     k_neg: float,
     lambda_neg: float,
     rollout_is_weights: Tensor | None = None,
-    **aggregation: Any,
-) -> Loss:
+) -> tuple[Tensor, Flags]:
     """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times the product of the
     `rollout_is_weights` of single tokens), k and λ by the advantage's sign (VESPO, arXiv 2602.10693). A weight of 0 leaves
     its token out of the loss and of the product."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    factors = log_ratio.detach()
+    factors, counts = t.log_ratio.detach(), t.mask
     if rollout_is_weights is not None:
-        counts = mask & (rollout_is_weights > 0)
+        counts = counts & (rollout_is_weights > 0)
         factors = torch.where(counts, factors + rollout_is_weights.log(), 0.0)
-        aggregation["rollout_is_weights"] = counts.to(log_prob.dtype)
     log_weight = factors.sum(dim=-1, keepdim=True).clamp(math.log(1e-8), 20.0)
-    up = advantages >= 0
-    k, decay = _by_sign(up, advantages, k_pos, k_neg), _by_sign(up, advantages, lambda_pos, lambda_neg)
+    up = t.advantages >= 0
+    k, decay = _by_sign(up, t.advantages, k_pos, k_neg), _by_sign(up, t.advantages, lambda_pos, lambda_neg)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
-    return _aggregate(-phi * advantages * log_prob, mask, aggregation, log_ratio)
+    return torch.where(counts, -phi * t.advantages * t.log_prob, 0.0), {}
 
 
 # -- soft bounds -------------------------------------------------------------------------------------------------------
 
 
-def sapo(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    tau_pos: float,
-    tau_neg: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def sapo(t: Tokens, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Flags]:
     """−A σ(τ (r − 1)) · 4 / τ, τ = τ_pos for A > 0, else τ_neg (SAPO, arXiv 2511.20347)."""
-    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    tau = _by_sign(advantages > 0, advantages, tau_pos, tau_neg)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
-    return _aggregate(-advantages * gate, mask, aggregation, log_ratio)
+    tau = _by_sign(t.advantages > 0, t.advantages, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (t.log_ratio.exp() - 1)) * 4 / tau
+    return -t.advantages * gate, {}
 
 
-def dro(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    dro_beta: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def dro(t: Tokens, *, dro_beta: float) -> tuple[Tensor, Flags]:
     """−(A log π − β/2 (log r)²), the policy's part of DRO (arXiv 2405.19107)."""
-    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    losses = 0.5 * dro_beta * log_ratio.square() - advantages * log_prob
-    return _aggregate(losses, mask, aggregation, log_ratio)
+    return 0.5 * dro_beta * t.log_ratio.square() - t.advantages * t.log_prob, {}
 
 
 # -- tokens selected by their covariance (arXiv 2505.22617) ------------------------------------------------------------
 
 
+@_loss
 def clip_cov(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    selected_tokens: Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    **aggregation: Any,
-) -> Loss:
+    t: Tokens, *, selected_tokens: Tensor, clip_ratio_low: float, clip_ratio_high: float
+) -> tuple[Tensor, Flags]:
     """Clip-Cov: PPO's clipped surrogate without the tokens that `select_clip_cov` selects."""
-    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    losses, _ = _clip(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
+    losses, _ = _clip(t.log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
     left_out = selected_tokens > 0
-    return _aggregate(torch.where(left_out, 0.0, losses), mask, aggregation, log_ratio, pg_clipfrac=left_out)
+    return torch.where(left_out, 0.0, losses), {"pg_clipfrac": left_out}
 
 
 def select_clip_cov(
@@ -303,22 +266,13 @@ def select_clip_cov(
     return _marked(mask, candidates[places.long()])
 
 
-def kl_cov(
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    selected_tokens: Tensor,
-    ppo_kl_coef: float,
-    **aggregation: Any,
-) -> Loss:
+@_loss
+def kl_cov(t: Tokens, *, selected_tokens: Tensor, ppo_kl_coef: float) -> tuple[Tensor, Flags]:
     """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects; where r is 1 but for rounding, the
     sign of log r is noise, and there is no penalty."""
-    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    penalised = (selected_tokens > 0) & (log_ratio.abs() > 1e-4)
-    losses = -advantages * log_ratio.exp() + torch.where(penalised, ppo_kl_coef * log_ratio.abs(), 0.0)
-    return _aggregate(losses, mask, aggregation, log_ratio)
+    distance = t.log_ratio.abs()
+    penalised = (selected_tokens > 0) & (distance > 1e-4)
+    return -t.advantages * t.log_ratio.exp() + torch.where(penalised, ppo_kl_coef * distance, 0.0), {}
 
 
 def select_kl_cov(*, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float) -> Tensor:
@@ -352,15 +306,6 @@ def _marked(mask: Tensor, places: Tensor) -> Tensor:
 # -- what the losses share ---------------------------------------------------------------------------------------------
 
 
-def _unmasked(
-    response_mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mask, log π, log r within ±20, A), all 0 at masked positions, so that values there have no effect."""
-    mask = response_mask > 0
-    log_prob, old_log_prob, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages))
-    return mask, log_prob, (log_prob - old_log_prob).clamp(-20.0, 20.0), advantages
-
-
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """(batch, 1) means over the scored tokens of each row; `values` are 0 elsewhere."""
     return values.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -375,33 +320,6 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[T
     """The larger of −ratio A and that of the clipped ratio, and where it is the latter."""
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
-
-
-def _divergence_bounded(
-    log_prob: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    is_far: Tensor,
-    clip_ratio_c: float,
-    aggregation: dict[str, Any],
-) -> Loss:
-    ratio = log_ratio.detach().exp()
-    losses = torch.where(is_far, 0.0, -advantages * ratio.clamp(max=clip_ratio_c) * log_prob)
-    is_truncated = ~is_far & (ratio > clip_ratio_c)
-    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_far, pg_clipfrac_lower=is_truncated)
-
-
-def _aggregate(losses: Tensor, mask: Tensor, aggregation: dict[str, Any], log_ratio: Tensor, **flags: Tensor) -> Loss:
-    """The aggregated loss, with each token's weight where `aggregation` has `rollout_is_weights`; the shares of tokens with
-    each flag, and the mean of log π_old − log π."""
-    counts = dict(aggregation)
-    weights = counts.pop("rollout_is_weights", None)
-    loss = agg_loss(losses if weights is None else losses * torch.where(mask, weights, 0.0), mask, **counts)
-    with torch.no_grad():
-        metrics = {f"actor/{name}": float(masked_mean(flag.double(), mask)) for name, flag in flags.items()}
-        metrics["actor/ppo_kl"] = float(masked_mean(-log_ratio, mask))
-    return loss, metrics
 
 
 def value_loss(

@@ -153,7 +153,7 @@ class RLDataset:
         if length <= limit:
             return True
         if not self.options.drops_overlong:
-            advice = "raise it, or set data.filter_overlong_prompts=true to leave such rows out"
+            advice = "raise data.max_prompt_length, or set data.filter_overlong_prompts=true to leave such rows out"
             size = f"{length} tokens, tool schemas included"
             raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}: {advice}")
         self.overlong += 1

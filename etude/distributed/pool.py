@@ -32,8 +32,7 @@ class Slot:
 @dataclass(frozen=True)
 class ResourcePool:
     """A pool of processes, `process_on_nodes[i]` of them on node i, each with a CPU and, with `use_gpu`, a GPU; up to
-    `max_colocate_count` groups share these. `label_selector`: labels of the nodes to choose from, as Ray writes selectors.
-    `each`: what each process takes in place of these.
+    `max_colocate_count` groups share these. `each`: what each process takes in place of these.
 
     Raises:
         ValueError: no node, or a node with fewer than one process.
@@ -42,7 +41,6 @@ class ResourcePool:
     process_on_nodes: list[int]
     use_gpu: bool = False
     max_colocate_count: int = 1
-    label_selector: Mapping[str, str] = field(default_factory=dict)
     each: Mapping[str, float] | None = None
     _slots: list[Slot] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -52,7 +50,6 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Total number of processes."""
         return sum(self.process_on_nodes)
 
     @property
@@ -84,9 +81,8 @@ class ResourcePool:
         by_label = "bundle_label_selector" in inspect.signature(placement_group).parameters
         taken: list[str] = []
         for node, processes in enumerate(self.process_on_nodes):
-            others = {"ray.io/node-id": f"!in({','.join(taken)})"} if taken else {}
-            labels = {**self.label_selector, **others}
-            chosen = {"bundle_label_selector": [labels] * processes} if by_label and labels else {}
+            others = {"ray.io/node-id": f"!in({','.join(taken)})"}
+            chosen = {"bundle_label_selector": [others] * processes} if by_label and taken else {}
             group = placement_group([self.resources] * processes, strategy="STRICT_PACK", **chosen)
             self._slots.extend(Slot(group, rank, node, rank) for rank in range(processes))
             if not group.wait(seconds):

@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 
 from etude.errors import EngineError, one_line
+from etude.json_service import read_body
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
-_CHUNK = 1 << 16
 
 
 class StatusError(EngineError):
@@ -36,9 +36,9 @@ class HttpServer:
         self.url, self.timeout = url, timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def get(self, path: str, *, timeout: float | None = None) -> bytes:
+    async def get(self, path: str) -> bytes:
         """The body of the response to a GET."""
-        return await self._call("GET", path, None, None, timeout)
+        return await self._call("GET", path, None)
 
     async def post(
         self,
@@ -49,44 +49,30 @@ class HttpServer:
         timeout: float | None = None,
     ) -> bytes:
         """The body of the response to a POST of JSON."""
-        return await self._call("POST", path, body if body is not None else {}, query, timeout)
+        return await self._call("POST", path, body or {}, query=query, timeout=timeout)
 
-    async def ask(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """The JSON object that answers a POST of JSON."""
-        return self._object(path, await self.post(path, body, query=query, timeout=timeout))
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        """The JSON object that answers a `post` with these arguments."""
+        return self.object(path, await self.post(path, body, **options))
 
     async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive.
+        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive. An event's size is
+        limited; how much it keeps of all of them is up to `take`.
 
         Raises:
             EngineError: as the other calls; or an event says that the server failed.
         """
-        where, rest = f"{self.url}{path}", b""
 
-        def read(piece: bytes) -> None:
-            nonlocal rest
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
-                    continue
-                event = self._object(path, data)
-                if event.get("error"):
-                    raise EngineError(f"{where}: {json.dumps(event['error'])[:200]}")
-                take(event)
+        def read(line: bytes) -> None:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                return
+            event = self.object(path, data)
+            if event.get("error"):
+                raise EngineError(f"{self.url}{path}: {json.dumps(event['error'])[:200]}")
+            take(event)
 
-        await self._call("POST", path, body, None, None, read)
-
-    async def ask_for(self, path: str) -> dict[str, Any]:
-        """The JSON object that answers a GET."""
-        return self._object(path, await self.get(path))
+        await self._call("POST", path, body, on_line=read)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -98,13 +84,14 @@ class HttpServer:
                 f"{self.url}{path}: the answer lacks a part: {type(error).__name__} {one_line(error, 80)}"
             ) from error
 
-    def _object(self, path: str, body: bytes) -> dict[str, Any]:
+    def object(self, path: str, body: bytes) -> dict[str, Any]:
+        """The JSON object in an answer's body."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {one_line(error, 80)}") from error
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.url}{path}: the answer is JSON, but no object: {_shown(body)}")
+            raise EngineError(f"{self.url}{path}: the answer is JSON, but no object: {_excerpt(body)}")
         return answer
 
     async def _call(
@@ -112,9 +99,10 @@ class HttpServer:
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
-        query: Mapping[str, str] | None,
-        timeout: float | None,
-        read: Callable[[bytes], None] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        on_line: Callable[[bytes], None] | None = None,
     ) -> bytes:
         seconds = self.timeout if timeout is None else timeout
         where = f"{self.url}{path}"
@@ -125,29 +113,16 @@ class HttpServer:
                 session.request(method, where, json=body, params=query) as response,
             ):
                 status = response.status
-                data = await _read(response, where, read if status < 300 else None)
+                too_long = EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+                data = await read_body(response, MAX_ANSWER_BYTES, too_long, on_line if status < 300 else None)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineError(f"{where}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
         if status >= 300:
-            raise StatusError(f"{where}: status {status}: {_shown(data)}", status)
+            raise StatusError(f"{where}: status {status}: {_excerpt(data)}", status)
         return data
 
 
-async def _read(response: aiohttp.ClientResponse, where: str, read: Callable[[bytes], None] | None = None) -> bytes:
-    """The body; each piece of it to `read` instead, if that is given."""
-    pieces, size = [], 0
-    async for piece in response.content.iter_any() if read else response.content.iter_chunked(_CHUNK):
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-        if read is None:
-            pieces.append(piece)
-        else:
-            read(piece)
-    return b"".join(pieces)
-
-
-def _shown(body: bytes) -> str:
+def _excerpt(body: bytes) -> str:
     return one_line(ValueError(body[:2000].decode("utf-8", "replace")), 200) if body.strip() else "(empty)"

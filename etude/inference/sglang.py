@@ -19,7 +19,7 @@ from etude.errors import EngineError
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
+from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
 from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 
 _GROWING = ("output_ids", "output_token_logprobs", "output_token_sampling_logprobs")
@@ -69,14 +69,14 @@ class SGLangEngine(ServedEngine):
         if on_tokens is None:
             answer = await self._server.ask("/generate", body)
         else:
-            answer = await self._streamed(body, on_tokens)
+            answer = await self._streamed(body, params, on_tokens)
         with self._server.reading("/generate"):
             read = self._read(answer, restricted)
         if adapter:  # the server's versions are of the weights below it
             read = replace(read, versions=None)
-        return checked_output(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url)
 
-    async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
+    async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
         """The last event of a stream, with the lists of all: each event has them from the beginning, or, on servers that
         stream incrementally, what is new in them."""
         lists: dict[str, list[Any]] = {name: [] for name in _GROWING}
@@ -90,6 +90,7 @@ class SGLangEngine(ServedEngine):
                 for name, known in lists.items():
                     found = (event if name == "output_ids" else meta).get(name) or []
                     known[:] = found if len(found) == meta["completion_tokens"] else [*known, *found]
+                check_count(lists["output_ids"], params, self._server.url)
                 if new := lists["output_ids"][before:]:
                     on_tokens(new)
 

@@ -45,7 +45,7 @@ class Rows:
 class ExampleOptions:
     """`example.yaml`."""
 
-    shows: str = key("What the example shows, in a line.", default="")
+    shows: str = key("What the example shows, in a line.")
     metric: Literal["success", "tool_use", "reward", "turns"] = key("What the claim is about.", default="success")
     margin: float = key("By how much it rises, sampled on the test questions; negative: falls.", default=0.4)
     rows: Rows = key("", default_factory=Rows)

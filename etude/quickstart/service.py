@@ -1,4 +1,4 @@
-"""`run_service`: a server of the `etude` command, such as a search service, for as long as an example runs."""
+"""`run_service`: a server, such as a search service or a judge, for as long as an example runs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from etude.errors import EtudeError
 
 @contextmanager
 def run_service(*arguments: str) -> Iterator[str]:
-    """Runs `etude ARGUMENTS` in a process of its own, and yields the address that it prints first.
+    """Runs `python ARGUMENTS` in a process of its own, and yields the address that it prints first.
 
     Raises:
         EtudeError: it ended before it was ready; what it said is on stderr.
     """
-    command = (sys.executable, "-m", "etude", *arguments)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen((sys.executable, *arguments), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             words = server.stdout.readline().split()
             if not words:
-                raise EtudeError(f"etude {' '.join(arguments)} did not start")
+                raise EtudeError(f"python {' '.join(arguments)} did not start")
             yield words[0]
         finally:
             server.terminate()

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.jsonl import json_safe, write_json
 from etude.quickstart.example import Example, Rows, find_example
@@ -96,14 +97,18 @@ class Quickstart:
     @contextmanager
     def _serve(self) -> Iterator[None]:
         """The example's service, its address in the environment; what it took is a stage of its own."""
-        before, began = dict(os.environ), os.times()
+        began = os.times()
         with self.example.serve(self.folder) as variables:
+            before = {name: os.environ.get(name) for name in variables}
             os.environ.update(variables)
             try:
                 yield
             finally:
-                os.environ.clear()
-                os.environ.update(before)
+                for name, value in before.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
         if variables:
             self._times.setdefault("service", {"seconds": 0.0, "cpu_seconds": 0.0})
             self._times["service"]["cpu_seconds"] += _children(os.times()) - _children(began)
@@ -283,8 +288,7 @@ def _count_turns(dump: Path) -> dict[str, float]:
     """`turns`: how often the model spoke, on average, with a bootstrapped 95 % interval."""
     from etude.trainer.estimates import estimate
 
-    with dump.open(encoding="utf-8") as file:
-        turns = estimate([json.loads(line)["assistant_turns"] for line in file], proportion=False)
+    turns = estimate([record["assistant_turns"] for record in read_rollouts(dump)], proportion=False)
     return {"turns": turns.value, "turns_low": turns.low, "turns_high": turns.high}
 
 

@@ -1,4 +1,5 @@
-"""`Background`: keeps a backend that may block on the network off the event loop.
+"""`Guarded`: a backend whose failure costs spans alone; `Background` keeps one that may block on the network off the event
+loop.
 
 Invariant: `begin` and `end` reach the backend in order, from one thread, and never wait for it; when it falls
 `_MOST_WAITING` calls behind, whole spans are dropped (never an end without its beginning) and counted.
@@ -20,14 +21,38 @@ _CLOSING_SECONDS = 15.0
 logger = logging.getLogger(__name__)
 
 
+class Guarded:
+    """A backend that is disabled by its first failure, which is logged."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend: Backend | None = backend
+
+    def begin(self, span: TraceSpan) -> None:
+        self._attempt(lambda backend: backend.begin(span))
+
+    def end(self, span: TraceSpan) -> None:
+        self._attempt(lambda backend: backend.end(span))
+
+    def close(self) -> None:
+        self._attempt(lambda backend: backend.close())
+
+    def _attempt(self, call: Callable[[Backend], None]) -> None:
+        if self._backend is None:
+            return
+        try:
+            call(self._backend)
+        except Exception as error:  # a third-party library may raise anything
+            self._backend = None
+            logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))
+
+
 class Background:
     """`backend` behind a queue and a daemon thread."""
 
     def __init__(self, backend: Backend, limit: int = _MOST_WAITING) -> None:
-        self._backend, self._limit = backend, limit
+        self._backend, self._limit = Guarded(backend), limit
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._begun: set[str] = set()  # spans whose beginning was passed on
-        self._failed = False
         self.dropped = 0
         self._thread = threading.Thread(target=self._work, name="etude-trace", daemon=True)
         self._thread.start()
@@ -57,9 +82,4 @@ class Background:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            try:
-                if not self._failed:
-                    call()
-            except Exception as error:  # an error in a third-party library must not end the thread
-                self._failed = True
-                logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))
+            call()

@@ -1,7 +1,7 @@
 """`TraceSpan`: one recorded section of a trajectory, and the context that spans nest in.
 
 Invariant: a span's parent is the span that was open where it began, tasks started there included, so that spans of
-concurrent trajectories never mix; outside a traced trajectory `span` costs one look-up and records nothing.
+concurrent trajectories never mix; outside a traced trajectory `span` records nothing.
 
 `watch_spans` follows the spans that are open, traced or not, without recording them.
 
@@ -18,8 +18,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from etude.trace.truncation import truncate_value
@@ -91,45 +90,6 @@ class _Place:
 _place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("etude_trace_place", default=None)
 
 
-class _Off:
-    """The no-op `span` where nothing is traced."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_OFF = _Off()
-
-
-class _Opening:
-    """A span for the length of a block."""
-
-    __slots__ = ("_began", "_place", "_span", "_token")
-
-    def __init__(self, place: _Place, kind: str, name: str) -> None:
-        self._place = place
-        self._span = TraceSpan(name, kind, place.trace_id, place.span)
-
-    def __enter__(self) -> TraceSpan:
-        self._place.backend.begin(self._span)
-        self._token = _place.set(_Place(self._span, self._place.trace_id, self._place.backend))
-        self._began = time.perf_counter()
-        return self._span
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._span.seconds = time.perf_counter() - self._began
-        self._span.error = None if kind is None else kind.__name__
-        _place.reset(self._token)
-        self._place.backend.end(self._span)
-
-
 class OpenSpans:
     """The spans of one piece of work that are open, and how many have `ended`; read by another thread."""
 
@@ -165,30 +125,35 @@ def watch_spans(spans: OpenSpans) -> Iterator[None]:
         _watched.reset(token)
 
 
-class _Watching:
-    """A span that is watched, and recorded if it is traced."""
-
-    __slots__ = ("_number", "_span", "_spans", "_what")
-
-    def __init__(self, spans: OpenSpans, what: str, recorded: _Off | _Opening) -> None:
-        self._spans, self._what, self._span = spans, what, recorded
-
-    def __enter__(self) -> TraceSpan | None:
-        self._number = self._spans.begin(self._what)
-        return self._span.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._spans.end(self._number)
-        self._span.__exit__(kind, error, traceback)
+@contextmanager
+def span(kind: str, name: str) -> Iterator[TraceSpan | None]:
+    """Records its block, and yields the `TraceSpan`, or None where nothing is traced."""
+    place, watched = _place.get(), _watched.get()
+    number = None if watched is None else watched.begin(_WAITS.get(kind, f"{kind} {name}"))
+    try:
+        if place is None:
+            yield None
+        else:
+            with _recorded(place, TraceSpan(name, kind, place.trace_id, place.span)) as recorded:
+                yield recorded
+    finally:
+        if watched is not None and number is not None:
+            watched.end(number)
 
 
-def span(kind: str, name: str) -> _Off | _Opening | _Watching:
-    """A context manager that records its block, and yields the `TraceSpan`, or None where nothing is traced."""
-    place, spans = _place.get(), _watched.get()
-    recorded = _OFF if place is None else _Opening(place, kind, name)
-    return recorded if spans is None else _Watching(spans, _WAITS.get(kind, f"{kind} {name}"), recorded)
+@contextmanager
+def _recorded(place: _Place, recorded: TraceSpan) -> Iterator[TraceSpan]:
+    place.backend.begin(recorded)
+    token, began = _place.set(replace(place, span=recorded)), time.perf_counter()
+    try:
+        yield recorded
+    except BaseException as error:
+        recorded.error = type(error).__name__
+        raise
+    finally:
+        recorded.seconds = time.perf_counter() - began
+        _place.reset(token)
+        place.backend.end(recorded)
 
 
 def is_traced() -> bool:

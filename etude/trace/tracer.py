@@ -7,18 +7,15 @@ log line, never a trajectory.
 from __future__ import annotations
 
 import atexit
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from etude.errors import one_line
 from etude.options import TraceOptions
 from etude.seeds import chance
 from etude.trace.backends import TRACE_BACKENDS
+from etude.trace.background import Guarded
 from etude.trace.span import Backend, TraceSpan, span, traced
-
-logger = logging.getLogger(__name__)
 
 
 class Tracer:
@@ -26,7 +23,7 @@ class Tracer:
 
     def __init__(self, options: TraceOptions, backend: Backend) -> None:
         self._options = options
-        self._backend = _Guarded(backend)
+        self._backend = Guarded(backend)
         self.token2text = options.token2text
         self._step: object = None
         self._of_step: set[str] = set()
@@ -70,28 +67,3 @@ class Tracer:
     def close(self) -> None:
         """Flushes what is pending; spans that end later may be lost."""
         self._backend.close()
-
-
-class _Guarded:
-    """A backend that is disabled by its first failure."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend: Backend | None = backend
-
-    def begin(self, span: TraceSpan) -> None:
-        self._attempt(lambda backend: backend.begin(span))
-
-    def end(self, span: TraceSpan) -> None:
-        self._attempt(lambda backend: backend.end(span))
-
-    def close(self) -> None:
-        self._attempt(lambda backend: backend.close())
-
-    def _attempt(self, call: Callable[[Backend], None]) -> None:
-        if self._backend is None:
-            return
-        try:
-            call(self._backend)
-        except Exception as error:
-            self._backend = None
-            logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))

@@ -63,6 +63,11 @@ class Groups:
     beside: WorkerGroup | None = None  # that of `run`
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
+    @property
+    def trained(self) -> list[WorkerGroup]:
+        """The groups with an optimizer, which checkpoints hold."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
     def usage(self) -> Usage:
         """What the processes of the run take, the driver's included; without those of a group that was lost."""
         groups = (self.rollout, self.actor, self.critic, self.reward, self.beside, *self.teachers.values())

@@ -94,5 +94,5 @@ def serve(folder: Path) -> Iterator[dict[str, str]]:
 
     if not (folder / "index").exists():
         build_index(folder / "corpus.jsonl", folder / "index")
-    with run_service("retrieve", "serve", str(folder / "index"), "--port", "0") as address:
+    with run_service("-m", "etude", "retrieve", "serve", str(folder / "index"), "--port", "0") as address:
         yield {"SEARCH_URL": address}

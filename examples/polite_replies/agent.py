@@ -8,12 +8,12 @@ there. `serve` starts the judge.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from etude.quickstart import run_service
 
 NAMES = "Ada Bo Cleo Dov Ema Finn Gus Hana Ivo Jun Kai Lena Milo Nora Otto Pia Quin Rosa Sami Tove Uma Vera Wim Yara"
 ARTICLES = "kettle lamp radio clock chair scale stove fan bike tent drill phone mixer iron heater pump"
@@ -62,10 +62,5 @@ def prepare(folder: Path, seed: int, rows: Any) -> dict[str, list[dict[str, Any]
 @contextmanager
 def serve(folder: Path) -> Iterator[dict[str, str]]:
     """The judge, in a process of its own."""
-    command = (sys.executable, str(Path(__file__).with_name("judge.py")))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield {"JUDGE_URL": server.stdout.readline().strip()}
-        finally:
-            server.terminate()
+    with run_service(str(Path(__file__).with_name("judge.py"))) as address:
+        yield {"JUDGE_URL": address}

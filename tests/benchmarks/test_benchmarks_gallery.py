@@ -1,6 +1,6 @@
 """The gallery's own parts: the order of its runs, what is run again, and what the page gets."""
 
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -15,13 +15,9 @@ from etude.quickstart.example import Example, ExampleOptions
 
 @pytest.fixture(scope="module")
 def gallery():
-    path = Path(__file__).parents[2] / "benchmarks" / "gallery.py"
-    spec = importlib.util.spec_from_file_location("gallery", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gallery"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gallery"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield importlib.import_module("gallery")
 
 
 def an_example(name, **options):

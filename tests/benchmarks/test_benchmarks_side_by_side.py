@@ -77,12 +77,15 @@ def test_publishing_keeps_rows_that_were_not_measured_again(tmp_path):
     from side_by_side.results import Results
 
     page, kept = tmp_path / "page.md", Results(tmp_path / "published.json")
-    page.write_text(f"before\n{run._BEGIN}\nold\n{run._END}\nafter\n")
+    translation = tmp_path / "page.zh.md"
+    for each in (page, translation):
+        each.write_text(f"before\n{run._BEGIN}\nold\n{run._END}\nafter\n")
     run._publish([measured(title="first"), measured(name="loop_64", title="loops")], page, kept)
     run._publish([measured(title="second", conditions={"time": 2.0})], page, kept)
     run._publish([measured(title="stale", conditions={"time": 1.0})], page, kept)
     assert [row.title for row in kept.load()] == ["second", "loops"]
     text = page.read_text()
+    assert translation.read_text() == text
     assert (text[:7], text[-7:]) == ("before\n", "\nafter\n")
     assert "old" not in text
     assert [title in text for title in ("first", "second", "stale", "loops")] == [False, True, False, True]
@@ -94,8 +97,9 @@ def test_the_published_tables_are_those_of_the_published_readings():
     from side_by_side.presentation import tables
     from side_by_side.results import Results
 
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
-    assert tables(run._ordered(Results(run._PUBLISHED).load())) in page
+    shown = tables(run._ordered(Results(run._PUBLISHED).load()))
+    for name in ("performance.md", "performance.zh.md"):
+        assert shown in (BENCHMARKS.parent / "docs" / name).read_text(encoding="utf-8"), name
 
 
 def test_the_plot_is_the_same_file_for_the_same_readings(tmp_path):

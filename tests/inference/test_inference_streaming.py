@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 from serving_stage import CONTEXT, save_bigram, serving
 from sglang_server import Bigram, State, build_app
 
+import etude.inference.http as http_module
 from etude.errors import EngineError
 from etude.inference import (
     NativeEngine,
@@ -59,6 +60,41 @@ def test_sglang_in_both_of_its_ways_to_stream(tmp_path, incremental, restricted)
     whole, streamed, told = asyncio.run(main())
     assert streamed == whole
     assert (joined(told), len(told)) == (whole.token_ids, 4)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_is_bounded_in_what_is_kept_of_it_not_in_its_sum(tmp_path, monkeypatch, incremental):
+    """Sixty tokens are an answer of 3 kB, and thirty events that each repeat it one of 40 kB."""
+    monkeypatch.setattr(http_module, "MAX_ANSWER_BYTES", 8000)
+
+    async def main():
+        state = State(Bigram(save_bigram(tmp_path, 0)), 0.0, incremental=incremental)
+        async with serving(build_app(state)) as url:
+            engine = SGLangEngine(HttpServer(url, timeout=10), CONTEXT)
+            return await both(engine, SamplingParams(max_tokens=60, seed=3))
+
+    whole, streamed, told = asyncio.run(main())
+    assert streamed == whole
+    assert joined(told) == whole.token_ids
+
+
+def test_one_event_of_a_stream_is_bounded(monkeypatch):
+    monkeypatch.setattr(http_module, "MAX_ANSWER_BYTES", 200)
+    with pytest.raises(EngineError, match="longer than"):
+        with_vllm(
+            completions([10**299]),
+            lambda engine: engine.generate("a", PROMPT, SamplingParams(max_tokens=3), on_tokens=lambda ids: None),
+        )
+
+
+def test_a_stream_of_more_tokens_than_were_asked_for_is_cut_off_at_once():
+    told = []
+    with pytest.raises(EngineError, match="4 tokens, though 3 were asked for"):
+        with_vllm(
+            completions(list(range(100))),
+            lambda engine: engine.generate("a", PROMPT, SamplingParams(max_tokens=3), on_tokens=told.append),
+        )
+    assert told == [[0], [1], [2]]
 
 
 def completions(tokens, *, fails=False, scale_out=False):

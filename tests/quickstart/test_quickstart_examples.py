@@ -6,7 +6,8 @@ import os
 import pytest
 from test_quickstart_stages import TINY, WARM_UP
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
+from etude.quickstart import run_service
 from etude.quickstart.example import CALCULATOR, Rows, find_example
 from etude.quickstart.stages import Quickstart
 
@@ -28,9 +29,37 @@ def test_an_example_runs_with_its_service(tmp_path):
         Quickstart(find_example(CALCULATOR), tmp_path / "run", 1, (), lambda text: None)
 
 
+def test_only_the_variables_of_the_service_are_put_back(tmp_path, monkeypatch):
+    (tmp_path / "example.yaml").write_text("shows: x\n")
+    (tmp_path / "agent.py").write_text(
+        "from contextlib import nullcontext\nserve = lambda folder: nullcontext({'TOWN': 'Rome', 'ROAD': '1'})\n"
+    )
+    monkeypatch.setenv("TOWN", "Oslo")
+    monkeypatch.delenv("ROAD", raising=False)
+    one = Quickstart(find_example(str(tmp_path)), tmp_path, 1, (), lambda text: None)
+    with one._serve():
+        assert (os.environ["TOWN"], os.environ["ROAD"]) == ("Rome", "1")
+        monkeypatch.setenv("SET_MEANWHILE", "1")
+    assert (os.environ["TOWN"], os.environ["SET_MEANWHILE"], "ROAD" in os.environ) == ("Oslo", "1", False)
+
+
+def test_a_service_that_does_not_start_is_told():
+    with pytest.raises(EtudeError, match="python -c pass did not start"), run_service("-c", "pass"):
+        pass
+
+
+def test_a_readme_says_what_its_example_claims():
+    for path in find_example("phone_book").folder.parent.glob("*/example.yaml"):
+        claim = find_example(str(path.parent)).options
+        does = f"{'rises' if claim.margin > 0 else 'falls'} by at least {abs(claim.margin):g}, in every seed"
+        said = f"The claim: {claim.metric.replace('_', ' ')}, sampled on its test questions, {does}"
+        assert said in (path.parent / "README.md").read_text(), path
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
+        ("margin: 0.3\n", "shows"),
         ("shows: x\nmagrin: 0.3\n", "did you mean 'margin'"),
         ("shows: x\nmargin: 0\n", "margin must not be 0"),
         ("[1]", "must be a mapping"),

@@ -13,15 +13,16 @@ import pytest
 from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
 from judge_stage import as_classifier, rig_judge
-from ray_stage import LONG_LOOP, counted_bytes, kept_blocks, rank_processes, ray_cluster, until
+from ray_stage import LONG_LOOP, counted_bytes, kept_blocks, rank_processes, ray_cluster
 from trainer_tools import STUBBORN, Moody
 from vision_stage import picture, save_vision_model
+from wait_stage import until
 
 import etude
 from etude.config import compose
 from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
-from etude.data.files import write_parquet
+from etude.data.files import read_rows, write_parquet
 from etude.distributed import RayWorkerGroup
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
@@ -177,10 +178,14 @@ def test_rows_some_of_which_have_images_are_learned_by_reference(tmp_path, clust
         assert two[1][name] == pytest.approx(one[1][name], abs=1e-3, rel=1e-3)
 
 
-def test_a_teacher_and_a_curriculum_teach_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
+def test_teachers_and_a_curriculum_teach_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    sources = [row | {"data_source": ("sums", "others")[i % 2]} for i, row in enumerate(rows)]
+    write_parquet(sources, tmp_path / "train.parquet")
     held = (
+        f"data.train_files={tmp_path}/train.parquet",
         "data.sampler.class_name=curriculum",
-        "distillation.teachers={default:self}",
+        f"distillation.teachers={{sums:self,others:{tiny.folder}/model}}",
         "distillation.hint='The answer is {ground_truth}.'",
         "distillation.task_coef=1.0",
         "trainer.total_training_steps=2",

@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
+from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
 from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
@@ -94,16 +94,16 @@ class VLLMServerEngine(ServedEngine):
         body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, params)
         body |= {"model": adapter} if adapter else {}
         if on_tokens is not None and route == COMPLETIONS:  # the other route's answers come whole
-            answer = await self._streamed(body | {"stream": True}, on_tokens)
+            answer = await self._streamed(body | {"stream": True}, params, on_tokens)
         else:
             answer = await self._server.ask(route, body)
         with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
         if adapter:  # the server's versions are of the weights below it
             read = replace(read, versions=None)
-        return checked_output(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url)
 
-    async def _streamed(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
+    async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
         """A completion of the pieces of a stream, as it would be without one."""
         ids: list[int] = []
         log_probs: list[float] = []
@@ -115,6 +115,7 @@ class VLLMServerEngine(ServedEngine):
                     whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
                     if new := choice.get("token_ids"):
                         ids.extend(new)
+                        check_count(ids, params, self._server.url)
                         log_probs.extend(choice["logprobs"]["token_logprobs"])
                         on_tokens(new)
 
