@@ -100,7 +100,7 @@ class RLDataset:
                 fits = False
             if fits:
                 index = row["extra_info"].get("index")
-                row = self._blobs.kept(row)
+                row = self._blobs.store(row)
                 self._rows.append(row)
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
@@ -177,7 +177,7 @@ class RLDataset:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        row = self._blobs.restored(copy.deepcopy(self._rows[number]))
+        row = self._blobs.restore(copy.deepcopy(self._rows[number]))
         if self._any_images:
             row.setdefault("images", None)  # all rows of a data set have the same columns
         messages, schemas = row[self.options.prompt_key], self._schemas(row)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.data.files import Row, plain, without_nulls
-from etude.data.messages import checked_messages
+from etude.data.messages import check_messages
 from etude.errors import DataError
 from etude.registry import did_you_mean
 from etude.tools.instance import SECTIONS
@@ -51,7 +51,7 @@ def check_row(
     if prompt_key not in checked:
         hint = did_you_mean(prompt_key, checked)
         raise DataError(f"{where}: no column '{prompt_key}' (data.prompt_key){hint} (columns: {', '.join(checked)})")
-    checked[prompt_key] = checked_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
+    checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
     _check_agent(checked.get("agent_name"), where, agent_loops)
     for key in ("reward_model", "extra_info"):

@@ -70,7 +70,7 @@ class RemoteSandbox:
 
     async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
         """Opens a session, which only our server supports."""
-        body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encoded_files(files)))
+        body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encode_files(files)))
         return (await self._call("POST", "/v1/sessions", body, wire.SessionResponse, 0.0)).session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:

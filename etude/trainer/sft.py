@@ -327,7 +327,7 @@ class _Examples:
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self._blobs, digest = Blobs(), hashlib.sha256()
-        self._rows = [self._blobs.kept(row) for row in rows]
+        self._rows = [self._blobs.store(row) for row in rows]
         for row in self._rows:
             digest.update(repr({key: value for key, value in row.items() if key != "where"}).encode())
         self.fingerprint = digest.hexdigest()[:16]
@@ -336,5 +336,5 @@ class _Examples:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._blobs.restored(self._rows[number])
+        row: dict[str, Any] = self._blobs.restore(self._rows[number])
         return row

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.dialect import Dialect
-from etude.agents.gateway.images import KeptImages, Picture, looked_at, read_pictures
+from etude.agents.gateway.images import ImageHeader, KeptImages, read_image_sizes, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.placing import Place, longest_sequence, placed
+from etude.agents.gateway.placing import Place, longest_sequence, place_request
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.streaming import LiveAnswer
@@ -163,15 +163,15 @@ class GatewaySession:
         longest = longest_sequence(self._context.options)
         if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
-        pictures: list[list[Picture]] = [[]] * len(messages)
+        pictures: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [pictures] = await self._all([looked_at(addresses, roles, self._context)], arrived)
+            [pictures] = await self._all([read_image_sizes(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
         history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
-        place = placed(self.recording, messages, pictures, history, request, self._context)
+        place = place_request(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
