@@ -106,7 +106,7 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     try:
         await asyncio.sleep(0)  # a task that waits for nothing has ended by then, and needs no timer
         if not task.done():
-            await ended(task, seconds)
+            await asyncio.wait({task}, timeout=seconds)
     except BaseException:
         await settle({task}, grace)
         raise
@@ -118,31 +118,13 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     return task.result()
 
 
-async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
-    """Whether `future` ended within `seconds` (None: no limit): `asyncio.wait` for one future, at a third of the cost."""
-    if future.done():
-        return True
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-    timer = None if seconds is None else loop.call_later(seconds, wake, waiter)
-    on_done = functools.partial(wake, waiter)
-    future.add_done_callback(on_done)
-    try:
-        await waiter
-    finally:
-        if timer is not None:
-            timer.cancel()
-        future.remove_done_callback(on_done)
-    return future.done()
-
-
 async def uninterrupted(work: Awaitable[R]) -> R:
     """The result of `work`, which runs to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await ended(task, None)
+            await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
