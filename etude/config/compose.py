@@ -7,6 +7,7 @@ Hydra leaves no output folder, logging set-up or global state.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -40,7 +41,7 @@ from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
-from etude.registry import did_you_mean
+from etude.registry import did_you_mean, one_edit_from
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ def compose_with_sources(
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
     _register_resolvers()
-    base, user = _layers(config_name or root, overrides, config_path, root)
+    package, user = _layers(config_name or root, overrides, config_path, root)
+    base = root_layers(*package)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
     starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
@@ -116,13 +118,14 @@ def compose_with_sources(
     for layer in user:
         if not layer.is_package and layer.source != COMMAND_LINE:
             _anchor_paths(layer, tree)
-    config = _merge([*base, *user])
+    config = _merge(user, onto=_package_defaults(*package))
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
-    raw, defaults = _leaves(config), _leaves(_merge(base))
+    raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
+    filled = _fill_in(config, sources)
     options, wrong = problems_with(
         tree,
-        _fill_in(config, sources),
+        filled,
         raw,
         sources,
         lambda options: start_problems(options, starting) if starting else (),
@@ -135,7 +138,7 @@ def compose_with_sources(
     noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
     for line in () if collect else noted:
         logger.warning("%s", line)
-    result = _with_types(config, raw, options, resolve)
+    result = _with_types(filled if resolve else OmegaConf.to_container(config), raw, options, resolve)
     OmegaConf.set_struct(result, True)
     known = {key: sources[key] for key in _leaves(result)}
     return Composition(result, known, options, (*faults, *wrong), noted)
@@ -153,15 +156,15 @@ def _command_for(tree: type[Options], command: Command | Literal["check"], confi
 
 def _layers(
     config_name: str, overrides: Sequence[str], config_path: str | Path | None, root: str
-) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, the user's own), lowest first."""
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), the user's own layers, lowest first)."""
     name, folder = _locate(config_name, config_path)
     values, choices = parse_arguments(overrides, folder)
     if folder == TREE:
-        base, user = list(root_layers(name, tuple(choices))), list[Layer]()
+        package, user = (name, tuple(choices)), list[Layer]()
     else:
-        base, user = _user_layers(name, folder, choices, root)
-    return base, [*user, command_line_layer(values)] if values else user
+        package, user = _user_layers(name, folder, choices, root)
+    return package, [*user, command_line_layer(values)] if values else user
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
@@ -180,23 +183,36 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return name, folder
+    if config_path is not None and not folders[0].is_dir():
+        parent = folders[0].parent
+        near = did_you_mean(folders[0].name, (each.name for each in parent.iterdir())) if parent.is_dir() else ""
+        raise ConfigError(f"--config-path {config_path}: there is no such folder{near}")
     where = " or ".join(str(folder) for folder in folders)
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
     hint = did_you_mean(name, [*present, *package_roots()]) or "; give its folder with --config-path"
     raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())}){hint}")
 
 
-def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, layers of the user's YAML). Where the YAML lists another root, that one counts."""
+def _user_layers(
+    name: str, folder: Path, choices: Sequence[str], root: str
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), layers of the user's YAML). Where the YAML lists another root, that one counts."""
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return list(root_layers(listed[-1] if listed else root, () if lists_defaults else tuple(choices))), user
+    return (listed[-1] if listed else root, () if lists_defaults else tuple(choices)), user
 
 
-def _merge(layers: Sequence[Layer]) -> DictConfig:
-    """The layers merged in order; a list replaces a list, a free-form section is merged by key."""
-    config = OmegaConf.create()
+@cache
+def _package_defaults(root: str, choices: tuple[str, ...]) -> DictConfig:
+    """The layers of a package root, merged; only to be read."""
+    return _merge(root_layers(root, choices), onto=OmegaConf.create())
+
+
+def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
+    """A copy of `onto` with the layers merged into it in order; a list replaces a list, a free-form section is merged by
+    key."""
+    config = copy.deepcopy(onto)
     for layer in layers:
         try:
             config.merge_with(layer.values)
@@ -206,8 +222,8 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
 
 
 def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
-    """Relative paths of a user's YAML that name something beside that file get their full form, in place; others are left as
-    they are, relative to the working directory. Output paths are never changed."""
+    """Relative paths of a user's YAML that name (or nearly name) something beside that file get their full form, in place;
+    others are left as they are, relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
     for key, value in flatten(plain(layer)):
         about = declared[key].about if key in declared else None
@@ -216,6 +232,10 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
             found = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
             if found != value:
                 OmegaConf.update(layer.values, key, found)
+
+
+_SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
+"""Of files; other names may be modules or models on a hub."""
 
 
 def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
@@ -227,7 +247,12 @@ def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
     near = folder / name
-    return f"{near}{colon}{attribute}" if near.is_file() or (or_folder and near.is_dir()) else value
+    found = near.is_file() or (or_folder and near.is_dir())
+    named = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
+    misspelt = named and one_edit_from(
+        near.name, (each.name for each in near.parent.iterdir())
+    )  # told with its neighbour
+    return f"{near}{colon}{attribute}" if found or misspelt else value
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:
@@ -297,10 +322,10 @@ def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
 
 
-def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """`config` with the values of `options`; interpolations are kept unless `resolve` is set."""
-    result = OmegaConf.create(to_container(config, resolve=resolve))
-    given = _leaves(result)
+def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
+    """`values` with the types of `options`; interpolations are kept unless `resolve` is set."""
+    result, given = OmegaConf.create(values), dict(flatten(values))
+    assert isinstance(result, DictConfig)
     for key, value in flatten(plain_options(options)):
         is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
         if key in given and not is_link and (type(given[key]) is not type(value) or given[key] != value):

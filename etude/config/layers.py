@@ -92,7 +92,8 @@ def load_file(path: Path) -> DictConfig:
     try:
         content = OmegaConf.load(path)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}") from error
+        tab = isinstance(error, yaml.scanner.ScannerError) and "'\\t'" in str(error)
+        raise ConfigError(f"{path}: {one_line(error)}{'; use spaces, not tabs' if tab else ''}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: must hold key: value lines, not a list")
     return content
