@@ -44,11 +44,11 @@ def problems_with(
     options, wrong = build(tree, values)
     assert options is not None  # every key of a whole configuration has a default
     lines = {
-        key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
+        key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _repeats_fault(key, raw, wrong)
     }
     found = (*unknown_names(options), *_contradictions(options), *more(options))  # with defaults in place of those
     for key, text in found:
-        if key not in wrong and not _borrowed(key, raw, lines):
+        if key not in wrong and not _repeats_fault(key, raw, lines):
             is_unset = value_of(options, key) in (None, ())
             place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
             lines.setdefault(key, f"{key}{place} {text}")
@@ -120,7 +120,7 @@ def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
     return list(inert(run, effective, {}))
 
 
-def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
+def _repeats_fault(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
     """Whether `key` only repeats the value of another faulty key."""
     link = raw.get(key)
     return isinstance(link, str) and any(f"${{{other}}}" in link for other in wrong)
@@ -140,7 +140,7 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
 
 _ALSO = {"reward_model.reward_manager": ("parallel",)}
 """Names that are valid without being registered."""
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _NOT_FOR_RUNS = ("scripted",)
 """The engine that replays a test's script."""
 
@@ -165,7 +165,7 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
         known += _ALSO.get(key, ())
         for name in value if isinstance(value, tuple) else (value,):
             if name not in known:
-                few = ", ".join(known[:_MOST_NAMES]) + (", …" if len(known) > _MOST_NAMES else "")
+                few = ", ".join(known[:_MAX_NAMES]) + (", …" if len(known) > _MAX_NAMES else "")
                 yield key, f"nothing is registered as '{name}'{did_you_mean(name, known)} (known: {few})"
                 break
 

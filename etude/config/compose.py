@@ -122,7 +122,7 @@ def compose_with_sources(
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
-    filled = _filled_in(config, sources)
+    filled = _fill_in(config, sources)
     options, wrong = problems_with(
         tree,
         filled,
@@ -229,7 +229,7 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):
-            found = _anchored(value, folder, or_folder=kind in ("model", "checkpoint"))
+            found = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
             if found != value:
                 OmegaConf.update(layer.values, key, found)
 
@@ -238,11 +238,11 @@ _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
 """Of files; other names may be modules or models on a hub."""
 
 
-def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
+def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
     if isinstance(value, list):
-        return [_anchored(each, folder, or_folder) for each in value]
+        return [_anchor(each, folder, or_folder) for each in value]
     if isinstance(value, dict):  # an entry of custom_reward_function.rewards
-        return {name: _anchored(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
+        return {name: _anchor(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
     if not isinstance(value, str) or not value or "${" in value:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
@@ -313,7 +313,7 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
     return held[1:] if held else None, ""
 
 
-def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
+def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """`config` as plain containers, its interpolations filled in."""
     try:
         return to_container(config)

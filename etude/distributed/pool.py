@@ -77,7 +77,7 @@ class ResourcePool:
         if self._slots:
             return self._slots
         if (present := _alive_nodes(ray)) and not self._fits(present):
-            raise ConfigError(f"{self._wish()}; the cluster has {_listed(present)}")
+            raise ConfigError(f"{self._request()}; the cluster has {_list_nodes(present)}")
         by_label = "bundle_label_selector" in inspect.signature(placement_group).parameters
         taken: list[str] = []
         for node, processes in enumerate(self.process_on_nodes):
@@ -90,7 +90,7 @@ class ResourcePool:
                 free = {kind: f"{ray.available_resources().get(kind, 0):g}" for kind in self.resources}
                 left = ", ".join(f"{value} {kind}" for kind, value in free.items())
                 raise ConfigError(
-                    f"{self._wish()}; the cluster has {_listed(present)}, of which {left} were free for {seconds:g} s"
+                    f"{self._request()}; the cluster has {_list_nodes(present)}, of which {left} were free for {seconds:g} s"
                 )
             taken += sorted({*placement_group_table(group)["bundles_to_node_id"].values()})
         return self._slots
@@ -119,7 +119,7 @@ class ResourcePool:
         wanted = sorted(self.process_on_nodes, reverse=True)
         return len(rooms) >= len(wanted) and all(room >= processes for room, processes in zip(rooms, wanted))
 
-    def _wish(self) -> str:
+    def _request(self) -> str:
         kinds = " and a ".join(self.resources)
         counts = ", ".join(map(str, self.process_on_nodes))
         return f"{self.world_size} processes with a {kinds} each ({counts} on nodes of their own) are asked for"
@@ -129,7 +129,7 @@ def _alive_nodes(ray: Any) -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _listed(nodes: Iterable[Mapping[str, float]]) -> str:
+def _list_nodes(nodes: Iterable[Mapping[str, float]]) -> str:
     texts = [
         " and ".join(f"{node.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if node.get(kind)) for node in nodes
     ]

@@ -81,7 +81,7 @@ def _start(url: str, place: str) -> str:
     if "retriev" in place or "retrieve" in url:
         return "run `etude retrieve serve`"
     kinds = {"server_urls": "inference", "teachers": "teacher's", "reward": "judge's"}
-    return f"start the {next((kind for word, kind in kinds.items() if word in place), 'tool')} server at {_shown(url)}"
+    return f"start the {next((kind for word, kind in kinds.items() if word in place), 'tool')} server at {_public_url(url)}"
 
 
 def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
@@ -93,10 +93,10 @@ def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
     with ThreadPoolExecutor(min(len(services), 32)) as pool:
         for (url, (place, fix)), reason in zip(services.items(), pool.map(_refusal, services)):
             if reason:
-                yield Finding(level, "services", f"{place}: nothing answers at {_shown(url)}: {reason}", fix)
+                yield Finding(level, "services", f"{place}: nothing answers at {_public_url(url)}: {reason}", fix)
 
 
-def _shown(url: str) -> str:
+def _public_url(url: str) -> str:
     """Without credentials or a query."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     return f"{parts.scheme or 'http'}://{parts.netloc.rpartition('@')[2]}{parts.path}"

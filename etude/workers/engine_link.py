@@ -279,7 +279,7 @@ class EngineLink:
         if self._shares:
             return None
         if self._receives:
-            return self._received()
+            return self._received_source()
         assert self._actor is not None
         model = self._actor.model
         if isinstance(self.engine, NativeEngine):
@@ -296,7 +296,7 @@ class EngineLink:
             save_pretrained(model, None, folder, weights)
         return self._written_source(folder)
 
-    def _received(self) -> Any:
+    def _received_source(self) -> Any:
         """What `receive` has taken, for the engine."""
         if isinstance(self.engine, NativeEngine):
             return ()
@@ -336,13 +336,13 @@ class EngineLink:
     async def rest(self) -> None:
         """After a rollout: frees the engine's memory, if `rollout.free_cache_engine` is set."""
         if self._rollout.free_cache_engine and not self._asleep:
-            self._asleep = await self._told("sleep")
+            self._asleep = await self._call_engine("sleep")
 
     async def _wake(self) -> None:
         if self._asleep:
-            self._asleep = not await self._told("wake")
+            self._asleep = not await self._call_engine("wake")
 
-    async def _told(self, what: str) -> bool:
+    async def _call_engine(self, what: str) -> bool:
         """Whether the engine supports sleep and wake.
 
         Raises:
