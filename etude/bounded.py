@@ -157,6 +157,16 @@ def wake(waiter: asyncio.Future[None], *_: object) -> None:
         waiter.set_result(None)
 
 
+def set_outcome(future: asyncio.Future[Any] | Future[Any], outcome: object) -> None:
+    """Ends `future`, unless it is done: with `outcome` as its result or, if that is an exception, by raising it."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 class BlockingCalls:
     """Up to `limit` daemon threads, started on demand and kept; further calls queue."""
 

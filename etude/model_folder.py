@@ -33,7 +33,8 @@ def local_folder(path: str | Path) -> Path | None:
         raise ConfigError(f"{folder}: a model is a folder, this is a file")
     is_hub_name = not isinstance(path, Path) and _HUB_NAME.fullmatch(text) is not None
     if not is_hub_name or Path(text).parent.is_dir() or text.partition("/")[0] in _OWN_FOLDERS:
-        raise ConfigError(f"{text}: model folder not found (a model on a hub is named 'org/name')")
+        seen_from = "" if folder.is_absolute() else f" from {Path.cwd()}"
+        raise ConfigError(f"{text}: model folder not found{seen_from} (a model on a hub is named 'org/name')")
     return None
 
 

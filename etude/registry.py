@@ -33,6 +33,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def missing_file(path: Path) -> str:
+    """What is wrong with a file that does not exist: with the nearest name beside it, or that it has no folder."""
+    if not path.parent.is_dir():
+        return f"file not found: {path} (there is no folder {path.parent})"
+    return f"file not found: {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
+
+
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` one edit from `name`: a letter inserted, deleted, replaced, or swapped with the next."""
     return next((other for other in known if _is_one_edit(name, other)), None)
@@ -126,7 +133,7 @@ def import_module(target: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"file not found: {path}")
+        raise ConfigError(missing_file(path))
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

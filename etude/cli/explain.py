@@ -16,6 +16,7 @@ from rich.text import Text
 
 from etude.cli.console import open_console
 from etude.dumps import sequences_of, trajectory_from_record
+from etude.errors import DataError
 from etude.viewer.conversations import PROVENANCE_COLOURS, sanitize_text
 from etude.viewer.explain import (
     Check,
@@ -33,7 +34,7 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 
 
 @click.command()
-@click.argument("rollouts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("rollouts", type=click.Path(exists=True, path_type=Path))
 @click.option("--row", type=click.IntRange(min=0), default=0, show_default=True, help="Which trajectory, from 0.")
 @click.option(
     "--model",
@@ -43,7 +44,7 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 @click.option("--tolerance", type=float, default=1e-4, show_default=True, help="Largest log-prob difference, in nats.")
 @click.option("--tokens/--no-tokens", default=True, help="Whether to print the table of tokens.")
 def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, tokens: bool) -> int:
-    """Print trajectory ROW of a rollout dump token by token, and verify it.
+    """Print trajectory ROW of a rollout dump (of a folder: its newest) token by token, and verify it.
 
     Each response token comes with its mask, turn, log-prob and reward, and with what the trainer had of it where the dump
     says (trainer.rollout_token_values); green was sampled by the policy, cyan came from a
@@ -53,6 +54,8 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     verified, in time order; the last carries the rewards.
     """
     console = open_console()
+    if rollouts.is_dir():
+        rollouts = _newest_dump(rollouts)
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
@@ -74,6 +77,15 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         _print_checks(console, [claims])
         made.append(claims)
     return int(any(check.verdict is Verdict.FAILS for check in made))
+
+
+def _newest_dump(folder: Path) -> Path:
+    """The last step's dump of a run's folder, or of its folder of dumps."""
+    places = (folder / "rollouts", folder)
+    found = [path for place in places for path in place.glob("*.jsonl") if path.stem.isdecimal()]
+    if not found:
+        raise DataError(f"{folder}: there is no dump of rollouts; set trainer.rollout_data_dir in the run")
+    return max(found, key=lambda path: int(path.stem))
 
 
 def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -35,7 +36,7 @@ def agent(name: str, output_dir: Path) -> None:
     run = f"--config-path {folder} --config-name agent"
     for line in (
         f"python {folder}/model.py",
-        f"python -m pytest {folder}",
+        f"{'' if find_spec('pytest') else 'pip install pytest && '}python -m pytest {folder}",
         f"etude check {run}",
         f"etude play {run}",
         f"etude train {run} trainer.total_training_steps=2",

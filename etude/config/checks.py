@@ -88,7 +88,8 @@ def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> 
     """A line for each of `keys` that has no effect in this configuration."""
     for key in keys:
         if condition := inert_reason(options, key):
-            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect here: it applies {condition}"
+            place = f" ({sources[key]})" if key in sources else ""
+            yield f"{key}={shown_value(options, key)}{place} has no effect here: it applies {condition}"
 
 
 def inert_reason(options: Options, key: str) -> str:
@@ -116,11 +117,7 @@ def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
         ConfigError: settings do not fit them.
     """
     raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
-    return [
-        f"{key}={shown_value(run, key)} has no effect here: it applies {condition}"
-        for key in effective
-        if (condition := inert_reason(run, key))
-    ]
+    return list(inert(run, effective, {}))
 
 
 def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
@@ -394,8 +391,8 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _folders(run: TrainOptions) -> Iterator[Problem]:
-    folder = run.trainer.validation_data_dir
-    if folder and run.trainer.rollout_data_dir and _same_folder(folder, run.trainer.rollout_data_dir):
+    folders = run.trainer.validation_data_dir, run.trainer.rollout_data_dir
+    if all(folders) and len({os.path.abspath(os.path.expanduser(str(folder))) for folder in folders}) == 1:
         yield "trainer.validation_data_dir", "is trainer.rollout_data_dir, too: one would overwrite the other's files"
 
 
@@ -405,10 +402,6 @@ def _resuming(run: TrainOptions) -> Iterator[Problem]:
         yield "trainer.resume_mode", "needs trainer.resume_from_path"
     if path and not by_path:
         yield "trainer.resume_from_path", "is read only with trainer.resume_mode=resume_path: set that, too"
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
 
 
 def _serving(run: TrainOptions) -> Iterator[Problem]:

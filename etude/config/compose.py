@@ -33,6 +33,7 @@ from etude.config.layers import (
     parse_arguments,
     plain,
     root_layers,
+    to_container,
 )
 from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
@@ -40,7 +41,7 @@ from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
-from etude.registry import did_you_mean
+from etude.registry import did_you_mean, one_edit_from
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +183,10 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return name, folder
+    if config_path is not None and not folders[0].is_dir():
+        parent = folders[0].parent
+        near = did_you_mean(folders[0].name, (each.name for each in parent.iterdir())) if parent.is_dir() else ""
+        raise ConfigError(f"--config-path {config_path}: there is no such folder{near}")
     where = " or ".join(str(folder) for folder in folders)
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
     hint = did_you_mean(name, [*present, *package_roots()]) or "; give its folder with --config-path"
@@ -217,8 +222,8 @@ def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
 
 
 def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
-    """Relative paths of a user's YAML that name something beside that file get their full form, in place; others are left as
-    they are, relative to the working directory. Output paths are never changed."""
+    """Relative paths of a user's YAML that name (or nearly name) something beside that file get their full form, in place;
+    others are left as they are, relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
     for key, value in flatten(plain(layer)):
         about = declared[key].about if key in declared else None
@@ -227,6 +232,10 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
             found = _anchored(value, folder, or_folder=kind in ("model", "checkpoint"))
             if found != value:
                 OmegaConf.update(layer.values, key, found)
+
+
+_SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
+"""Of files; other names may be modules or models on a hub."""
 
 
 def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
@@ -238,7 +247,12 @@ def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
     near = folder / name
-    return f"{near}{colon}{attribute}" if near.is_file() or (or_folder and near.is_dir()) else value
+    found = near.is_file() or (or_folder and near.is_dir())
+    named = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
+    misspelt = named and one_edit_from(
+        near.name, (each.name for each in near.parent.iterdir())
+    )  # told with its neighbour
+    return f"{near}{colon}{attribute}" if found or misspelt else value
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:
@@ -302,12 +316,10 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
 def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """`config` as plain containers, its interpolations filled in."""
     try:
-        container = OmegaConf.to_container(config, resolve=True)
+        return to_container(config)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}
 
 
 def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
@@ -323,9 +335,7 @@ def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: boo
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Dotted key → value, interpolations unfilled."""
-    container = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(container, dict)
-    return dict(flatten(container))
+    return dict(flatten(to_container(config, resolve=False)))
 
 
 def _reason(error: OmegaConfBaseException) -> str:

@@ -92,7 +92,8 @@ def load_file(path: Path) -> DictConfig:
     try:
         content = OmegaConf.load(path)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}") from error
+        tab = isinstance(error, yaml.scanner.ScannerError) and "'\\t'" in str(error)
+        raise ConfigError(f"{path}: {one_line(error)}{'; use spaces, not tabs' if tab else ''}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: must hold key: value lines, not a list")
     return content
@@ -185,7 +186,12 @@ def _read(name: str, package: str, folder: Path) -> Layer:
 
 def plain(layer: Layer) -> dict[str, Any]:
     """A layer's values as plain containers, interpolations unfilled."""
-    container = OmegaConf.to_container(layer.values, resolve=False)
+    return to_container(layer.values, resolve=False)
+
+
+def to_container(config: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
+    """`config` as plain containers; `resolve`: with its interpolations filled in."""
+    container = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
 

@@ -18,6 +18,7 @@ from etude.options import TrainOptions, declarations
 from etude.options.distillation import SELF, is_address
 from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
+from etude.registry import missing_file
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NO_REWARD = (
@@ -78,8 +79,8 @@ def start_remarks(options: Options) -> Iterator[str]:
     if rollout.max_model_len is None and needed > longest:
         yield (
             f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} need "
-            f"{needed} positions, and the model has {longest}: trajectories end there; lower data.max_response_length, or "
-            f"set {_ROLLOUT}.max_model_len={longest}"
+            f"{needed} positions, and the model has {longest}: trajectories end there; lower data.max_prompt_length or "
+            f"data.max_response_length, or set {_ROLLOUT}.max_model_len={longest}"
         )
 
 
@@ -152,7 +153,7 @@ def _reason(kind: str, name: str) -> str:
         elif kind == "checkpoint" and not Path(name).expanduser().is_dir():
             return f"{name} is no checkpoint: there is no such folder"
         elif kind == "file" and not Path(name).expanduser().is_file():
-            return f"file not found: {name}"
+            return missing_file(Path(name).expanduser())
     except ConfigError as error:
         return str(error)
     except (OSError, RuntimeError) as error:  # the name is too long, or names an unknown user's home
@@ -164,7 +165,7 @@ def _no_code(name: str) -> str:
     """`path/to/file.py`, with `:name` or without, or a dotted module."""
     file = name.partition(":")[0]
     if file.endswith(".py") or "/" in file:
-        return "" if Path(file).expanduser().is_file() else f"file not found: {file}"
+        return "" if Path(file).expanduser().is_file() else missing_file(Path(file).expanduser())
     found = all(file.split(".")) and importlib.util.find_spec(file.partition(".")[0])
     return "" if found else f"neither a file nor an installed module: {file}"
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import DataError, one_line
-from etude.registry import did_you_mean
+from etude.registry import missing_file
 
 Row = dict[str, Any]
 
@@ -61,10 +61,7 @@ def _existing(path: Path) -> Path:
     if path.is_dir():
         raise DataError(f"{path} is a folder; name a file in it")
     if not path.exists():
-        folder = path.parent
-        if not folder.is_dir():
-            raise DataError(f"file not found: {path} (there is no folder {folder})")
-        raise DataError(f"file not found: {path}{did_you_mean(path.name, (entry.name for entry in folder.iterdir()))}")
+        raise DataError(missing_file(path))
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     return path

@@ -50,7 +50,6 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Total number of processes."""
         return sum(self.process_on_nodes)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from etude.errors import EngineError, one_line
+from etude.json_service import read_body
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
 
@@ -112,7 +113,8 @@ class HttpServer:
                 session.request(method, where, json=body, params=query) as response,
             ):
                 status = response.status
-                data = await _read(response, where, on_line if status < 300 else None)
+                too_long = EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+                data = await read_body(response, MAX_ANSWER_BYTES, too_long, on_line if status < 300 else None)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineError(f"{where}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -120,24 +122,6 @@ class HttpServer:
         if status >= 300:
             raise StatusError(f"{where}: status {status}: {_excerpt(data)}", status)
         return data
-
-
-async def _read(response: aiohttp.ClientResponse, where: str, on_line: Callable[[bytes], None] | None = None) -> bytes:
-    """The body; or, if `on_line` is given, what is left after its last line, each of which goes there. Only what is kept
-    counts towards the limit: SGLang's events repeat the whole answer so far, whose sum is quadratic in its length."""
-    kept: list[bytes] = []
-    size = 0
-    async for piece in response.content.iter_any():
-        *ends, rest = piece.split(b"\n") if on_line else [piece]
-        if size + max(map(len, (*ends, rest))) > MAX_ANSWER_BYTES:
-            raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-        for end in ends:
-            assert on_line is not None
-            on_line(b"".join([*kept, end]))
-            kept, size = [], 0
-        kept.append(rest)
-        size += len(rest)
-    return b"".join(kept)
 
 
 def _excerpt(body: bytes) -> str:

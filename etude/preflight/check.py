@@ -108,7 +108,7 @@ class _Inspection:
                 self.options = found.options
             return "every key is known, and their values go together"
 
-        self.findings.run("configuration", step, fix="`etude config` shows the whole configuration")
+        self.findings.run("configuration", step, fix="mend the file")
 
     def fine_tuning(self) -> None:
         """What supervised training checks before it loads a model: the template, tools, and every row."""
@@ -164,7 +164,8 @@ class _Inspection:
 
     def _names(self) -> str:
         from etude.config.checks import check_records, effective_keys
-        from etude.trainer.setup import plain_config, register_names, resolve_device, roles_of
+        from etude.config.layers import to_container
+        from etude.trainer.setup import register_names, resolve_device, roles_of
 
         options, broken = self.options, len(self.findings.all)
         try:
@@ -188,7 +189,7 @@ class _Inspection:
         self.findings.run(
             "plug-ins", records, fix="`etude config algorithm` and `etude config actor_rollout_ref` list the keys"
         )
-        self._roles = roles_of(options, plain_config(self._composition.config))
+        self._roles = roles_of(options, to_container(self._composition.config))
         return f"{len(options.plugins)} imported; every name is registered"
 
     def _model(self) -> str:
@@ -237,10 +238,9 @@ class _Inspection:
             self._list_problems(key, str(files[0]), problems)
             lengths = [len(row["raw_prompt_ids"]) for row in dataset]
             if lengths:
-                said.append(
-                    f"{key}: {len(lengths)} read, prompts of {min(lengths)} to {max(lengths)} tokens "
-                    f"(limit {setup.data.max_prompt_length})"
-                )
+                span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+                limit = setup.data.max_prompt_length
+                said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {limit})")
                 if key == "data.train_files":
                     self._train = dataset
                     warn_of_rewards(setup, dataset)
@@ -281,7 +281,8 @@ class _Inspection:
             line = f"{size} prompts on {ranks} ranks: some wait for the others at each step"
             fix = f"set data.train_batch_size={-(-size // ranks) * ranks}"
             self.findings.add(Level.WARNING, "batch", line, fix)
-        return f"{size} prompts of {n} answers a step, {max(1, -(-size // mini))} updates"
+        updates = max(1, -(-size // mini))
+        return f"{size} prompts of {n} answers a step, {updates} update{'s' if updates > 1 else ''}"
 
     def _reward(self) -> str:
         scorer = self._worker.scorer

@@ -297,8 +297,8 @@ class Admission:
 class AnswerBudget:
     """The budget of one request."""
 
-    def __init__(self, limit: int = ANSWER_BYTES) -> None:
-        self._left = limit
+    def __init__(self) -> None:
+        self._left = ANSWER_BYTES
 
     def admit_cell(self, cell: wire.CellRunResult) -> wire.CellRunResult:
         """The cell unchanged, or what fits of it."""

@@ -192,7 +192,6 @@ class JsonlTracker:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _failure(self, error: Exception) -> EtudeError:

@@ -282,7 +282,6 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """As for any trained role."""
         super().load_checkpoint(folder)
         if self._actor.critic is not None:
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))

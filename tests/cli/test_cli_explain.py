@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from house_stage import one_line_error
 
 from etude.cli.main import cli, run
 from etude.dumps import read_rollouts
@@ -100,6 +101,12 @@ def test_the_command_prints_tokens_and_finds_the_weights_by_itself(run_dir, caps
     assert out.count("✓") == 5
     assert all(name in out for name in ("advantage", "in update", "entropy"))
     assert "global_step_1" in out.replace("\n", "")
+
+
+def test_a_folder_stands_for_its_newest_dump(run_dir, tmp_path, capsys):
+    assert run(cli, ["explain", str(run_dir), "--no-tokens"]) == 0
+    assert "rollouts/2.jsonl row 0" in capsys.readouterr().out.replace("\n", "")
+    assert "there is no dump of rollouts" in one_line_error(capsys, ["explain", tmp_path])
 
 
 def test_a_failed_check_is_exit_status_one(run_dir, tmp_path, capsys):

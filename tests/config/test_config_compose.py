@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.config import compose, compose_with_sources, package_roots
+from etude.config import compose, compose_run, compose_with_sources, package_roots
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
 
@@ -177,6 +177,11 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path):
     assert "did you mean 'training'?" in text
 
 
+def test_a_missing_folder_is_named_with_the_nearest(tmp_path):
+    write(tmp_path / "shop", "agent.yaml", "trainer: {seed: 1}\n")
+    assert refusal("agent", [], tmp_path / "shp").endswith("shp: there is no such folder; did you mean 'shop'?")
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -185,6 +190,7 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path):
         ("defaults: [nowhere]\n", "nowhere"),
         ("defaults: [grpo_trainer, data@data: data, _self_]\n", "data"),
         ("\x80", "mine.yaml"),
+        ("trainer:\n\tseed: 1\n", "use spaces, not tabs"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, content, expected):
@@ -449,6 +455,19 @@ def test_paths_in_a_yaml_are_relative_to_it(tmp_path, monkeypatch):
     assert config.actor_rollout_ref.model.path == f"{mine}/model"
     assert config.critic.model.path == "model"  # from the command line
     assert config.trainer.default_local_dir == config.trainer.rollout_data_dir == "model"  # written to, not read
+
+
+def test_a_misspelt_file_is_looked_for_beside_the_yaml_that_names_it(tmp_path):
+    """And nothing else is: a module or a model on a hub may be named like a file there."""
+    for name in ("tools.yaml", "rewards.py", "gpt"):
+        write(tmp_path, name, "")
+    content = "custom_reward_function: {path: reward.score}\nactor_rollout_ref:\n  model: {path: gpt2}\n"
+    write(tmp_path, "run.yaml", content + "  rollout: {multi_turn: {tool_config_path: tool.yaml}}\n")
+    config = compose("run", [], tmp_path)
+    assert config.custom_reward_function.path == "reward.score"
+    assert config.actor_rollout_ref.model.path == "gpt2"
+    with pytest.raises(ConfigError, match=r"did you mean 'tools\.yaml'\?"):
+        compose_run("train", "run", [], tmp_path)
 
 
 def test_each_experiment_has_a_folder_and_the_same_one_its_own():

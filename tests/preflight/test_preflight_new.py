@@ -40,6 +40,12 @@ def test_there_is_nothing_to_be_found(there):
     assert [each for each in found.all if each.level is not Level.OK] == []
 
 
+def test_where_pytest_is_not_installed_its_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("etude.cli.new.find_spec", lambda name: None)
+    assert run(cli, ["new", "agent", "shop", "--output-dir", str(tmp_path)]) == 0
+    assert f"pip install pytest && python -m pytest {tmp_path}/shop\n" in capsys.readouterr().out
+
+
 def test_no_file_keeps_the_placeholder(shop):
     for file in (shop / "shop").glob("*.*"):
         assert "AGENT_NAME" not in file.read_text(), file

@@ -107,12 +107,10 @@ class BlockParser(ToolParser):
         return None
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """See `ToolParser.stream`."""
         calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
         return BlockStream(calls, glue, dict(self.thoughts), thinking, self.bare_begins)
 
     def opens_thought(self, prompt: str) -> bool:
-        """See `ToolParser.opens_thought`."""
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.thoughts))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
@@ -218,7 +216,6 @@ class JsonBlockParser(BlockParser):
     arguments: ClassVar[tuple[str, ...]] = ("arguments",)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         begin = skip_space(text, start)
         end = json_end(text, begin)
         if end is not None:
@@ -254,7 +251,6 @@ class HeadedJsonParser(BlockParser):
         raise NotImplementedError
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         head = self.head.match(text, start)
         if head is not None:
             begin = skip_space(text, head.end())

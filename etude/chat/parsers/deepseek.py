@@ -26,7 +26,6 @@ class DeepseekToolParser(HeadedJsonParser):
     fence = "```"
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
-        """See `HeadedJsonParser.read_call`."""
         if not named.strip():
             raise Unreadable("the function has no name")
         return function_call(named.strip(), decode(arguments))

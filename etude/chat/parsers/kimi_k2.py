@@ -35,7 +35,6 @@ class KimiK2ToolParser(HeadedJsonParser):
     head_form = f"functions.name:0 and {_ARGUMENTS}"
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
-        """See `HeadedJsonParser.read_call`."""
         match = _IDENTIFIER.fullmatch(named.strip())
         if match is None:
             raise Unreadable("the call must be named functions.name:0, with the number of the call")
