@@ -39,8 +39,10 @@ quickstart: $(STAMP)
 gallery: $(DEV)
 	$(BIN)/python benchmarks/gallery.py $(ARGS)
 
+# Where Python may not write bytecode, each of the hundred processes that tests start would compile the package again.
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m compileall -q etude
+	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)
