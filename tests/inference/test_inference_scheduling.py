@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_inference_native import full_log_probs, talk
-from test_inference_races import until
 from test_inference_sampling import p_value
+from wait_stage import until_async
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
@@ -235,7 +235,7 @@ def test_long_prompts_are_cut_and_decoding_goes_on_beside_them(model):
 
     async def main():
         first = asyncio.create_task(engine.generate("a", [1, 2, 3], SamplingParams(max_tokens=60)))
-        await until(lambda: engine._metrics.sampled_tokens > 3)
+        await until_async(lambda: engine._metrics.sampled_tokens > 3, pause=0)
         prompt = [k % 97 for k in range(100)]
         return prompt, await engine.generate("b", prompt, SamplingParams(max_tokens=5)), await first
 
@@ -345,7 +345,7 @@ def test_a_dropped_carrier_hands_its_half_read_prompt_on(model):
 
     async def main():
         tasks = [asyncio.create_task(engine.generate(f"r{i}", PROMPT, SamplingParams(max_tokens=4))) for i in range(3)]
-        await until(lambda: engine._metrics.steps >= 3)
+        await until_async(lambda: engine._metrics.steps >= 3, pause=0)
         await engine.abort("r0")
         engine.close("r0")
         await asyncio.gather(*tasks[1:])
@@ -488,7 +488,7 @@ def test_requests_under_way_name_the_weights_of_each_token(model):
     async def main():
         params = SamplingParams(max_tokens=40)
         tasks = [asyncio.create_task(engine.generate(f"r{i}", [i, 2, 3], params)) for i in range(6)]
-        await until(lambda: engine._metrics.sampled_tokens > 60)
+        await until_async(lambda: engine._metrics.sampled_tokens > 60, pause=0)
         await engine.update_weights(None, 5)
         return await asyncio.gather(*tasks)
 
