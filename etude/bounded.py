@@ -106,7 +106,7 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     try:
         await asyncio.sleep(0)  # a task that waits for nothing has ended by then, and needs no timer
         if not task.done():
-            await ended(task, seconds)
+            await asyncio.wait({task}, timeout=seconds)
     except BaseException:
         await settle({task}, grace)
         raise
@@ -118,31 +118,13 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     return task.result()
 
 
-async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
-    """Whether `future` ended within `seconds` (None: no limit): `asyncio.wait` for one future, at a third of the cost."""
-    if future.done():
-        return True
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-    timer = None if seconds is None else loop.call_later(seconds, wake, waiter)
-    on_done = functools.partial(wake, waiter)
-    future.add_done_callback(on_done)
-    try:
-        await waiter
-    finally:
-        if timer is not None:
-            timer.cancel()
-        future.remove_done_callback(on_done)
-    return future.done()
-
-
 async def uninterrupted(work: Awaitable[R]) -> R:
     """The result of `work`, which runs to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await ended(task, None)
+            await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -155,6 +137,16 @@ def wake(waiter: asyncio.Future[None], *_: object) -> None:
     """Lets the one who awaits `waiter` go on; a waiter that is done stays as it is. Serves as a callback of any kind."""
     if not waiter.done():
         waiter.set_result(None)
+
+
+def set_outcome(future: asyncio.Future[Any] | Future[Any], outcome: object) -> None:
+    """Ends `future`, unless it is done: with `outcome` as its result or, if that is an exception, by raising it."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 class BlockingCalls:
@@ -180,6 +172,13 @@ class BlockingCalls:
         self._jobs.put(functools.partial(_fulfil, future, bound))
         self._ensure_thread()
         return await asyncio.wrap_future(future)
+
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that may be asynchronous: then it is awaited here, otherwise it runs in a thread."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self.run(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
 
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Like `run`, for at most `seconds` from the moment the function starts: waiting for a thread does not count.

@@ -142,10 +142,10 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def describe_error(error: BaseException, limit: int = 300) -> str:
+def describe_error(error: BaseException) -> str:
     """`KeyError: 'answer' (reward.py:12)`: type, message, and the line of the user's file that raised it, if one did."""
     kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
-    text, place = f"{kind}{one_line(error, limit)}", user_place(error)
+    text, place = f"{kind}{one_line(error)}", user_place(error)
     return text if place is None or place in text else f"{text} ({place})"
 
 
@@ -159,13 +159,13 @@ def user_place(error: BaseException) -> str | None:
         if isinstance(place := getattr(each, "place", None), str):
             return place
         for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
-            if place := _user_file(frame.f_code.co_filename):
+            if place := user_file(frame.f_code.co_filename):
                 return f"{place}:{line}"
     return None
 
 
 @cache
-def _user_file(name: str) -> str | None:
+def user_file(name: str) -> str | None:
     """A file of the user's as its path from the working directory, or its full path; None for any other file."""
     path = os.path.realpath(name)
     roots = [Path(sysconfig.get_paths()[which]) for which in ("stdlib", "platstdlib", "purelib", "platlib")]

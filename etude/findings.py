@@ -1,14 +1,15 @@
 """`Finding`: what an inspection says of one thing, with what to do about it; `Findings` collects them.
 
 Invariant: an inspection goes on after a failure: what a step raises is an error, what it logs a warning, a step that lacks
-the result of another is skipped, and nothing is reported twice.
+the result of another is skipped, and nothing is reported twice. Errors and warnings come with advice that names a key, file,
+command or piece of code.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,10 @@ _ADVICE = re.compile(
     r"(?:; |: |, or )(?=(?:set|write|raise|take|name|use|give|run|did you mean|install|put|choose|add|make|start|delete|free"
     r"|lower|leave|list|known:|sample|export) )"
 )
+_NAMES = re.compile(r"[`'=/]|\w[._(]\w|(?<!\S)--?\w")
+"""What advice has that names something: a command, a value, a path, a key or a function."""
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+_PLACE = re.compile(r"\(([^()]+\.py:\d+)[^()]*\)")  # as `errors.describe_error` writes it
 
 
 class Level(str, Enum):
@@ -32,12 +37,16 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line on `subject`, and one on what to do (empty where nothing is to be done)."""
+    """One line on `subject`, and one on what to do: never empty for an error or a warning."""
 
     level: Level
     subject: str
     message: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.level in (Level.ERROR, Level.WARNING) and not self.fix:
+            raise ValueError(f"no advice for: {self.message}")
 
 
 class Findings:
@@ -57,19 +66,24 @@ class Findings:
         self.all.append(Finding(level, subject, " ".join(message.split()), " ".join(fix.split())))
 
     def add_line(self, level: Level, subject: str, line: str, fix: str) -> None:
-        """Adds a one-line error or warning of another part of the program, which mostly ends with its own advice; `fix`
-        stands for it where it does not. A line that repeats an earlier one is left out."""
+        """Adds a one-line error or warning of another part of the program, which mostly ends with its own advice. Where that
+        names nothing, the user's file that raised, and `fix`, follow. A line that repeats an earlier one is left out."""
         reason = line.partition(": ")[2] or line
         if any(reason in earlier or earlier in line for earlier in self._lines):
             return
         self._lines.append(line)
         message, advice = split_advice(line)
-        self.add(level, subject, message, advice or fix)
+        if not _NAMES.search(advice):
+            place = _PLACE.search(line)
+            advice = "; ".join(filter(None, (advice, f"mend {place[1]}" if place else "", fix)))
+        if key := _KEY.match(line):
+            advice = advice.replace("set it to", f"set {key[0]} to")
+        self.add(level, subject, message, advice)
 
-    def run(self, subject: str, step: Callable[[], str | None], *, fix: str, needs: Sequence[object] = ()) -> None:
-        """Runs a step; the line it returns is its finding where it raised, logged and added nothing. It is skipped if one of
-        `needs` is None."""
-        if any(need is None for need in needs):
+    def run(self, subject: str, step: Callable[[], str | None], *, fix: str, ready: bool = True) -> None:
+        """Runs a step; the line it returns is its finding where it raised, logged and added nothing. Skipped if not
+        `ready`: what it needs is not there."""
+        if not ready:
             self.add(Level.SKIPPED, subject, "not checked: an error above stands in the way")
             return
         before = len(self.all)

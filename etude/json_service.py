@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -119,13 +119,8 @@ class JsonService:
             raise InfrastructureError(f"{self.host} answered with HTTP {status}{hint}")
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        pieces, size = [], 0
-        async for piece in response.content.iter_any():
-            size += len(piece)
-            if size > self._max_body_bytes:
-                raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-            pieces.append(piece)
-        body = b"".join(pieces)
+        too_long = InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
+        body = await read_body(response, self._max_body_bytes, too_long)
         if response.headers.get("Content-Encoding", "identity") in ("gzip", "deflate"):  # although it was not requested
             body = self._inflated(body)
         return body
@@ -142,6 +137,26 @@ class JsonService:
         if len(inflated) > self._max_body_bytes:
             raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
         return inflated
+
+
+async def read_body(
+    response: aiohttp.ClientResponse, limit: int, too_long: Exception, on_line: Callable[[bytes], None] | None = None
+) -> bytes:
+    """The body, of at most `limit` bytes; raises `too_long` if there are more. With `on_line` each line goes there, what is
+    left is returned, and only what is kept counts: the events of a stream may each repeat the whole answer so far."""
+    kept: list[bytes] = []
+    size = 0
+    async for piece in response.content.iter_any():
+        *ends, rest = piece.split(b"\n") if on_line else [piece]
+        if size + max(map(len, (*ends, rest))) > limit:
+            raise too_long
+        for end in ends:
+            assert on_line is not None
+            on_line(b"".join([*kept, end]))
+            kept, size = [], 0
+        kept.append(rest)
+        size += len(rest)
+    return b"".join(kept)
 
 
 class _Session(NamedTuple):

@@ -101,7 +101,7 @@ class DataProto:
                 raise ValueError(f"column '{key}' is not a tensor with the rows of the others (rows: {sizes})")
         batch = TensorDict(dict(tensors), batch_size=[*set(sizes.values())]) if tensors else None
         columns = {key: object_array(values) for key, values in (non_tensors or {}).items()}
-        return cls(batch, columns, _copied(dict(meta_info or {})))
+        return cls(batch, columns, _deep_copy(dict(meta_info or {})))
 
     @classmethod
     def from_tensordict(cls, data: TensorDict) -> DataProto:
@@ -117,7 +117,7 @@ class DataProto:
             else:
                 tensors[key] = value
         batch = TensorDict(tensors, batch_size=data.batch_size) if tensors or not objects else None
-        return cls(batch, objects, _copied(meta_info))
+        return cls(batch, objects, _deep_copy(meta_info))
 
     def fetch(self) -> DataProto:
         """Itself: what a reference to a batch elsewhere gives (`etude.distributed.BatchRef`)."""
@@ -128,7 +128,7 @@ class DataProto:
         data = TensorDict(self._tensors(), batch_size=[len(self)])
         for key, column in self.non_tensor_batch.items():
             data.set(key, NonTensorStack(*[NonTensorData(cell) for cell in column]))
-        for key, value in _copied(self.meta_info).items():
+        for key, value in _deep_copy(self.meta_info).items():
             if key in self._tensors() or key in self.non_tensor_batch:
                 raise ValueError(f"'{key}' is both a column and a key of meta_info")
             data.set_non_tensor(key, value)
@@ -173,7 +173,7 @@ class DataProto:
                 raise IndexError(f"row {item} of a batch of {len(self)}")
             row = None if self.batch is None else self.batch[int(item)]
             cells = {key: column[item] for key, column in self.non_tensor_batch.items()}
-            return DataProtoItem(row, cells, _copied(self.meta_info))
+            return DataProtoItem(row, cells, _deep_copy(self.meta_info))
         return self.select_idxs(item)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
@@ -237,11 +237,11 @@ class DataProto:
             )
             if unshared:
                 raise ValueError(f"column '{min(unshared)}' is not in every part")
-        tensors = {k: _concatenated(k, [part._tensors()[k] for part in data]) for k in data[0]._tensors()}
+        tensors = {k: _concat_tensors(k, [part._tensors()[k] for part in data]) for k in data[0]._tensors()}
         columns = {k: np.concatenate([part._columns()[k] for part in data]) for k in data[0].non_tensor_batch}
         bare = all(part.batch is None for part in data)
         batch = None if bare else TensorDict(tensors, batch_size=[sum(map(len, data))])
-        return type(data[0])(batch, columns, _merged_meta([part.meta_info for part in data]))
+        return type(data[0])(batch, columns, _merge_meta([part.meta_info for part in data]))
 
     def make_iterator(
         self,
@@ -290,8 +290,8 @@ class DataProto:
         batch = None if self.batch is None else self.batch.select(*tensors)
         columns = {key: self.non_tensor_batch[key] for key in objects}
         if deepcopy:
-            batch, columns = None if batch is None else batch.clone(), _copied(columns)
-        return type(self)(batch, columns, _copied({key: self.meta_info[key] for key in meta}))
+            batch, columns = None if batch is None else batch.clone(), _deep_copy(columns)
+        return type(self)(batch, columns, _deep_copy({key: self.meta_info[key] for key in meta}))
 
     def pop(
         self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
@@ -344,7 +344,7 @@ class DataProto:
         if other._tensors():
             self.batch = TensorDict({**other._tensors(), **self._tensors()}, batch_size=[len(other)])
         self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
-        self.meta_info = {**_copied(other.meta_info), **self.meta_info}
+        self.meta_info = {**_deep_copy(other.meta_info), **self.meta_info}
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class DataProto:
         """
         tensors = {key: _to_bytes(tensor) for key, tensor in self._tensors().items()}
         rows = None if self.batch is None else len(self)
-        objects, meta_info = dict(self.non_tensor_batch), _copied(self.meta_info)  # copy.copy goes this way too
+        objects, meta_info = dict(self.non_tensor_batch), _deep_copy(self.meta_info)  # copy.copy goes this way too
         return {"rows": rows, "tensors": tensors, "objects": objects, "meta_info": meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -423,7 +423,7 @@ class DataProto:
             batch = batch.copy()
         positions = rows if isinstance(rows, slice) else rows.numpy()
         columns = {key: column[positions] for key, column in self._columns().items()}
-        return type(self)(batch, columns, _copied(self.meta_info))
+        return type(self)(batch, columns, _deep_copy(self.meta_info))
 
     def _row_numbers(self, idxs: RowIds) -> torch.Tensor:
         """`idxs` as integers in [0, rows), on the CPU."""
@@ -465,7 +465,7 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
         tensors = {} if item.batch is None else {key: value.unsqueeze(0) for key, value in item.batch.items()}
         parts.append(DataProto.from_dict(tensors, {key: [value] for key, value in item.non_tensor_batch.items()}))
     data = DataProto.concat(parts)
-    data.meta_info = _merged_meta([item.meta_info for item in items], gathered=())
+    data.meta_info = _merge_meta([item.meta_info for item in items], gathered=())
     return data
 
 
@@ -536,21 +536,21 @@ def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
     return array
 
 
-def _copied(value: T) -> T:
+def _deep_copy(value: T) -> T:
     """`value` with every dict, list, tuple, set, array and tensor in it copied, and any other object shared."""
     made: Any = value
     if isinstance(value, dict):
         made = value.copy()
-        made.update((key, _copied(inner)) for key, inner in value.items())
+        made.update((key, _deep_copy(inner)) for key, inner in value.items())
     elif isinstance(value, list):
         made = value.copy()
-        made[:] = map(_copied, value)
+        made[:] = map(_deep_copy, value)
     elif type(value) is tuple:
-        made = tuple(_copied(inner) for inner in made)
+        made = tuple(_deep_copy(inner) for inner in made)
     elif isinstance(value, np.ndarray):
         made = value.copy()
         for place in np.ndindex(value.shape) if value.dtype == object else ():
-            made[place] = _copied(value[place])
+            made[place] = _deep_copy(value[place])
     elif isinstance(value, set | torch.Tensor):
         made = value.clone() if isinstance(value, torch.Tensor) else value.copy()
     return made
@@ -577,14 +577,14 @@ def _same(a: Any, b: Any) -> bool:
     return not isinstance(a, arrays) and not isinstance(b, arrays) and bool(a == b)
 
 
-def _concatenated(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _concat_tensors(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     if len({(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         kinds = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}" for tensor in tensors)
         raise ValueError(f"column '{key}' has parts that do not fit together: {kinds}")
     return torch.cat(tensors)
 
 
-def _merged_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = ("metrics",)) -> dict[str, Any]:
+def _merge_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = ("metrics",)) -> dict[str, Any]:
     """Merges meta_infos: the `gathered` keys as dicts of lists, the others equal in all that have them."""
     merged: dict[str, Any] = {}
     for meta in metas:
@@ -592,8 +592,8 @@ def _merged_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = (
             if key in gathered:
                 for metrics in value if isinstance(value, list) else [value]:
                     for name, number in metrics.items():
-                        merged.setdefault(key, {}).setdefault(name, []).append(_copied(number))
-            elif not _same(merged.setdefault(key, _copied(value)), value):
+                        merged.setdefault(key, {}).setdefault(name, []).append(_deep_copy(number))
+            elif not _same(merged.setdefault(key, _deep_copy(value)), value):
                 raise ValueError(f"meta_info '{key}' differs between the parts")
     return merged
 

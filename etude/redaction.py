@@ -12,7 +12,7 @@ from typing import Any
 
 REDACTED = "<redacted>"
 _SECRET = re.compile(
-    r"(?:[_-]key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|authorization|cookie|bearer)$",
+    r"(?:(?:[_-]|api|access|secret|private|signing)key|token|secret|password|passwd|passphrase|pwd|credentials?|authorization|cookie|bearer)$",
     re.IGNORECASE,
 )
 _COLUMNS = ("prompt_key", "image_key")  # declared keys: their values name columns
@@ -26,8 +26,9 @@ _BRACES = re.compile(r"key|token|secret|passw|env_vars", re.IGNORECASE)
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """`value` with what is secret in it replaced: texts whose key ends in `key`, `token`, `secret`, `password` or the like,
-    all under `env_vars`, the user part of URLs, such parameters of their queries, and values of such `--option`s."""
+    """`value` with what is secret in it replaced: texts whose key ends in `_key`, `-key`, `apiKey` or the like, `token`,
+    `secret` or `password`, all under `env_vars`, the user part of URLs, such parameters of their queries (`key` alone, too),
+    and values of such `--option`s. A key that is just `key`, or another word that ends so (`monkey`), hides nothing."""
     if isinstance(value, Mapping):
         inside = name if name == "env_vars" else ""
         return {key: redact(item, inside or str(key)) for key, item in value.items()}

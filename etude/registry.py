@@ -100,14 +100,16 @@ def _where(item: object) -> str:
 
 
 def _same_definition(a: object, b: object) -> bool:
-    """True for the same object, and for a class or function defined again by re-importing its file."""
+    """True for the same object, and for a class or function defined again by importing its file again: by another name, or
+    as the script that is running."""
     a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True
-    if "<lambda>" in _where(a):  # all of a scope have one name
+    names = [getattr(item, "__qualname__", "<lambda>") for item in (a, b)]
+    if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope have one name
         return False
     try:
-        return _where(a) == _where(b) and inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
+        return inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
     except TypeError:
         return False
 

@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,8 +20,22 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("etude", deadline=None)  # a busy machine is no failure
+settings.register_profile("etude", deadline=None, max_examples=50)  # a busy machine is no failure
 settings.load_profile("etude")
+
+HEAVIEST = (
+    *("trainer/test_trainer_ray", "reference/test_reference_training", "reference/test_reference_keys", "test_readme"),
+    *("distributed/test_distributed_ray", "tools/test_tools_mcp", "quickstart/test_quickstart_examples"),
+    *("workers/test_workers_ranks", "workers/test_workers_sharded", "distributed/test_distributed_plane"),
+    *("agents/test_agents_exactness", "trainer/test_trainer_async", "limits/test_limits_ray", "viewer/test_viewer_web"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The heaviest files first: pytest-xdist hands files out in this order, and none should be left for one process at the
+    end."""
+    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(HEAVIEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture

@@ -4,17 +4,17 @@ import contextlib
 import functools
 import os
 import tempfile
-import time
 
 import psutil
+from wait_stage import WAIT
 
-WAIT = 600  # seconds: for what takes a few, on a machine that is busy
 _STORE = 80_000_000  # bytes, the smallest that Ray takes
 
 
 @contextlib.contextmanager
 def ray_cluster(*cpus, connect=True):
-    """A node with each of these numbers of CPUs, to which this process is connected meanwhile."""
+    """A node with each of these numbers of CPUs, to which this process is connected meanwhile; the resources `node-0` and
+    `node-1` choose between them."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -23,7 +23,8 @@ def ray_cluster(*cpus, connect=True):
     try:
         first = {"include_dashboard": False, "temp_dir": tempfile.mkdtemp(prefix="ray-", dir="/tmp")}
         for number, count in enumerate(cpus):
-            nodes.add_node(num_cpus=count, object_store_memory=_STORE, **({} if number else first))
+            more = {"resources": {f"node-{number}": 100}, **({} if number else first)}
+            nodes.add_node(num_cpus=count, object_store_memory=_STORE, **more)
         if connect:
             ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
             nodes.wait_for_nodes(timeout=WAIT)
@@ -42,24 +43,6 @@ def rank_processes(cluster):
                 if any(cluster.address in word for word in psutil.Process(process.info["ppid"]).cmdline()):
                     found.append(process.info["pid"])
     return found
-
-
-def is_running(pid):
-    """Whether there is such a process, and it is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition, message):
-    """Waits for `condition()`."""
-    end = time.monotonic() + WAIT
-    while not (value := condition()):
-        assert time.monotonic() < end, message
-        time.sleep(0.02)
-    return value
 
 
 LONG_LOOP = """

@@ -244,6 +244,7 @@ def test_the_site_lists_every_page():
     listed = [name for name in everything if name not in GENERATED]
     linked = LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))
     assert linked == [name for name in listed if name != "index.md"]  # the index has them all, in the same order
+    assert set(linked) <= set(LINK.findall((DOCS / "index.zh.md").read_text(encoding="utf-8")))
 
 
 def pages_of(navigation: list) -> Iterator[str]:

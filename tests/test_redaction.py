@@ -57,9 +57,9 @@ def test_secrets_inside_a_text_are_replaced(given, kept):
 
 
 def test_keys_that_end_like_a_secret_hide_their_texts_alone():
-    given = {"openai_key": "a", "authtoken": "b", "db_password": "c", "signing-key": "d", "n_key": 3, "key": "e"}
-    hidden = dict.fromkeys(("openai_key", "authtoken", "db_password", "signing-key"), REDACTED)
-    assert redact(given) == hidden | {"n_key": 3, "key": "e"}
+    names = ("openai_key", "authtoken", "db_password", "signing-key", "apikey", "api-key", "X-Api-Key", "secretKey")
+    kept = {"n_key": 3, "key": "data.train_files", "monkey": "e", "keys": "f"}
+    assert redact(dict.fromkeys(names, "a") | kept) == dict.fromkeys(names, REDACTED) | kept
 
 
 def test_the_value_of_an_option_is_replaced_also_where_it_stands_apart():

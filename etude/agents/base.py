@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,14 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError
 from etude.images import ImageInput
-from etude.inference import SamplingParams
+from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
-from etude.options import RolloutOptions
+from etude.options import MultiTurnOptions, RolloutOptions
 from etude.registry import Registry, import_beside
 from etude.tools import BaseTool
 from etude.tools.config_file import read_data_file
 from etude.trace import Tracer
-from etude.trajectory import AgentLoopOutput, StopReason, Trajectory
+from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
 
 AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
@@ -198,26 +200,36 @@ class AgentLoopBase(ABC):
 
     def room(self, trajectory: Trajectory) -> int:
         """Tokens left for the response, within its own budget and `rollout.max_model_len`."""
-        options = self.context.options
-        room = options.response_length - trajectory.response_length
-        if options.max_model_len is not None:
-            room = min(room, options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length)
-        return room
+        return self._room(trajectory)[0]
 
     def turn_budget(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         """Tokens that the next turn may have, and how a trajectory ends whose turn uses them up."""
-        options, limits = self.context.options, self.context.options.multi_turn
-        budgets = {StopReason.RESPONSE_LENGTH: options.response_length - trajectory.response_length}
-        if options.max_model_len is not None:
-            budgets[StopReason.CONTEXT_LENGTH] = (
-                options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length
-            )
-        if limits.max_trajectory_tokens is not None:
-            budgets[StopReason.TRAJECTORY_LENGTH] = limits.max_trajectory_tokens - sum(trajectory.response_mask)
-        if limits.max_turn_tokens is not None:
-            budgets[StopReason.TURN_LENGTH] = limits.max_turn_tokens
-        reason = min(budgets, key=lambda each: budgets[each])
-        return budgets[reason], reason
+        return turn_budget(self._room(trajectory), sum(trajectory.response_mask), self.context.options.multi_turn)
+
+    def _room(self, trajectory: Trajectory) -> tuple[int, StopReason]:
+        return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)
+
+    async def sample_turn(
+        self, trajectory: Trajectory, sampling: SamplingParams
+    ) -> tuple[TokenOutput, StopReason | None]:
+        """Samples the next assistant turn and adds it to the trajectory; returns also the budget that cut it, if one did."""
+        most, reason = self.turn_budget(trajectory)
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            prompt_ids=trajectory.context_ids(),
+            sampling_params=sampling.within(most),
+            images=tuple(trajectory.images) or None,
+        )
+        trajectory.add_time("generate_sequences", time.perf_counter() - started)
+        trajectory.append(
+            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
+        )
+        trajectory.assistant_turns += 1
+        trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
+        if output.stop_reason == "stop":
+            return output, None
+        whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own window ended it
+        return output, reason if whole else StopReason.CONTEXT_LENGTH
 
     def prompt_fits(self, trajectory: Trajectory) -> bool:
         """Whether the prompt is within `data.max_prompt_length` and leaves room for a token."""
@@ -242,6 +254,25 @@ class AgentLoopBase(ABC):
         Raises:
             InfrastructureError: infrastructure failed; the trajectory is retried from fresh state.
         """
+
+
+def response_room(options: RolloutOptions, prompt: int, response: int) -> tuple[int, StopReason]:
+    """Tokens left after a prompt and a response of these lengths, and how a trajectory ends that uses them up."""
+    budgets = [(options.response_length - response, StopReason.RESPONSE_LENGTH)]
+    if options.max_model_len is not None:
+        budgets.append((options.max_model_len - prompt - response, StopReason.CONTEXT_LENGTH))
+    return min(budgets, key=itemgetter(0))
+
+
+def turn_budget(room: tuple[int, StopReason], sampled: int, limits: MultiTurnOptions) -> tuple[int, StopReason]:
+    """The tightest budget of the next turn: the `room` that is left, or a limit of what the policy samples, which has
+    `sampled` so many tokens of the trajectory."""
+    budgets = [room]
+    if limits.max_trajectory_tokens is not None:
+        budgets.append((limits.max_trajectory_tokens - sampled, StopReason.TRAJECTORY_LENGTH))
+    if limits.max_turn_tokens is not None:
+        budgets.append((limits.max_turn_tokens, StopReason.TURN_LENGTH))
+    return min(budgets, key=itemgetter(0))
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,6 @@ class AgentState(Enum):
     INTERACTING = "interacting"
     TERMINATED = "terminated"
 
-    __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every transition is a dict lookup
-
 
 @dataclass
 class AgentData:
@@ -120,16 +118,16 @@ class Conversation:
     def tool_calls(self, calls: Sequence[FunctionCall]) -> None:
         self.parsed = replace(self.parsed, calls=list(calls))
 
-    def heard(self) -> list[dict[str, Any]]:
+    def messages_for_user(self) -> list[dict[str, Any]]:
         """The conversation for an interaction: see `BaseInteraction.generate_response`."""
-        heard = []
+        shown = []
         for number, message in enumerate(self.trajectory.messages):
             if number in self.spoken:
                 message = {**message, "spoken": self.spoken[number]}
             elif number in self.tool_answers:
                 message = {**message, "role": "tool"}
-            heard.append(message)
-        return heard
+            shown.append(message)
+        return shown
 
 
 def end(data: Conversation, reason: StopReason) -> AgentState:

@@ -96,15 +96,15 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
     if len(given) > MAX_IMAGES:
         notes.append(f"(only the first {MAX_IMAGES} images are shown)")
     images, tokens = zip(*shown) if shown else ((), ())
-    return ShownResponse(noted(response.text, notes, limit), images, tokens)
+    return ShownResponse(append_notes(response.text, notes, limit), images, tokens)
 
 
 def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
     """`response` as a text-only model sees it; the session has cut its text to `limit`."""
-    return noted(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
+    return append_notes(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
 
 
-def noted(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
+def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
     """`text` with a line for each note; if both are too long, the text is cut, and the notes only if they must be."""
     told = "\n".join(notes).encode("utf-8", "replace").decode()
     whole = "\n".join(part for part in (text, told) if part)

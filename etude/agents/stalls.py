@@ -18,10 +18,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from etude.errors import InfrastructureError
-from etude.trace import OpenSpans
+
+if TYPE_CHECKING:
+    from etude.agents.manager import AgentLoopManager
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +35,10 @@ class Stalled(InfrastructureError):
     """Nothing had progressed for `trainer.stall_timeout`."""
 
 
-class Watched(Protocol):
-    """What a watch needs of a manager."""
-
-    progress: tuple[int, int]
-    open_spans: dict[str, OpenSpans]
-
-    def steps_done(self) -> int:
-        """Steps of the engine, if it counts them."""
-
-    def cancel_stalled(self, error: Stalled) -> None:
-        """Cancels all that is in flight; called in the event loop."""
-
-
 class StallWatch:
     """Watches `manager`, whose event loop is `loop`, from a thread of its own until `close`."""
 
-    def __init__(self, manager: Watched, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def __init__(self, manager: AgentLoopManager, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._manager, self._loop, self._seconds = manager, loop, seconds
         self._closed, self._suspended = threading.Event(), 0
         self._thread = threading.Thread(target=self._look, name="etude-stalls", daemon=True)

@@ -46,7 +46,7 @@ from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
 from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
-from etude.agents.tool_messages import ToolMessages, malformed_record, tagged, unseen, written
+from etude.agents.tool_messages import ToolMessages, drop_images, malformed_record, replace_unwritable, with_result_tag
 from etude.bounded import called, gather
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
@@ -245,23 +245,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
-        trajectory = data.trajectory
-        most, reason = self.turn_budget(trajectory)
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            prompt_ids=trajectory.context_ids(),
-            sampling_params=data.sampling.within(most),
-            images=tuple(trajectory.images),
-        )
-        add_time(trajectory, "generate_sequences", started)
-        trajectory.append(
-            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
-        )
-        trajectory.assistant_turns += 1
-        trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
+        output, data.cut_by = await self.sample_turn(data.trajectory, data.sampling)
         data.sampled = output.token_ids
-        whole = len(output.token_ids) >= min(most, data.sampling.max_tokens)  # else the engine's own window ended it
-        data.cut_by = None if output.stop_reason == "stop" else reason if whole else StopReason.CONTEXT_LENGTH
         return output
 
     def used_up(self, data: Conversation) -> StopReason | None:
@@ -273,7 +258,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         turn = trajectory.assistant_turns - 1
-        data.parsed = tagged(data.parsed, self.chat, self.tool_parser)
+        data.parsed = with_result_tag(data.parsed, self.chat, self.tool_parser)
         started = time.perf_counter()
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
@@ -371,7 +356,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         assert data.user is not None
         started = time.perf_counter()
-        answer = await data.user.answer(data.heard())
+        answer = await data.user.answer(data.messages_for_user())
         add_time(trajectory, "interaction", started)
         trajectory.add_step_reward(INTERACTION, answer.reward)
         if answer.over:
@@ -423,7 +408,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
         """Ends the trajectory without showing its last messages."""
         first = len(data.trajectory.messages) - messages
-        data.trajectory.messages[first:] = map(unseen, data.trajectory.messages[first:])
+        data.trajectory.messages[first:] = map(drop_images, data.trajectory.messages[first:])
         return end(data, reason)
 
     def _context_of(
@@ -436,7 +421,7 @@ class ToolAgentLoop(AgentLoopBase):
         except ConfigError as error:  # start-up checked the template: it is the text of these
             logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
             trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
-            told = written(self.chat, messages, image_tokens)
+            told = replace_unwritable(self.chat, messages, image_tokens)
             if not told:
                 return None
             trajectory.messages[-len(messages) :] = told

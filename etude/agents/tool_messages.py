@@ -52,14 +52,14 @@ class ToolMessages:
         unread = [None] * len(self.parsed.errors)
         made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
         if self.names_calls:
-            made[: len(calls)] = [naming(message, call.name) for message, call in zip(made, calls)]
+            made[: len(calls)] = [with_tool_name(message, call.name) for message, call in zip(made, calls)]
         for n, answer in self.with_images.items():
             made[n] = answer.message(made[n])
         return made
 
     def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
         """The messages in `excess` tokens fewer; None if there is not enough to cut."""
-        cut = None if limit is None else shortened(self.texts, excess, limit)
+        cut = None if limit is None else shorten_texts(self.texts, excess, limit)
         if cut is None:
             return None
         self.texts = cut
@@ -77,7 +77,7 @@ class ToolMessages:
         return [*[outcome.call for outcome in self.outcomes], *self.parsed.calls[len(self.outcomes) :]]
 
 
-def tagged(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolParser) -> ParsedResponse:
+def with_result_tag(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolParser) -> ParsedResponse:
     """`parsed`, with a tag around its answers where the template has no tool messages."""
     if parsed.result_tag is not None or chat.answers_tools:
         return parsed
@@ -89,7 +89,7 @@ def malformed_record(turn: int, error: str) -> ToolCallRecord:
     return ToolCallRecord(turn, "", "", error, error="malformed")
 
 
-def written(
+def replace_unwritable(
     chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """`messages`, with `UNWRITABLE` for texts that the template does not render; none if that does not help.
@@ -104,12 +104,12 @@ def written(
     return told if _is_written(chat, told, image_tokens) else []
 
 
-def unseen(message: dict[str, Any]) -> dict[str, Any]:
+def drop_images(message: dict[str, Any]) -> dict[str, Any]:
     """A message that the model never saw, as text only: a trajectory's messages have exactly the images of its context."""
     return {**message, "content": text_of(message["content"])} if image_count(message) else message
 
 
-def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
+def shorten_texts(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
     """`texts` in `excess` tokens fewer, the longest cut to one length; None if that is less than `LEAST_TOKENS`."""
     sizes = [limit.count(text) for text in texts]
     left, cap = sum(sizes) - excess, 0
@@ -123,7 +123,7 @@ def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str]
     return [text if size <= cap else limit.cut(text, cap) for text, size in zip(texts, sizes)]
 
 
-def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+def with_tool_name(message: dict[str, Any], name: str | None) -> dict[str, Any]:
     """A tool message with the name of the function it answers for, if known; any other unchanged."""
     return {**message, "name": name} if name and message.get("role") == "tool" else message
 

@@ -7,7 +7,9 @@ one have advantage 0, the latter its raw score with `singleton_advantage="raw"`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,73 +63,69 @@ def compute_advantage(
     return advantages.to(kind), returns.to(kind)
 
 
-def grpo(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton_advantage: Singleton = "zero",
-) -> tuple[Tensor, Tensor]:
+def _of_groups(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Makes an estimator of what judges a group: the (n,) advantages of the (n,) total scores of its answers, given their
+    (n,) numbers of sampled tokens and the options that it names."""
+    options = list(inspect.signature(judge).parameters.values())[2:]
+
+    @functools.wraps(judge)
+    def estimate(
+        *,
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: GroupIds,
+        singleton_advantage: Singleton = "zero",
+        **given: Any,
+    ) -> tuple[Tensor, Tensor]:
+        lengths = (response_mask > 0).sum(dim=1).double()
+        scores = token_level_rewards.sum(dim=1)
+        found = compare(
+            scores, lengths > 0, index, lambda group, rows: judge(group, lengths[rows], **given), singleton_advantage
+        )
+        advantages = spread(found, response_mask)
+        return advantages, advantages
+
+    common = list(
+        inspect.signature(estimate, follow_wrapped=False).parameters.values()
+    )  # the record passes what this names
+    estimate.__signature__ = inspect.Signature([*common[:-1], *options])  # type: ignore[attr-defined]
+    return estimate
+
+
+@_of_groups
+def grpo(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε); without the
     division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO, arXiv 2503.20783)."""
-    return _outcome(
-        token_level_rewards,
-        response_mask,
-        index,
-        singleton_advantage,
-        lambda scores, _: centre(scores, norm_adv_by_std_in_grpo),
-    )
+    return centre(scores, norm_adv_by_std_in_grpo)
 
 
-def grpo_passk(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton_advantage: Singleton = "zero",
-) -> tuple[Tensor, Tensor]:
+@_of_groups
+def grpo_passk(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Credit for pass@k (arXiv 2503.19595): the best answer of a group gets its distance from the second best, divided by
     (std_g + ε) with `norm_adv_by_std_in_grpo`; all others 0."""
-
-    def judge(scores: Tensor, _: list[int]) -> Tensor:
-        (best, second), places = scores.topk(2)
-        lead = (best - second) / (scores.std() + EPSILON if norm_adv_by_std_in_grpo else 1.0)
-        return torch.zeros_like(scores).index_put((places[0],), lead)
-
-    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+    (best, second), places = scores.topk(2)
+    lead = (best - second) / (scores.std() + EPSILON if norm_adv_by_std_in_grpo else 1.0)
+    return torch.zeros_like(scores).index_put((places[0],), lead)
 
 
-def rloo(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    singleton_advantage: Singleton = "zero",
-) -> tuple[Tensor, Tensor]:
+@_of_groups
+def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
     """REINFORCE leave-one-out (arXiv 2402.14740): r − the mean of the group's others = n/(n − 1) · (r − mean_g)."""
-
-    def judge(scores: Tensor, members: list[int]) -> Tensor:
-        return centre(scores, by_std=False) * len(members) / (len(members) - 1)
-
-    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+    return centre(scores, by_std=False) * len(scores) / (len(scores) - 1)
 
 
-def opo(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    singleton_advantage: Singleton = "zero",
-) -> tuple[Tensor, Tensor]:
+@_of_groups
+def opo(scores: Tensor, lengths: Tensor) -> Tensor:
     """On-policy optimal baseline (arXiv 2505.23585): r − Σ l r / Σ l over the group, l the number of sampled tokens."""
-    lengths = (response_mask > 0).sum(dim=1).double()
+    return scores - (lengths * scores).sum() / lengths.sum()
 
-    def judge(scores: Tensor, members: list[int]) -> Tensor:
-        return scores - (lengths[members] * scores).sum() / lengths[members].sum()
 
-    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+@_of_groups
+def max_rl(scores: Tensor, lengths: Tensor) -> Tensor:
+    """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is below 1e-6, where it
+    means nothing."""
+    mean = scores.mean()
+    return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
 
 
 def gpg(
@@ -140,30 +138,17 @@ def gpg(
 ) -> tuple[Tensor, Tensor]:
     """Group policy gradient (arXiv 2504.02546): α (r − mean_g) / `f_norm`, α = rollouts / rollouts with an advantage: groups
     whose scores are equal do not make the step smaller, as in TRL's GPG (verl's α counts scores other than 0)."""
-    advantages, _ = _outcome(
-        token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
+    advantages, _ = grpo(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        singleton_advantage=singleton_advantage,
+        norm_adv_by_std_in_grpo=False,
     )
     rows = group_rows(index, (response_mask > 0).any(dim=1))
     teaching = sum(len(members) for members in rows if bool((advantages[members].abs() > 1e-6).any()))
     advantages = advantages * (sum(map(len, rows)) / max(teaching, 1)) / f_norm
     return advantages, advantages
-
-
-def max_rl(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    singleton_advantage: Singleton = "zero",
-) -> tuple[Tensor, Tensor]:
-    """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is below 1e-6, where it
-    means nothing."""
-
-    def judge(scores: Tensor, _: list[int]) -> Tensor:
-        mean = scores.mean()
-        return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
-
-    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
 
 
 def reinforce_plus_plus_baseline(
@@ -174,8 +159,12 @@ def reinforce_plus_plus_baseline(
     singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): r − mean_g, whitened over the batch's sampled tokens."""
-    advantages, _ = _outcome(
-        token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
+    advantages, _ = grpo(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        singleton_advantage=singleton_advantage,
+        norm_adv_by_std_in_grpo=False,
     )
     advantages = whiten_masked(advantages, _compared(response_mask, index, singleton_advantage))
     return advantages, advantages
@@ -212,13 +201,6 @@ def gdpo(
             scores, valid, index, lambda group, _: centre(group, norm_adv_by_std_in_grpo), singleton_advantage
         )
     found = whiten_masked(advantages[:, None], _compared(response_mask, index, singleton_advantage))
-    return found, found
-
-
-def _outcome(rewards: Tensor, response_mask: Tensor, index: GroupIds, singleton: Singleton, judge: Any) -> Any:
-    """Advantages and returns: `compare` of the rows' total rewards."""
-    valid = (response_mask > 0).any(dim=1)
-    found = spread(compare(rewards.sum(dim=1), valid, index, judge, singleton), response_mask)
     return found, found
 
 

@@ -12,6 +12,7 @@ other sequences of the mini-batch only through what is counted or selected over 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
     own = list(inspect.signature(formula).parameters.values())[1:]
     names = {parameter.name for parameter in own}
 
+    @functools.wraps(formula)
     def loss(
         *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **options: Any
     ) -> Loss:
@@ -99,7 +101,9 @@ def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
             metrics["actor/ppo_kl"] = float(masked_mean(-log_ratio, mask))
         return agg_loss(losses, mask, **options), metrics
 
-    common = list(inspect.signature(loss).parameters.values())  # the record passes what this names
+    common = list(
+        inspect.signature(loss, follow_wrapped=False).parameters.values()
+    )  # the record passes what this names
     loss.__signature__ = inspect.Signature([*common[:-1], *own, common[-1]])  # type: ignore[attr-defined]
     return loss
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -332,56 +332,41 @@ class Records(Registry[Result]):
         return read | record.own_options(own, keys)
 
 
-def _estimators() -> Iterator[tuple[str, Estimator]]:
+def _estimators() -> dict[str, Estimator]:
     outcome, returns, turns = (f"etude.algorithms.{name}" for name in ("advantages", "returns", "turn_credit"))
     single, std = "singleton_advantage", "norm_adv_by_std_in_grpo"
-    grpo = Estimator(f"{outcome}:grpo", options={std, single}, min_group=2)
-    rloo = Estimator(f"{outcome}:rloo", options={single}, min_group=2)
-    token_baseline = Estimator(
-        f"{returns}:optimal_token_baseline",
-        {"old_log_probs", "sum_pi_squared"},
-        {single: "zero", "handle_zero_tail": True},
-        min_group=2,
-    )
     of_turns = {"gamma": 1.0, std: True, single: "zero", "step_advantage_w": 1.0}
-    yield (
-        "gae",
-        Estimator(f"{returns}:gae", {"values", "turns"}, {"gamma", "lam", "gae_timestep_unit"}, ties_teach=True),
-    )
-    yield "grpo", grpo
-    yield "grpo_vectorized", grpo
-    yield "grpo_passk", Estimator(f"{outcome}:grpo_passk", options={std, single}, min_group=2)
-    yield "rloo", rloo
-    yield "rloo_vectorized", rloo
-    yield "reinforce_plus_plus", Estimator(f"{returns}:reinforce_plus_plus", options={"gamma"}, ties_teach=True)
-    yield (
-        "reinforce_plus_plus_baseline",
-        Estimator(f"{outcome}:reinforce_plus_plus_baseline", options={single}, min_group=2),
-    )
-    yield "remax", Estimator(f"{returns}:remax", {"reward_baselines"}, (), ties_teach=True)
-    yield "opo", Estimator(f"{outcome}:opo", options={single}, min_group=2)
-    yield "gpg", Estimator(f"{outcome}:gpg", options={single: "zero", "f_norm": 1.0}, min_group=2)
-    yield (
-        "gdpo",
-        Estimator(
-            f"{outcome}:gdpo",
-            {"reward_components"},
-            {"gdpo_reward_keys", "gdpo_reward_weights", std, single},
-            min_group=2,
-            ties_teach=True,
-        ),
-    )
-    yield "max_rl", Estimator(f"{outcome}:max_rl", options={single}, min_group=2)
-    yield "optimal_token_baseline", token_baseline
-    yield "tir_optimal_token_baseline", token_baseline
-    yield "turn_grpo", Estimator(f"{turns}:turn_grpo", {"turns"}, of_turns, min_group=2, ties_teach=True)
-    yield (
-        "gigpo",
-        Estimator(f"{turns}:gigpo", {"turns", "observations"}, of_turns, min_group=2, ties_teach=True),
-    )
+    of_tokens = {"gamma", "lam", "gae_timestep_unit"}
+    of_rewards = {"gdpo_reward_keys", "gdpo_reward_weights", std, single}
+    of_tail = {single: "zero", "handle_zero_tail": True}
+
+    def grouped(fn: str, needs: Collection[str] = (), options: Any = (single,), ties_teach: bool = False) -> Estimator:
+        return Estimator(fn, needs, options, min_group=2, ties_teach=ties_teach)
+
+    grpo, rloo = grouped(f"{outcome}:grpo", options={std, single}), grouped(f"{outcome}:rloo")
+    baseline = grouped(f"{returns}:optimal_token_baseline", {"old_log_probs", "sum_pi_squared"}, of_tail)
+    return {
+        "gae": Estimator(f"{returns}:gae", {"values", "turns"}, of_tokens, ties_teach=True),
+        "grpo": grpo,
+        "grpo_vectorized": grpo,
+        "grpo_passk": grouped(f"{outcome}:grpo_passk", options={std, single}),
+        "rloo": rloo,
+        "rloo_vectorized": rloo,
+        "reinforce_plus_plus": Estimator(f"{returns}:reinforce_plus_plus", options={"gamma"}, ties_teach=True),
+        "reinforce_plus_plus_baseline": grouped(f"{outcome}:reinforce_plus_plus_baseline"),
+        "remax": Estimator(f"{returns}:remax", {"reward_baselines"}, (), ties_teach=True),
+        "opo": grouped(f"{outcome}:opo"),
+        "gpg": grouped(f"{outcome}:gpg", options={single: "zero", "f_norm": 1.0}),
+        "gdpo": grouped(f"{outcome}:gdpo", {"reward_components"}, of_rewards, ties_teach=True),
+        "max_rl": grouped(f"{outcome}:max_rl"),
+        "optimal_token_baseline": baseline,
+        "tir_optimal_token_baseline": baseline,
+        "turn_grpo": grouped(f"{turns}:turn_grpo", {"turns"}, of_turns, ties_teach=True),
+        "gigpo": grouped(f"{turns}:gigpo", {"turns", "observations"}, of_turns, ties_teach=True),
+    }
 
 
-ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estimator, dict(_estimators()))
+ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estimator, _estimators())
 
 
 def _loss(name: str, loss_agg_mode: LossAggMode = "token-mean", **options: Any) -> PolicyLoss:

@@ -19,24 +19,27 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.capabilities import TemplateCapabilities
 from etude.chat.contents import Message
 from etude.chat.control import ControlTokens
 from etude.chat.encoding import Decoder, Encoder
-from etude.chat.incremental import IncrementalRenderer
+from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.lost_parts import LostParts
-from etude.chat.observations import ObservationEncoder
-from etude.chat.placeholders import Placeholders, image_count
-from etude.chat.prompts import Prompts
+from etude.chat.placeholders import CUT, Placeholders, image_count
 from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
 from etude.chat.sampled import SampledTurns
-from etude.chat.turns import Turns
+from etude.chat.turns import Stub, Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PROMPTS_KEPT = 256
+_CONTEXTS_KEPT = 1024
+_LONGEST_KEPT = 4096  # characters of the messages of a cached context
 
 
 class ChatTemplate:
@@ -60,22 +63,22 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template: put a chat_template.jinja beside tokenizer.json")
         self.tokenizer = tokenizer
-        self._decoder, encoder = Decoder.of(tokenizer), Encoder(tokenizer)
+        self._decoder, self._encoder = Decoder.of(tokenizer), Encoder(tokenizer)
         self._control = ControlTokens(tokenizer)
         self._renderer = renderer = Renderer(tokenizer, apply_chat_template_kwargs)
-        self._turns = turns = Turns(renderer, encoder, self._control.ids)
-        images = None if processor is None else Placeholders.of(processor, renderer, self._control)
-        self._sampled = SampledTurns(renderer, encoder, turns, images)
+        self._turns = turns = Turns(renderer, self._encoder, self._control.ids)
+        self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
+        self._sampled = SampledTurns(renderer, self._encoder, turns, self._images)
         self._sampled.check()
-        incremental = IncrementalRenderer(renderer, encoder, turns)
-        capabilities = TemplateCapabilities.of(incremental, images)
+        self._incremental = IncrementalRenderer(renderer, self._encoder, turns)
+        self._capabilities = capabilities = TemplateCapabilities.of(self._incremental, self._images)
         if capabilities.tool_stub is not None:
             turns.use(capabilities.tool_stub, "tool")
         self.answers_tools = capabilities.tool_stub is not None
         self.names_calls, self.image_roles = capabilities.names_calls, capabilities.image_roles
-        self._prompts = Prompts(renderer, encoder, turns.answered, images)
         self._lost = LostParts(renderer)
-        self._observations = ObservationEncoder(turns, incremental, capabilities, images)
+        self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
+        self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -113,7 +116,19 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages, or they do not have that many images.
         """
-        return self._prompts.ids(messages, tools, image_tokens)
+        if self._images is None and image_tokens:
+            raise DataError("a text model takes no images")
+        key = rendering_key(messages, tools)
+        found = self._prompts.get(key)
+        if found is None:
+            if self._images is not None:
+                messages, tools = self._images.guard(messages), self._images.guard_tools(tools or ())
+            text = self._renderer.text_of_row(messages, tools, generate=True)
+            first, *rest = [text] if self._images is None else text.split(CUT)
+            after = self._turns.answered.encoder
+            found = (*self._encoder.ids(first), *(number for piece in rest for number in after.ids(piece)))
+            self._prompts.put(key, found)
+        return list(found) if self._images is None else self._images.expand(found, image_tokens)
 
     def prompt_length(
         self,
@@ -152,7 +167,27 @@ class ChatTemplate:
             DataError: the messages do not have as many images as `image_tokens`.
             ValueError: there is no message, or one of them is the assistant's.
         """
-        return self._observations.runs(messages, after, image_tokens)
+        messages = self._join_unless_taken(messages)
+        roles = [str(message.get("role")) for message in messages]
+        if not roles or "assistant" in roles:
+            raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
+        stub = self._stub_for(messages)
+        end = self._turns.end(stub, roles[0])
+        key = rendering_key(messages)  # an answer may be rendered twice: to count its tokens, and to add it
+        if key is not None and len(key) > _LONGEST_KEPT:
+            key = None
+        found = self._contexts.get(key)
+        if found is None:
+            found = self._incremental.runs(stub, messages)
+            self._contexts.put(key, found)
+        if self._images is not None:
+            owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
+            found = self._images.expand_runs(found, owners, image_tokens)
+        elif image_tokens:
+            raise DataError("a text model takes no images")
+        runs = [(list(ids), label) for ids, label in found]
+        opening = self._turns.opening(end, after)
+        return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs
 
     def continued_whole(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a stub conversation that `messages` answer, rendered and encoded at once; `context_ids` of the same
@@ -161,7 +196,18 @@ class ChatTemplate:
         Raises:
             ConfigError: the template cannot render it.
         """
-        return self._observations.whole(messages)
+        return self._incremental.whole(self._stub_for(messages), self._join_unless_taken(messages))
+
+    def _stub_for(self, messages: Sequence[Message]) -> Stub:
+        """The stub turn that `messages` follow."""
+        if not any(message.get("role") == "tool" for message in messages):
+            return Stub.ANSWER
+        if self._capabilities.tool_stub is None:
+            raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
+        return self._capabilities.tool_stub
+
+    def _join_unless_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self._capabilities.repeats_users or len(messages) < 2 else _join_users(messages)
 
     def demonstration(
         self,
@@ -189,7 +235,9 @@ class ChatTemplate:
         runs: list[Run] = [(self.initial_ids(prompt, tools, shown), Provenance.TEMPLATE)]
         for turn, following in zip(turns, [*turns[1:], None]):
             answers = messages[turn + 1 : following]
-            end = self._observations.end_before(answers) if answers else self._turns.answered
+            end = self._turns.answered
+            if answers:
+                end = self._turns.end(self._stub_for(answers), str(answers[0].get("role")))
             written = self._sampled.ids(messages[turn], end)
             if (lost := self._lost.of_turn(messages[turn])) is not None:
                 raise _lost_part(turn, lost)
@@ -227,3 +275,16 @@ def _lost_part(number: int, name: str) -> DataError:
         f"messages[{number}]: the chat template does not write {name}, so that the model would not see it; take a template "
         "that does, or put it into content as the model is to write it"
     )
+
+
+def _join_users(messages: Sequence[Message]) -> list[Message]:
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if last.get("role") == message.get("role") == "user" and all(
+            type(m.get("content")) is str for m in (last, message)
+        ):
+            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined

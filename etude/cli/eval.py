@@ -40,9 +40,9 @@ def evaluate(
       etude eval --config-name gsm8k_tool data.val_files=gsm8k/test.parquet \\
         actor_rollout_ref.model.path=models/mine
     """
-    from etude.config import compose_run
+    from etude.config import compose
 
-    config = compose_run("eval", config_name, overrides, config_path)  # before torch is imported
+    config = compose(config_name, overrides, config_path, command="eval")  # before torch is imported
     from etude.jsonl import json_safe
     from etude.trainer.run import evaluate as run
     from etude.viewer.display import RolloutBar

@@ -148,7 +148,7 @@ def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
     from etude.cli.tools import serve_mcp
     from etude.retrieval.server import ServerOptions
     from etude.tools import FunctionTool
-    from etude.tools.builtin.web_search import checked_query
+    from etude.tools.builtin.web_search import check_query
 
     bounds = ServerOptions()
     find = _at_service(source) if source.startswith(("http://", "https://")) else _in_index(Path(source))
@@ -160,7 +160,7 @@ def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
             query: what to search for
             topk: how many passages
         """
-        found = await find(checked_query(query, bounds.max_query_chars), max(1, min(topk, bounds.max_topk)))
+        found = await find(check_query(query, bounds.max_query_chars), max(1, min(topk, bounds.max_topk)))
         return json.dumps(found, ensure_ascii=False)
 
     serve_mcp([FunctionTool(query_rag)], {}, transport, host, port, path)

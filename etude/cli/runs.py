@@ -44,12 +44,12 @@ def list_runs(folder: Path, as_json: bool) -> None:
 
     from etude.cli.console import open_console
 
-    table = Table("run", "kind", "status", "step", "reward", "began", box=None, pad_edge=False)
+    table = Table("run", "kind", "status", "step", "reward", "model", "began", box=None, pad_edge=False)
     for run in found:
         steps = f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         began = "" if run.started is None else run.started.astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(_safe(run.folder), _safe(run.kind), run.status, steps, reward, began)
+        table.add_row(_safe(run.folder), _safe(run.kind), run.status, steps, reward, _safe(run.model), began)
     open_console().print(table, markup=False)
 
 
@@ -146,7 +146,7 @@ def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, st
 
 
 def _brief(run: Run) -> dict[str, Any]:
-    names = ("status", "why", "kind", "step", "total_steps", "reward", "validation")
+    names = ("status", "why", "kind", "model", "step", "total_steps", "reward", "validation")
     return {"run": str(run.folder)} | {name: getattr(run, name) for name in names}
 
 
@@ -155,6 +155,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     record = run.record
     yield "run", run.folder
     yield "status", f"{run.status}: {run.why}" if run.why else run.status
+    if run.model:
+        yield "model", run.model
     yield "steps", f"{run.step} of {run.total_steps}" if run.total_steps else run.step
     if run.reward is not None:
         yield "reward", f"{run.reward:.4g}"

@@ -21,9 +21,10 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
         multi_turn.tool_config_path=tools.yaml
       etude sft loss.name=dpo data.train_files=rollouts/1.jsonl model.path=models/mine
     """
-    from etude.config import compose_run
+    from etude.config import compose
 
-    config = compose_run("sft", config_name or "sft", overrides, config_path, root="sft")  # before torch is imported
+    # before torch is imported
+    config = compose(config_name or "sft", overrides, config_path, root="sft", command="sft")
     from etude.trainer.run import fine_tune
     from etude.viewer.display import Display
 

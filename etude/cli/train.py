@@ -26,9 +26,10 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
     A run continues from its last checkpoint (trainer.resume_mode). Ctrl-C ends it after the current step, with a checkpoint;
     a second Ctrl-C abandons the step.
     """
-    from etude.config import compose_run
+    from etude.config import compose
 
-    config = compose_run("train", config_name or root, overrides, config_path, root=root)  # before torch is imported
+    # before torch is imported
+    config = compose(config_name or root, overrides, config_path, root=root, command="train")
     from etude.trainer.run import train as run
     from etude.viewer.display import Display
 

@@ -44,11 +44,11 @@ def problems_with(
     options, wrong = build(tree, values)
     assert options is not None  # every key of a whole configuration has a default
     lines = {
-        key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
+        key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _repeats_fault(key, raw, wrong)
     }
     found = (*unknown_names(options), *_contradictions(options), *more(options))  # with defaults in place of those
     for key, text in found:
-        if key not in wrong and not _borrowed(key, raw, lines):
+        if key not in wrong and not _repeats_fault(key, raw, lines):
             is_unset = value_of(options, key) in (None, ())
             place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
             lines.setdefault(key, f"{key}{place} {text}")
@@ -88,7 +88,8 @@ def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> 
     """A line for each of `keys` that has no effect in this configuration."""
     for key in keys:
         if condition := inert_reason(options, key):
-            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect here: it applies {condition}"
+            place = f" ({sources[key]})" if key in sources else ""
+            yield f"{key}={shown_value(options, key)}{place} has no effect here: it applies {condition}"
 
 
 def inert_reason(options: Options, key: str) -> str:
@@ -116,14 +117,10 @@ def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
         ConfigError: settings do not fit them.
     """
     raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
-    return [
-        f"{key}={shown_value(run, key)} has no effect here: it applies {condition}"
-        for key in effective
-        if (condition := inert_reason(run, key))
-    ]
+    return list(inert(run, effective, {}))
 
 
-def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
+def _repeats_fault(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
     """Whether `key` only repeats the value of another faulty key."""
     link = raw.get(key)
     return isinstance(link, str) and any(f"${{{other}}}" in link for other in wrong)
@@ -143,7 +140,7 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
 
 _ALSO = {"reward_model.reward_manager": ("parallel",)}
 """Names that are valid without being registered."""
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _NOT_FOR_RUNS = ("scripted",)
 """The engine that replays a test's script."""
 
@@ -168,7 +165,7 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
         known += _ALSO.get(key, ())
         for name in value if isinstance(value, tuple) else (value,):
             if name not in known:
-                few = ", ".join(known[:_MOST_NAMES]) + (", …" if len(known) > _MOST_NAMES else "")
+                few = ", ".join(known[:_MAX_NAMES]) + (", …" if len(known) > _MAX_NAMES else "")
                 yield key, f"nothing is registered as '{name}'{did_you_mean(name, known)} (known: {few})"
                 break
 
@@ -394,8 +391,8 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _folders(run: TrainOptions) -> Iterator[Problem]:
-    folder = run.trainer.validation_data_dir
-    if folder and run.trainer.rollout_data_dir and _same_folder(folder, run.trainer.rollout_data_dir):
+    folders = run.trainer.validation_data_dir, run.trainer.rollout_data_dir
+    if all(folders) and len({os.path.abspath(os.path.expanduser(str(folder))) for folder in folders}) == 1:
         yield "trainer.validation_data_dir", "is trainer.rollout_data_dir, too: one would overwrite the other's files"
 
 
@@ -405,10 +402,6 @@ def _resuming(run: TrainOptions) -> Iterator[Problem]:
         yield "trainer.resume_mode", "needs trainer.resume_from_path"
     if path and not by_path:
         yield "trainer.resume_from_path", "is read only with trainer.resume_mode=resume_path: set that, too"
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
 
 
 def _serving(run: TrainOptions) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ Hydra leaves no output folder, logging set-up or global state.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +33,7 @@ from etude.config.layers import (
     parse_arguments,
     plain,
     root_layers,
+    to_container,
 )
 from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
@@ -74,20 +76,10 @@ def compose(
     config_path: str | Path | None = None,
     *,
     root: str = DEFAULT_ROOT,
+    command: Command | None = None,
 ) -> DictConfig:
-    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`."""
-    return compose_with_sources(config_name, overrides, config_path, root=root).config
-
-
-def compose_run(
-    command: Command,
-    config_name: str | None,
-    overrides: Sequence[str],
-    config_path: str | Path | None,
-    *,
-    root: str = DEFAULT_ROOT,
-) -> DictConfig:
-    """As `compose`, for a run that starts now: also checks that this machine has what it needs, before torch is imported."""
+    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. For a run that
+    starts now, `command` checks that this machine has what it needs, before torch is imported."""
     return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 
@@ -98,7 +90,7 @@ def compose_with_sources(
     *,
     root: str = DEFAULT_ROOT,
     resolve: bool = True,
-    command: Command | None = None,
+    command: Command | Literal["check"] | None = None,
     collect: bool = False,
 ) -> Composition:
     """Composes a configuration in struct mode and remembers where its values came from.
@@ -109,56 +101,70 @@ def compose_with_sources(
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
         root: the package root under the user's YAML, unless its defaults list names another.
         resolve: fill in interpolations in the result (types are checked with them filled in either way).
-        command: the command that starts now; this machine must have what the configuration names. None: no check.
+        command: the command that starts now; this machine must have what the configuration names. "check": the one that the
+            configuration is for. None: no check.
         collect: faults of keys and values, and remarks, are returned instead of raised and logged.
 
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
     _register_resolvers()
-    base, user = _layers(config_name or root, overrides, config_path, root)
+    package, user = _layers(config_name or root, overrides, config_path, root)
+    base = root_layers(*package)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
+    starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
     user = translation.layers
     for layer in user:
         if not layer.is_package and layer.source != COMMAND_LINE:
             _anchor_paths(layer, tree)
-    config = _merge([*base, *user])
+    config = _merge(user, onto=_package_defaults(*package))
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
-    raw, defaults = _leaves(config), _leaves(_merge(base))
+    raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
+    filled = _fill_in(config, sources)
     options, wrong = problems_with(
         tree,
-        _filled_in(config, sources),
+        filled,
         raw,
         sources,
-        lambda options: start_problems(options, command) if command else (),
+        lambda options: start_problems(options, starting) if starting else (),
     )
     if not collect:
         raise_faults(faults + wrong)
     set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
     changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
     noted = (translation.inert_line(),) if translation.inert else ()
-    noted += (*remarks(options, changed, sources), *(start_remarks(options) if command else ()))
+    noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
     for line in () if collect else noted:
         logger.warning("%s", line)
-    result = _with_types(config, raw, options, resolve)
+    result = _with_types(filled if resolve else OmegaConf.to_container(config), raw, options, resolve)
     OmegaConf.set_struct(result, True)
     known = {key: sources[key] for key in _leaves(result)}
     return Composition(result, known, options, (*faults, *wrong), noted)
 
 
+def _command_for(tree: type[Options], command: Command | Literal["check"], config_name: str) -> Command:
+    """The command that is checked for; refuses one whose configurations are of the other kind."""
+    fitting: tuple[Command, ...] = ("train", "eval") if tree is TrainOptions else ("sft",)
+    if command == "check":
+        return fitting[0]
+    if command not in fitting:
+        raise ConfigError(f"{config_name} is a configuration of `etude {fitting[0]}`: give it to that command")
+    return command
+
+
 def _layers(
     config_name: str, overrides: Sequence[str], config_path: str | Path | None, root: str
-) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, the user's own), lowest first."""
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), the user's own layers, lowest first)."""
     name, folder = _locate(config_name, config_path)
     values, choices = parse_arguments(overrides, folder)
     if folder == TREE:
-        base, user = list(root_layers(name, tuple(choices))), list[Layer]()
+        package, user = (name, tuple(choices)), list[Layer]()
     else:
-        base, user = _user_layers(name, folder, choices, root)
-    return base, [*user, command_line_layer(values)] if values else user
+        package, user = _user_layers(name, folder, choices, root)
+    return package, [*user, command_line_layer(values)] if values else user
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
@@ -187,17 +193,26 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())}){hint}")
 
 
-def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> tuple[list[Layer], list[Layer]]:
-    """(layers of the package root, layers of the user's YAML). Where the YAML lists another root, that one counts."""
+def _user_layers(
+    name: str, folder: Path, choices: Sequence[str], root: str
+) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
+    """((package root, its group choices), layers of the user's YAML). Where the YAML lists another root, that one counts."""
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return list(root_layers(listed[-1] if listed else root, () if lists_defaults else tuple(choices))), user
+    return (listed[-1] if listed else root, () if lists_defaults else tuple(choices)), user
 
 
-def _merge(layers: Sequence[Layer]) -> DictConfig:
-    """The layers merged in order; a list replaces a list, a free-form section is merged by key."""
-    config = OmegaConf.create()
+@cache
+def _package_defaults(root: str, choices: tuple[str, ...]) -> DictConfig:
+    """The layers of a package root, merged; only to be read."""
+    return _merge(root_layers(root, choices), onto=OmegaConf.create())
+
+
+def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
+    """A copy of `onto` with the layers merged into it in order; a list replaces a list, a free-form section is merged by
+    key."""
+    config = copy.deepcopy(onto)
     for layer in layers:
         try:
             config.merge_with(layer.values)
@@ -214,7 +229,7 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):
-            found = _anchored(value, folder, or_folder=kind in ("model", "checkpoint"))
+            found = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
             if found != value:
                 OmegaConf.update(layer.values, key, found)
 
@@ -223,11 +238,11 @@ _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
 """Of files; other names may be modules or models on a hub."""
 
 
-def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
+def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
     if isinstance(value, list):
-        return [_anchored(each, folder, or_folder) for each in value]
+        return [_anchor(each, folder, or_folder) for each in value]
     if isinstance(value, dict):  # an entry of custom_reward_function.rewards
-        return {name: _anchored(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
+        return {name: _anchor(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
     if not isinstance(value, str) or not value or "${" in value:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
@@ -298,22 +313,19 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
     return held[1:] if held else None, ""
 
 
-def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
+def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """`config` as plain containers, its interpolations filled in."""
     try:
-        container = OmegaConf.to_container(config, resolve=True)
+        return to_container(config)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}
 
 
-def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """`config` with the values of `options`; interpolations are kept unless `resolve` is set."""
-    result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
+def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
+    """`values` with the types of `options`; interpolations are kept unless `resolve` is set."""
+    result, given = OmegaConf.create(values), dict(flatten(values))
     assert isinstance(result, DictConfig)
-    given = _leaves(result)
     for key, value in flatten(plain_options(options)):
         is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
         if key in given and not is_link and (type(given[key]) is not type(value) or given[key] != value):
@@ -323,9 +335,7 @@ def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resol
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Dotted key → value, interpolations unfilled."""
-    container = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(container, dict)
-    return dict(flatten(container))
+    return dict(flatten(to_container(config, resolve=False)))
 
 
 def _reason(error: OmegaConfBaseException) -> str:

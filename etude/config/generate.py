@@ -52,7 +52,6 @@ def tree_files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Writes all of them."""
     for path, text in tree_files().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -186,7 +186,12 @@ def _read(name: str, package: str, folder: Path) -> Layer:
 
 def plain(layer: Layer) -> dict[str, Any]:
     """A layer's values as plain containers, interpolations unfilled."""
-    container = OmegaConf.to_container(layer.values, resolve=False)
+    return to_container(layer.values, resolve=False)
+
+
+def to_container(config: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
+    """`config` as plain containers; `resolve`: with its interpolations filled in."""
+    container = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
 

@@ -79,7 +79,8 @@ def start_remarks(options: Options) -> Iterator[str]:
     if rollout.max_model_len is None and needed > longest:
         yield (
             f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} need "
-            f"{needed} positions, and the model has {longest}: trajectories end there; lower data.max_prompt_length"
+            f"{needed} positions, and the model has {longest}: trajectories end there; lower data.max_prompt_length or "
+            f"data.max_response_length, or set {_ROLLOUT}.max_model_len={longest}"
         )
 
 

@@ -1,6 +1,6 @@
 """`Blobs`: the bytes of a dataset's rows, kept in a file instead of in memory.
 
-Invariant: `restored(kept(value))` equals `value`; equal bytes are stored once. The file is temporary and unnamed, so that it
+Invariant: `restore(store(value))` equals `value`; equal bytes are stored once. The file is temporary and unnamed, so that it
 disappears with the process, however that ends.
 """
 
@@ -18,7 +18,7 @@ SMALLEST = 1024  # bytes: less is cheaper to keep as it is
 
 
 @dataclass(frozen=True)
-class Kept:
+class BlobReference:
     """Position of the bytes in the file, their digest, and whether they were a string."""
 
     start: int
@@ -33,25 +33,25 @@ class Blobs:
     def __init__(self) -> None:
         self._file: int | None = None
         self._size = 0
-        self._places: dict[bytes, Kept] = {}
+        self._places: dict[bytes, BlobReference] = {}
 
-    def kept(self, value: Any) -> Any:
+    def store(self, value: Any) -> Any:
         """`value` with large bytes and URLs moved to the file, at any depth.
 
         Raises:
             DataError: the file cannot be written.
         """
         if isinstance(value, dict):
-            return {key: self.kept(member) for key, member in value.items()}
+            return {key: self.store(member) for key, member in value.items()}
         if isinstance(value, list):
-            return [self.kept(member) for member in value]
+            return [self.store(member) for member in value]
         if isinstance(value, bytes) and len(value) >= SMALLEST:
             return self._keep(value, text=False)
         if isinstance(value, str) and len(value) >= SMALLEST and value.startswith("data:"):
             return self._keep(value.encode("utf-8", "surrogatepass"), text=True)
         return value
 
-    def restored(self, value: Any) -> Any:
+    def restore(self, value: Any) -> Any:
         """`value` with the stored bytes and URLs put back.
 
         Raises:
@@ -60,10 +60,10 @@ class Blobs:
         if self._file is None:
             return value
         if isinstance(value, dict):
-            return {key: self.restored(member) for key, member in value.items()}
+            return {key: self.restore(member) for key, member in value.items()}
         if isinstance(value, list):
-            return [self.restored(member) for member in value]
-        if isinstance(value, Kept):
+            return [self.restore(member) for member in value]
+        if isinstance(value, BlobReference):
             data = self._read(value)
             return data.decode("utf-8", "surrogatepass") if value.text else data
         return value
@@ -74,7 +74,7 @@ class Blobs:
             raise TypeError("a Blobs with a file cannot be copied or pickled: the file belongs to this object alone")
         return type(self), ()
 
-    def _keep(self, data: bytes, *, text: bool) -> Kept:
+    def _keep(self, data: bytes, *, text: bool) -> BlobReference:
         key = hashlib.blake2b(data, digest_size=16, person=b"text" if text else b"bytes").digest()
         if key not in self._places:
             try:
@@ -88,11 +88,11 @@ class Blobs:
                 raise DataError(
                     f"cannot keep the rows' images in {tempfile.gettempdir()}: {one_line(error)}"
                 ) from error
-            self._places[key] = Kept(self._size, len(data), key.hex(), text)
+            self._places[key] = BlobReference(self._size, len(data), key.hex(), text)
             self._size += len(data)
         return self._places[key]
 
-    def _read(self, place: Kept) -> bytes:
+    def _read(self, place: BlobReference) -> bytes:
         assert self._file is not None  # a position in it exists
         parts, done = [], 0
         while done < place.size:

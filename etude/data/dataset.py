@@ -100,7 +100,7 @@ class RLDataset:
                 fits = False
             if fits:
                 index = row["extra_info"].get("index")
-                row = self._blobs.kept(row)
+                row = self._blobs.store(row)
                 self._rows.append(row)
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
@@ -153,7 +153,7 @@ class RLDataset:
         if length <= limit:
             return True
         if not self.options.drops_overlong:
-            advice = "raise it, or set data.filter_overlong_prompts=true to leave such rows out"
+            advice = "raise data.max_prompt_length, or set data.filter_overlong_prompts=true to leave such rows out"
             size = f"{length} tokens, tool schemas included"
             raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}: {advice}")
         self.overlong += 1
@@ -177,7 +177,7 @@ class RLDataset:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        row = self._blobs.restored(copy.deepcopy(self._rows[number]))
+        row = self._blobs.restore(copy.deepcopy(self._rows[number]))
         if self._any_images:
             row.setdefault("images", None)  # all rows of a data set have the same columns
         messages, schemas = row[self.options.prompt_key], self._schemas(row)

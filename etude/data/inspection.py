@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.data.dumped import is_dump
 from etude.data.files import Row, located_rows, without_nulls
-from etude.data.messages import checked_messages
+from etude.data.messages import check_messages
 from etude.data.rows import active_tools, check_row
 from etude.errors import ConfigError, DataError, one_line
 from etude.rewards.default import scorer_of
@@ -118,7 +118,7 @@ def inspect_file(
                 found.lengths.append(len(row["prompt_ids"]) + sum(len(part["token_ids"]) for part in row["segments"]))
             elif "messages" in row and prompt_key not in row:
                 found.kind = "conversations"
-                messages = checked_messages(row["messages"], f"{where}: messages")
+                messages = check_messages(row["messages"], f"{where}: messages")
                 found.lengths.append(_length(messages, chat, row.get("tools") or None))
             else:
                 _inspect_prompt(found, row, where, prompt_key, schemas, chat, prompts)

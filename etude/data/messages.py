@@ -1,6 +1,6 @@
 """Chat messages in data files.
 
-Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, content that is
+Invariant: a message list that `check_messages` returns can be given to a chat template: known roles, content that is
 text or a list of text and image parts, tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a
 template takes a null for a value). Matching image parts to images, inline (`image`) or not, is left to `images`.
 """
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def checked_messages(value: object, where: str, *, images: bool = False) -> list[Message]:
+def check_messages(value: object, where: str, *, images: bool = False) -> list[Message]:
     """The messages in `value`; `where` names the file, row and column for errors, `images` allows image parts.
 
     Raises:

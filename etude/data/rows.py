@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.data.files import Row, plain, without_nulls
-from etude.data.messages import checked_messages
+from etude.data.messages import check_messages
 from etude.errors import DataError
 from etude.registry import did_you_mean
+from etude.tools.instance import SECTIONS
 
 _NAMELESS = "gsm8k"
-KWARGS_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 def check_row(
@@ -51,7 +51,7 @@ def check_row(
     if prompt_key not in checked:
         hint = did_you_mean(prompt_key, checked)
         raise DataError(f"{where}: no column '{prompt_key}' (data.prompt_key){hint} (columns: {', '.join(checked)})")
-    checked[prompt_key] = checked_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
+    checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
     _check_agent(checked.get("agent_name"), where, agent_loops)
     for key in ("reward_model", "extra_info"):
@@ -145,7 +145,7 @@ def _check_tools_kwargs(extra_info: Mapping[str, Any], where: str, tool_names: S
         if tool not in active:
             raise DataError(f"{where}: tools_kwargs names the tool '{tool}', which tool_selection leaves out")
         for kind, values in _object(kwargs, f"{where}: tools_kwargs.{tool}").items():
-            if kind not in KWARGS_KINDS:
-                hint = did_you_mean(kind, KWARGS_KINDS)
+            if kind not in SECTIONS:
+                hint = did_you_mean(kind, SECTIONS)
                 raise DataError(f"{where}: tools_kwargs.{tool} has the unknown key '{kind}'{hint}")
             _object(values, f"{where}: tools_kwargs.{tool}.{kind}")

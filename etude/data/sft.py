@@ -16,7 +16,7 @@ from typing import Any
 from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows, without_nulls
 from etude.data.images import place_images, refuse_other_media
-from etude.data.messages import checked_messages
+from etude.data.messages import check_messages
 from etude.errors import DataError
 
 
@@ -37,7 +37,7 @@ class SFTDataset:
             raise DataError("no data file is named: set data.train_files")
         self._blobs = Blobs()
         self._rows = [
-            self._blobs.kept(_checked_demonstration(row, where, image_key, Path(name).expanduser().parent))
+            self._blobs.store(_checked_demonstration(row, where, image_key, Path(name).expanduser().parent))
             for name in self.files
             for where, row in located_rows(name)
         ]
@@ -46,7 +46,7 @@ class SFTDataset:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        row: Row = self._blobs.restored(copy.deepcopy(self._rows[number]))
+        row: Row = self._blobs.restore(copy.deepcopy(self._rows[number]))
         return row
 
     def __iter__(self) -> Iterator[Row]:
@@ -57,7 +57,7 @@ def _checked_demonstration(row: Mapping[str, Any], where: str, image_key: str | 
     if "messages" not in row:
         raise DataError(f"{where}: no column 'messages' (columns: {', '.join(row)})")
     refuse_other_media(row, where)
-    messages = checked_messages(row["messages"], f"{where}: messages", images=True)
+    messages = check_messages(row["messages"], f"{where}: messages", images=True)
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: messages must end with an assistant message, not {messages[-1]['role']}")
     made = {"messages": messages, "tools": _checked_tools(row.get("tools"), f"{where}: tools")}

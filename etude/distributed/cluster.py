@@ -40,7 +40,6 @@ class _HeadWatch(threading.Thread):
                     self.lost = f"the cluster's head at {self._address} does not answer ({one_line(error)})"
 
     def close(self) -> None:
-        """Ends the thread."""
         self._closed.set()
         self.join()
 
@@ -112,7 +111,6 @@ def _watch_head(end: Callable[[], object]) -> Callable[[], None]:
 
 
 def has_gpus() -> bool:
-    """Whether the connected cluster has any."""
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))

@@ -128,7 +128,7 @@ class Registration:
         """
         if isinstance(value, list):
             return [self.select(method, each) for each in value]
-        value = _settled(value)
+        value = _wait_for(value)
         if self.columns is None or not isinstance(value, DataProto | BatchRef):
             return value
         tensors = set() if isinstance(value, BatchRef) or value.batch is None else set(value.batch.keys())
@@ -207,8 +207,8 @@ def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwarg
         RuntimeError: the method is a DIRECT_ROLLOUT_METHOD.
     """
     mode = registration.dispatch_mode
-    args = tuple(_settled(value) for value in args)
-    kwargs = {key: _settled(value) for key, value in kwargs.items()}
+    args = tuple(_wait_for(value) for value in args)
+    kwargs = {key: _wait_for(value) for key, value in kwargs.items()}
     if registration.execute_mode is Execute.RANK_ZERO:
         return Call([args], [kwargs], lambda results: results[0])
     if isinstance(mode, DispatchMode):
@@ -306,5 +306,5 @@ def _entries(value: Any, world_size: int) -> Sequence[Any]:
     return value
 
 
-def _settled(value: Any) -> Any:
+def _wait_for(value: Any) -> Any:
     return value.get() if isinstance(value, DataProtoFuture) else value

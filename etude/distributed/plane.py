@@ -300,9 +300,8 @@ class DataPlane:
         try:
             block = self.store.write(data)
         finally:
-            with (
-                self._room
-            ):  # nobody sees the reservation and the block counted together, or a failed write's room taken
+            # Nobody sees the reservation and the block counted together, or a failed write's room taken.
+            with self._room:
                 self.nbytes -= nbytes
                 if block is None:
                     self._room.notify_all()

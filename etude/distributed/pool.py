@@ -32,8 +32,7 @@ class Slot:
 @dataclass(frozen=True)
 class ResourcePool:
     """A pool of processes, `process_on_nodes[i]` of them on node i, each with a CPU and, with `use_gpu`, a GPU; up to
-    `max_colocate_count` groups share these. `label_selector`: labels of the nodes to choose from, as Ray writes selectors.
-    `each`: what each process takes in place of these.
+    `max_colocate_count` groups share these. `each`: what each process takes in place of these.
 
     Raises:
         ValueError: no node, or a node with fewer than one process.
@@ -42,7 +41,6 @@ class ResourcePool:
     process_on_nodes: list[int]
     use_gpu: bool = False
     max_colocate_count: int = 1
-    label_selector: Mapping[str, str] = field(default_factory=dict)
     each: Mapping[str, float] | None = None
     _slots: list[Slot] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -52,7 +50,6 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Total number of processes."""
         return sum(self.process_on_nodes)
 
     @property
@@ -80,13 +77,12 @@ class ResourcePool:
         if self._slots:
             return self._slots
         if (present := _alive_nodes(ray)) and not self._fits(present):
-            raise ConfigError(f"{self._wish()}; the cluster has {_listed(present)}")
+            raise ConfigError(f"{self._request()}; the cluster has {_list_nodes(present)}")
         by_label = "bundle_label_selector" in inspect.signature(placement_group).parameters
         taken: list[str] = []
         for node, processes in enumerate(self.process_on_nodes):
-            others = {"ray.io/node-id": f"!in({','.join(taken)})"} if taken else {}
-            labels = {**self.label_selector, **others}
-            chosen = {"bundle_label_selector": [labels] * processes} if by_label and labels else {}
+            others = {"ray.io/node-id": f"!in({','.join(taken)})"}
+            chosen = {"bundle_label_selector": [others] * processes} if by_label and taken else {}
             group = placement_group([self.resources] * processes, strategy="STRICT_PACK", **chosen)
             self._slots.extend(Slot(group, rank, node, rank) for rank in range(processes))
             if not group.wait(seconds):
@@ -94,7 +90,7 @@ class ResourcePool:
                 free = {kind: f"{ray.available_resources().get(kind, 0):g}" for kind in self.resources}
                 left = ", ".join(f"{value} {kind}" for kind, value in free.items())
                 raise ConfigError(
-                    f"{self._wish()}; the cluster has {_listed(present)}, of which {left} were free for {seconds:g} s"
+                    f"{self._request()}; the cluster has {_list_nodes(present)}, of which {left} were free for {seconds:g} s"
                 )
             taken += sorted({*placement_group_table(group)["bundles_to_node_id"].values()})
         return self._slots
@@ -123,7 +119,7 @@ class ResourcePool:
         wanted = sorted(self.process_on_nodes, reverse=True)
         return len(rooms) >= len(wanted) and all(room >= processes for room, processes in zip(rooms, wanted))
 
-    def _wish(self) -> str:
+    def _request(self) -> str:
         kinds = " and a ".join(self.resources)
         counts = ", ".join(map(str, self.process_on_nodes))
         return f"{self.world_size} processes with a {kinds} each ({counts} on nodes of their own) are asked for"
@@ -133,7 +129,7 @@ def _alive_nodes(ray: Any) -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _listed(nodes: Iterable[Mapping[str, float]]) -> str:
+def _list_nodes(nodes: Iterable[Mapping[str, float]]) -> str:
     texts = [
         " and ".join(f"{node.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if node.get(kind)) for node in nodes
     ]

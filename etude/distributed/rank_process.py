@@ -193,7 +193,6 @@ class RankProcess:
         return made
 
     def mesh_place(self, mesh: str) -> MeshPlace:
-        """The worker's."""
         assert self._worker is not None
         return self._worker.mesh_place(mesh)
 

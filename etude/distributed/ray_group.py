@@ -137,7 +137,6 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def places(self) -> list[ProcessPlace]:
-        """Where each rank runs."""
         return [rank.place for rank in self._ranks]
 
     def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:

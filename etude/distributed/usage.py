@@ -25,7 +25,6 @@ class Usage:
 
     @property
     def total(self) -> float:
-        """CPU seconds of all."""
         return sum(self.cpu_seconds.values())
 
 

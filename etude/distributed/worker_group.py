@@ -157,7 +157,6 @@ class InProcessWorkerGroup(WorkerGroup):
         self._workers = [worker_cls(*args, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
 
     def close(self) -> None:
-        """Ends the workers and drops them."""
         for worker in self._workers:
             worker.close()
         self._workers.clear()

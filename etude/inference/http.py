@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from etude.errors import EngineError, one_line
+from etude.json_service import read_body
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
 
@@ -35,9 +36,9 @@ class HttpServer:
         self.url, self.timeout = url, timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def get(self, path: str, *, timeout: float | None = None) -> bytes:
+    async def get(self, path: str) -> bytes:
         """The body of the response to a GET."""
-        return await self._call("GET", path, None, None, timeout)
+        return await self._call("GET", path, None)
 
     async def post(
         self,
@@ -48,18 +49,11 @@ class HttpServer:
         timeout: float | None = None,
     ) -> bytes:
         """The body of the response to a POST of JSON."""
-        return await self._call("POST", path, body if body is not None else {}, query, timeout)
+        return await self._call("POST", path, body or {}, query=query, timeout=timeout)
 
-    async def ask(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """The JSON object that answers a POST of JSON."""
-        return self._object(path, await self.post(path, body, query=query, timeout=timeout))
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        """The JSON object that answers a `post` with these arguments."""
+        return self.object(path, await self.post(path, body, **options))
 
     async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
         """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive. An event's size is
@@ -73,16 +67,12 @@ class HttpServer:
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == b"[DONE]":
                 return
-            event = self._object(path, data)
+            event = self.object(path, data)
             if event.get("error"):
                 raise EngineError(f"{self.url}{path}: {json.dumps(event['error'])[:200]}")
             take(event)
 
-        await self._call("POST", path, body, None, None, read)
-
-    async def ask_for(self, path: str) -> dict[str, Any]:
-        """The JSON object that answers a GET."""
-        return self._object(path, await self.get(path))
+        await self._call("POST", path, body, on_line=read)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -94,13 +84,14 @@ class HttpServer:
                 f"{self.url}{path}: the answer lacks a part: {type(error).__name__} {one_line(error, 80)}"
             ) from error
 
-    def _object(self, path: str, body: bytes) -> dict[str, Any]:
+    def object(self, path: str, body: bytes) -> dict[str, Any]:
+        """The JSON object in an answer's body."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {one_line(error, 80)}") from error
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.url}{path}: the answer is JSON, but no object: {_shown(body)}")
+            raise EngineError(f"{self.url}{path}: the answer is JSON, but no object: {_excerpt(body)}")
         return answer
 
     async def _call(
@@ -108,9 +99,10 @@ class HttpServer:
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
-        query: Mapping[str, str] | None,
-        timeout: float | None,
-        read: Callable[[bytes], None] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        on_line: Callable[[bytes], None] | None = None,
     ) -> bytes:
         seconds = self.timeout if timeout is None else timeout
         where = f"{self.url}{path}"
@@ -121,33 +113,16 @@ class HttpServer:
                 session.request(method, where, json=body, params=query) as response,
             ):
                 status = response.status
-                data = await _read(response, where, read if status < 300 else None)
+                too_long = EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+                data = await read_body(response, MAX_ANSWER_BYTES, too_long, on_line if status < 300 else None)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineError(f"{where}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
         if status >= 300:
-            raise StatusError(f"{where}: status {status}: {_shown(data)}", status)
+            raise StatusError(f"{where}: status {status}: {_excerpt(data)}", status)
         return data
 
 
-async def _read(response: aiohttp.ClientResponse, where: str, on_line: Callable[[bytes], None] | None = None) -> bytes:
-    """The body; or, if `on_line` is given, what is left after its last line, each of which goes there. Only what is kept
-    counts towards the limit: SGLang's events repeat the whole answer so far, whose sum is quadratic in its length."""
-    kept: list[bytes] = []
-    size = 0
-    async for piece in response.content.iter_any():
-        *ends, rest = piece.split(b"\n") if on_line else [piece]
-        if size + max(map(len, (*ends, rest))) > MAX_ANSWER_BYTES:
-            raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-        for end in ends:
-            assert on_line is not None
-            on_line(b"".join([*kept, end]))
-            kept, size = [], 0
-        kept.append(rest)
-        size += len(rest)
-    return b"".join(kept)
-
-
-def _shown(body: bytes) -> str:
+def _excerpt(body: bytes) -> str:
     return one_line(ValueError(body[:2000].decode("utf-8", "replace")), 200) if body.strip() else "(empty)"

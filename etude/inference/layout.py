@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from etude.inference.cache import Slab, Slot
-from etude.models.attention import Scoring, joined, partial_attention, visibility
+from etude.models.attention import Scoring, merge_attention, partial_attention, visibility
 from etude.models.image_positions import ImagePositions
 
 T = TypeVar("T")
@@ -143,10 +143,10 @@ class StepLayout:
 
     def _single(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of single tokens over all they see: (tokens, kv_heads, group, head_dim) in and out."""
-        own = _joint([each.attend(layer, query[rows], scoring) for rows, each in self._own])
+        own = _concat([each.attend(layer, query[rows], scoring) for rows, each in self._own])
         if not self._shared:
             return own[0]
-        first = _joint([each.attend(layer, query, scoring) for each in self._shared])
+        first = _concat([each.attend(layer, query, scoring) for each in self._shared])
         blind = None
         if scoring.window is not None:
             blind = torch.cat([each.blind(scoring.window) for each in self._shared])[:, None, None]
@@ -154,9 +154,9 @@ class StepLayout:
             first = first[0].index_select(0, self._gathered), first[1].index_select(0, self._gathered)
             blind = None if blind is None else blind.index_select(0, self._gathered)
         if self._prefixed is None:
-            return joined(first, own, blind)
+            return merge_attention(first, own, blind)
         second = own[0].index_select(0, self._prefixed), own[1].index_select(0, self._prefixed)
-        return own[0].index_copy(0, self._prefixed, joined(first, second, blind))
+        return own[0].index_copy(0, self._prefixed, merge_attention(first, second, blind))
 
     def _span(self, layer: int, query: Tensor, feed: StepInput, scoring: Scoring) -> Tensor:
         """Attention of one row's tokens over its prefix and slot: (count, kv_heads, group, head_dim) in and out."""
@@ -305,7 +305,7 @@ class SharedPrefixes:
         return out, lse.reshape(height, kv_heads, width, group).transpose(1, 2).reshape(-1, kv_heads, group)
 
 
-def _joint(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concat(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs and normalisers of several parts, concatenated."""
     if len(parts) == 1:
         return parts[0]

@@ -30,24 +30,15 @@ class EngineMetrics:
     )
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the wall time of a block to `seconds[what]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - start
-
-    @contextmanager
-    def timed_forward(self, prefill_share: float) -> Iterator[None]:
-        """Adds the wall time of a forward pass, of whose tokens this share were prompt tokens."""
+    def timed(self, what: str, prefill_share: float = 0.0) -> Iterator[None]:
+        """Adds the wall time of a block to `seconds[what]`, and to those of "prefill" the share of prompt tokens."""
         start = time.perf_counter()
         try:
             yield
         finally:
             spent = time.perf_counter() - start
             self.seconds["prefill"] += spent * prefill_share
-            self.seconds["decode"] += spent * (1.0 - prefill_share)
+            self.seconds[what] += spent * (1.0 - prefill_share)
 
     def report(self, max_num_seqs: int) -> Metrics:
         """The metrics; see `docs/engines.md`."""

@@ -226,13 +226,7 @@ class NativeEngine:
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        stops = None
-        if params.stop:
-            if self.options.tokenizer is None:
-                raise ConfigError(
-                    "stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer"
-                )
-            stops = StopTexts(self.options.tokenizer, params.stop)
+        stops = self._stop_texts(params)
         if known is None:  # only now: a rejected request would leave it open
             self.open([request_id])
         row = self._rows[request_id]
@@ -249,6 +243,13 @@ class NativeEngine:
             if row.request is request:  # cancelled while under way
                 self._drop_request(row, "aborted")
                 self._notify()
+
+    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
+        if not params.stop:
+            return None
+        if self.options.tokenizer is None:
+            raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
+        return StopTexts(self.options.tokenizer, params.stop)
 
     async def abort(self, request_id: str) -> None:
         """Ends the trajectory's request; its `generate` returns what was sampled, with stop reason "aborted"."""
@@ -458,7 +459,7 @@ class NativeEngine:
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
-        with metrics.timed_forward(plan.prefill / layout.tokens), recording as chosen:
+        with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:
             if self._decoder is not None:
                 hidden = self._decoder.hidden(ids, positions, layout)
             elif images is None:

@@ -39,7 +39,8 @@ class OpenAIEngine(ServedEngine):
 
     async def _model_name(self) -> str:
         if self._model is None:
-            listed = (await self._server.ask_for("/v1/models")).get("data")
+            path = "/v1/models"
+            listed = self._server.object(path, await self._server.get(path)).get("data")
             names = [str(each.get("id")) for each in listed or () if isinstance(each, dict)]
             if len(names) != 1:
                 raise ConfigError(

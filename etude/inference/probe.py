@@ -11,12 +11,12 @@ that never takes new weights is therefore caught at the first step whose *accumu
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from etude.bounded import gather
 from etude.errors import EtudeError
 from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.seeds import probe_seed
@@ -143,7 +143,21 @@ class WeightProbe:
             WeightMismatch: the tokens carry another version.
             EngineError: the engine failed to sample.
         """
-        outputs = await self._draw_all(engine, version)
+        names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
+
+        async def sample(request: str, ids: Sequence[int]) -> TokenOutput:
+            params = SamplingParams(self._temperature, max_tokens=self._tokens, seed=probe_seed(request))
+            try:
+                return await engine.generate(request, ids, params)
+            finally:
+                engine.close(request)  # at once: a deterministic engine waits for open trajectories
+
+        engine.open(names)
+        try:
+            outputs = await gather(map(sample, names, self._prompts))
+        finally:
+            for each in names:
+                engine.close(each)
         served = sorted({v for output in outputs for v in output.weight_versions} - {version})
         if served:
             raise WeightMismatch(
@@ -152,22 +166,3 @@ class WeightProbe:
             )
         rows = [(prompt, output.token_ids) for prompt, output in zip(self._prompts, outputs) if output.token_ids]
         return ProbeDraws(name, version, rows, [v for output in outputs for v in output.log_probs], self._tolerance)
-
-    async def _draw_all(self, engine: Engine, version: int) -> list[TokenOutput]:
-        names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
-        engine.open(names)
-        try:
-            return await asyncio.gather(*(self._draw(engine, name, ids) for name, ids in zip(names, self._prompts)))
-        finally:
-            for name in names:
-                engine.close(name)
-
-    async def _draw(self, engine: Engine, name: str, ids: Sequence[int]) -> TokenOutput:
-        """One prompt's tokens; closed at once, since a deterministic engine waits for open trajectories."""
-        try:
-            return await engine.generate(name, ids, self._params(name))
-        finally:
-            engine.close(name)
-
-    def _params(self, name: str) -> SamplingParams:
-        return SamplingParams(temperature=self._temperature, max_tokens=self._tokens, seed=probe_seed(name))

@@ -40,12 +40,6 @@ class AdapterFolder:
     versions: int
 
 
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    task: asyncio.Task[TokenOutput]
-
-
 class ServedEngine(ABC):
     """`max_model_len`: the longest context in tokens."""
 
@@ -56,7 +50,7 @@ class ServedEngine(ABC):
         self._limit = max_model_len
         self._adapters: list[str] = []  # names of LoRA adapters that the engine has, the current one last
         self._run = secrets.token_hex(4)  # part of these names: a server may have some of another run
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, tuple[str, asyncio.Task[TokenOutput]]] = {}  # in flight: name, task
         self._numbers = itertools.count()
         self._version = 0
         self._paused = False
@@ -68,7 +62,7 @@ class ServedEngine(ABC):
     def close(self, request_id: str) -> None:
         """Cancels the trajectory's request, if one is in flight; its `generate` returns "aborted"."""
         if call := self._calls.get(request_id):
-            call.task.cancel()
+            call[1].cancel()
 
     async def generate(
         self,
@@ -92,7 +86,7 @@ class ServedEngine(ABC):
             return TokenOutput([], [], "length", [])
         name = f"{request_id}#{next(self._numbers)}"
         task = asyncio.ensure_future(self._ask(name, list(prompt_ids), replace(params, max_tokens=limit), on_tokens))
-        self._calls[request_id] = _Call(name, task)
+        self._calls[request_id] = (name, task)
         try:
             await asyncio.wait({task})
         finally:
@@ -109,7 +103,7 @@ class ServedEngine(ABC):
     async def abort(self, request_id: str) -> None:
         """Ends the trajectory's request; its `generate` returns what was sampled, with stop reason "aborted"."""
         if call := self._calls.get(request_id):
-            await self._abort(call.name)
+            await self._abort(call[0])
 
     async def pause(self) -> None:
         """See `etude.inference.Engine.pause`."""
@@ -238,7 +232,7 @@ def version_spans(spans: Any) -> list[tuple[int, int, int]]:
     return [(int(version), start, end) for version, start, end in named if version.isdecimal()]
 
 
-def checked_output(answer: Answer, params: SamplingParams, version: int, source: str) -> TokenOutput:
+def validate_answer(answer: Answer, params: SamplingParams, version: int, source: str) -> TokenOutput:
     """`answer` as a `TokenOutput`; log-probs of greedy decoding are 0, those of a point mass.
 
     Args:

@@ -19,7 +19,7 @@ from etude.errors import EngineError
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
-from etude.inference.served import Answer, ServedEngine, check_count, checked_output, checkpoint_folder, version_spans
+from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
 from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 
 _GROWING = ("output_ids", "output_token_logprobs", "output_token_sampling_logprobs")
@@ -74,7 +74,7 @@ class SGLangEngine(ServedEngine):
             read = self._read(answer, restricted)
         if adapter:  # the server's versions are of the weights below it
             read = replace(read, versions=None)
-        return checked_output(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url)
 
     async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
         """The last event of a stream, with the lists of all: each event has them from the beginning, or, on servers that

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from etude.errors import ConfigError
@@ -50,17 +50,11 @@ class SamplingParams:
 
     def seeded(self, seed: int) -> SamplingParams:
         """The same with another seed."""
-        return self._with(seed=seed)
+        return replace(self, seed=seed)
 
     def within(self, tokens: int) -> SamplingParams:
         """The same with at most `tokens` tokens, at least 1."""
-        return self if self.max_tokens <= tokens else self._with(max_tokens=tokens)
-
-    def _with(self, **changes: int) -> SamplingParams:
-        """A copy without validation: every engine call makes one, and these values were validated."""
-        made = object.__new__(SamplingParams)
-        made.__dict__.update(self.__dict__, **changes)
-        return made
+        return self if self.max_tokens <= tokens else replace(self, max_tokens=tokens)
 
     @classmethod
     def of(cls, params: SamplingParams | Mapping[str, Any]) -> SamplingParams:

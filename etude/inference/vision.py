@@ -77,7 +77,7 @@ class StepImages:
         if not parts:
             return None
         self._trim(used)
-        features = ImageFeatures.joined(parts)
+        features = ImageFeatures.concat(parts)
         return ShownImages(torch.cat(places).to(features.embedding.device), features)
 
     def _features(self, image: ImageInput) -> ImageFeatures:

@@ -103,16 +103,6 @@ class ClusterLimiter(Limiter):
         self._loop = background_loop("etude-limits")
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    @property
-    def held(self) -> int:
-        """How many permits this process uses."""
-        return self._client.held
-
-    @property
-    def waiting(self) -> int:
-        """How many tasks and threads of this process wait."""
-        return self._client.waiting
-
     def info(self) -> LimiterInfo:
         """The limiter's state in the whole cluster; permits that a process keeps for its next call count as held."""
         return self._connection.info()

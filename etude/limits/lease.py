@@ -219,7 +219,7 @@ class LeaseClient(WaitQueue[T]):
         self.name = self._new_name()
         self.known = False
         self._number = self._version = self._granted = self._returned = self._unused = 0
-        self._used: set[int] = set()
+        self._held = set()
         self.idle = 0
         """The number of permits kept for the next waiter."""
         self._used_at = self._valid_until = float("-inf")
@@ -228,14 +228,9 @@ class LeaseClient(WaitQueue[T]):
         """Whether something urgent must be reported to the server."""
 
     @property
-    def held(self) -> int:
-        """The number of permits in use in this process."""
-        return len(self._used)
-
-    @property
     def is_quiet(self) -> bool:
         """Whether nothing is held, waited for or left to report."""
-        return not (self._used or self.idle or self._waiting or self.has_news)
+        return not (self._held or self.idle or self._waiting or self.has_news)
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
         granted = super().enter(ticket, now)
@@ -251,8 +246,8 @@ class LeaseClient(WaitQueue[T]):
             if unused:
                 self._unused += 1
                 self.has_news = True
-        elif lease in self._used:
-            self._used.discard(lease)
+        elif lease in self._held:
+            self._held.discard(lease)
             if self._keeps_nothing:
                 self._give_back(1, unused)
             else:
@@ -331,7 +326,7 @@ class LeaseClient(WaitQueue[T]):
         if self._limit.max_concurrent is None:
             self._returned += 1  # nothing of it is held
         else:
-            self._used.add(self._leases)
+            self._held.add(self._leases)
         return self._leases
 
     def _give_back(self, count: int, unused: bool) -> None:

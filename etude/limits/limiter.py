@@ -29,7 +29,13 @@ class WaitQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[T, None] = OrderedDict()
+        self._held: set[int] = set()
         self._leases = 0
+
+    @property
+    def held(self) -> int:
+        """The number of permits in use here; 0 if only the rate is limited."""
+        return len(self._held)
 
     @property
     def waiting(self) -> int:
@@ -80,12 +86,6 @@ class Fifo(WaitQueue[T]):
         super().__init__()
         self._limit = limit
         self._bucket = TokenBucket(limit.per_second, limit.bucket_size, now) if limit.per_second else None
-        self._held: set[int] = set()
-
-    @property
-    def held(self) -> int:
-        """The number of permits in use; 0 if only the rate is limited."""
-        return len(self._held)
 
     def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
         if unused and self._bucket is not None:
@@ -160,6 +160,16 @@ class Limiter:
         self._core = core
         self._lock = threading.Lock()
         self._due: float | None = None  # when `_advance` is called next
+
+    @property
+    def held(self) -> int:
+        """How many permits this process uses; 0 if only the rate is limited."""
+        return self._core.held
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks and threads of this process wait."""
+        return self._core.waiting
 
     def permit(self, timeout: float | None = None) -> Holding:
         """A context manager, async and sync, that holds a permit; waits at most `timeout` seconds for it."""
@@ -306,18 +316,7 @@ class LocalLimiter(Limiter):
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
-        self._fifo: Fifo[Ticket] = Fifo(limit, time.monotonic())
-        super().__init__(self._fifo)
-
-    @property
-    def held(self) -> int:
-        """The number of permits in use; 0 if only the rate is limited."""
-        return self._fifo.held
-
-    @property
-    def waiting(self) -> int:
-        """The number of waiting tasks and threads."""
-        return self._fifo.waiting
+        super().__init__(Fifo(limit, time.monotonic()))
 
 
 class ConcurrencyLimit(LocalLimiter):

@@ -1,7 +1,7 @@
 """Softmax attention over a part of a context, with the normaliser that merges parts.
 
-Invariant: `joined(partial over A, partial over B)` is the attention over A and B together. Visibility is up to the caller,
-which passes a mask.
+Invariant: `merge_attention(partial over A, partial over B)` is the attention over A and B together. Visibility is up to
+the caller, which passes a mask.
 
 Splitting a context pays because trajectories of one group share their prompt: its keys are then read once for all of them.
 The merge rule is that of flash attention (Dao et al. 2022, arXiv 2205.14135).
@@ -36,7 +36,7 @@ def partial_attention(
 
     Returns:
         (batch, heads, queries, head_dim) and the logarithm of the sum of exponentiated scores, (batch, heads, queries),
-        at least float32. For a query that sees nothing, 0 and an undefined normaliser: see `joined`.
+        at least float32. For a query that sees nothing, 0 and an undefined normaliser: see `merge_attention`.
     """
     if query.device.type == "cpu" and scoring.softcap is None and not torch.is_grad_enabled():
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -57,7 +57,9 @@ def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], first_blind: Tensor | None = None) -> Tensor:
+def merge_attention(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], first_blind: Tensor | None = None
+) -> Tensor:
     """The attention over two parts of a context.
 
     Args:

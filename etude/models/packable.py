@@ -100,7 +100,6 @@ class _KeptKeys:
         return torch.arange(self._start, self.length, device=device)[None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See `AttentionLayout`."""
         self.twice |= layer in self._seen
         self._seen.add(layer)
         if self._start:

@@ -56,7 +56,7 @@ class ImageFeatures:
         return ImageFeatures(self.embedding.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
     @classmethod
-    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+    def concat(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         """The features of several images or parts of them, concatenated."""
         if len(parts) == 1:
             return parts[0]

@@ -60,7 +60,7 @@ class KLCtrlOptions:
 
 @options
 class FilterGroupsOptions:
-    """The documents' keys of zero_variance."""
+    """verl's keys for zero_variance."""
 
     enable: Flag = key(
         "True: as zero_variance=mask, or =refill where max_num_gen_batches is more than 1.",

@@ -19,7 +19,7 @@ from etude.registry import did_you_mean
 
 MAX_WHOLE = 2**31 - 1
 MAX_TEXT = 4096  # characters: the longest path that Linux opens
-_MOST_SHOWN = 80  # characters of a wrong value
+_MAX_SHOWN = 80  # characters of a wrong value
 
 
 def _as_whole(value: object) -> object:
@@ -216,4 +216,4 @@ def misfit(name: str, hint: Any, value: object) -> str:
 def shown(value: object) -> str:
     """A value as an error message shows it."""
     text = "null" if value is None else repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

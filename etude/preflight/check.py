@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.config import Composition, compose_with_sources
+from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
 from etude.errors import ConfigError
 from etude.findings import Findings, Level, split_advice
-from etude.options import SFTOptions, TrainOptions
+from etude.options import CustomRewardOptions, TrainOptions
+from etude.preflight import advice
 
 if TYPE_CHECKING:
     from etude.data import RLDataset
@@ -35,6 +37,10 @@ _ENDINGS = {
     "response_length": "raise data.max_response_length",
     "tool_response_overflow": "raise data.max_response_length, or lower the tool's config.max_response_chars",
     "prompt_too_long": "raise data.max_prompt_length",
+    "context_length": f"raise {_ROLLOUT}.max_model_len",
+    "turn_length": f"raise {_ROLLOUT}.multi_turn.max_turn_tokens",
+    "trajectory_length": f"raise {_ROLLOUT}.multi_turn.max_trajectory_tokens",
+    "time_limit": f"raise {_ROLLOUT}.multi_turn.max_seconds",
     "context_refused": "take a chat template that writes the tools' answers; `etude chat check MODEL` says what it does",
     "max_assistant_turns": f"raise {_ROLLOUT}.multi_turn.max_assistant_turns to 2 or more",
     "max_user_turns": f"raise {_ROLLOUT}.multi_turn.max_user_turns",
@@ -62,7 +68,7 @@ def inspect_run(
     """
     run = _Inspection(rows, seconds)
     run.configuration(config_name, overrides, config_path, sft)
-    if run.options is not None:
+    if hasattr(run, "options"):
         run.parts(rolls_out)
     else:
         run.fine_tuning()
@@ -70,18 +76,19 @@ def inspect_run(
 
 
 class _Inspection:
-    """The steps, and what each leaves to the next; None where it failed."""
+    """The steps, and what each leaves to the next; absent where it failed."""
+
+    options: TrainOptions
+    _composition: Composition
+    _roles: RoleOptions
+    _bundle: TokenizerBundle
+    _worker: TrialRollouts
+    _setup: LoadedSetup
+    _train: RLDataset
 
     def __init__(self, rows: int, seconds: float) -> None:
         self.findings = Findings()
         self._rows, self._seconds = rows, seconds
-        self.options: TrainOptions | None = None
-        self._composition: Composition | None = None
-        self._roles: RoleOptions | None = None
-        self._bundle: TokenizerBundle | None = None
-        self._worker: TrialRollouts | None = None
-        self._setup: LoadedSetup | None = None
-        self._train: RLDataset | None = None
 
     def configuration(
         self, config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, sft: bool
@@ -89,14 +96,13 @@ class _Inspection:
         """Composes it; every wrong key and value is a finding."""
 
         def step() -> str:
-            root = "sft" if sft else "ppo_trainer"
-            place = (config_name or root, overrides, config_path)
-            is_sft = isinstance(compose_with_sources(*place, root=root, collect=True).options, SFTOptions)
-            found = compose_with_sources(*place, root=root, command="sft" if is_sft else "train", collect=True)
+            root = "sft" if sft else DEFAULT_ROOT
+            found = compose_with_sources(config_name, overrides, config_path, root=root, command="check", collect=True)
             for level, lines in ((Level.ERROR, found.faults), (Level.WARNING, found.remarks)):
                 for line in lines:
-                    key = re.split(r"[= ]", line, maxsplit=1)[0]
-                    self.findings.add_line(level, "configuration", line, f"`etude config {key}` says what it takes")
+                    key = re.split(r"[=: ]", line, maxsplit=1)[0]
+                    fix = f"leave out {key}" if "has no effect" in line else f"`etude config {key}` says what it takes"
+                    self.findings.add_line(level, "configuration", line, fix)
             self._composition = found
             if isinstance(found.options, TrainOptions):
                 self.options = found.options
@@ -110,62 +116,57 @@ class _Inspection:
         def step() -> str:
             from etude.trainer.sft import SFTTrainer
 
-            assert self._composition is not None
             config = self._composition.config.copy()
             config.trainer.backend = "local"  # the checks are the same, and no cluster starts
             trainer = SFTTrainer(config)
             with closing(trainer.groups):
                 return f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
 
-        whole = self._composition if not self.findings.failed else None
-        self.findings.run("data", step, fix="mend the row; `etude data inspect FILE` lists all", needs=[whole])
+        ready = not self.findings.failed
+        files = self._composition.options.data.train_files if ready else ()
+        self.findings.run("data", step, fix=_mend_row(files), ready=ready)
+
+    @property
+    def _custom(self) -> CustomRewardOptions:
+        return self.options.custom_reward_function
+
+    @property
+    def _rows_file(self) -> str:
+        return str([*self.options.data.train_files, "ROWS"][0])
 
     def parts(self, rolls_out: bool) -> None:
         """Everything after the configuration."""
-        run, tools_fix = (
-            self.findings.run,
-            f"mend {_ROLLOUT}.multi_turn.tool_config_path; `etude tools list FILE` tries it",
-        )
-        run("plug-ins", self._names, fix="mend the file that the key `plugins` names")
-        run(
-            "model",
-            self._model,
-            fix="take another model folder; `etude chat check MODEL` tries its template",
-            needs=[self._roles],
-        )
-        run("tools", self._tools, fix=tools_fix, needs=[self._bundle])
-        run("template", self._template, fix=f"set {_ROLLOUT}.multi_turn.format=auto", needs=[self._setup])
-        run("rows", self._read_rows, fix="mend the row; `etude data inspect FILE` lists all", needs=[self._setup])
-        run("batch", self._batch, fix="change data.train_batch_size", needs=[self._train])
-        run(
-            "reward",
-            self._reward,
-            fix="mend custom_reward_function.path; `etude reward try ROWS` runs it",
-            needs=[self._train],
-        )
-        run("services", self._services, fix="start the service", needs=[self._setup])
-        run("machine", self._machine, fix="take a smaller model", needs=[self._setup])
+        data, policy = self.options.data, self.options.actor_rollout_ref
+        model, talks = policy.model.path or "MODEL", policy.rollout.multi_turn
+
+        def run(subject: str, step: Callable[[], str | None], needs: str, fix: str) -> None:
+            self.findings.run(subject, step, fix=fix, ready=hasattr(self, needs))
+
+        run("plug-ins", self._names, "options", "correct plugins, or the key that names what they register")
+        fix = f"change actor_rollout_ref.model.path; `etude chat check {model}` tries its template"
+        run("model", self._model, "_roles", fix)
+        run("tools", self._tools, "_bundle", advice.try_tools(talks))
+        run("template", self._template, "_setup", f"set {_ROLLOUT}.multi_turn.format=auto")
+        run("rows", self._read_rows, "_setup", _mend_row(data.train_files))
+        run("batch", self._batch, "_train", f"change data.train_batch_size, or add rows to {self._rows_file}")
+        run("reward", self._reward, "_train", advice.try_scorer(self._custom, self._rows_file))
+        run("services", self._services, "_setup", "`etude doctor` tries the sandbox of this machine")
+        run("machine", self._machine, "_setup", f"change actor_rollout_ref.model.path={model}")
         down = any(each.subject == "services" and each.level is Level.ERROR for each in self.findings.all)
         if down:
             self.findings.add(Level.SKIPPED, "rollout", "not tried: a service does not answer")
         elif rolls_out:
-            run(
-                "rollout",
-                self._roll_out,
-                fix="`etude tools call CONFIG NAME ARGUMENTS` runs a tool by hand",
-                needs=[self._train],
-            )
-        if self._worker is not None:
+            run("rollout", self._roll_out, "_train", advice.try_alone(talks))
+        if hasattr(self, "_worker"):
             self._worker.end()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _names(self) -> str:
         from etude.config.checks import check_records, effective_keys
-        from etude.trainer.setup import plain_config, register_names, resolve_device, roles_of
+        from etude.config.layers import to_container
+        from etude.trainer.setup import register_names, resolve_device, roles_of
 
-        assert self.options is not None
-        assert self._composition is not None
         options, broken = self.options, len(self.findings.all)
         try:
             resolve_device(options.trainer.device)
@@ -180,19 +181,21 @@ class _Inspection:
             return ""
         loops = options.actor_rollout_ref.rollout.agent.agent_loop_config_path
         register_names(options, options.trainer, loops)
-        self.findings.run("plug-ins", lambda: self._records(check_records(options, effective)), fix="")
-        self._roles = roles_of(options, plain_config(self._composition.config))
-        return f"{len(options.plugins)} imported; every name is registered"
 
-    def _records(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.findings.add_line(Level.WARNING, "plug-ins", line, "leave the key out")
+        def records() -> None:
+            for line in check_records(options, effective):
+                self.findings.add_line(Level.WARNING, "plug-ins", line, f"leave out {line.partition('=')[0]}")
+
+        self.findings.run(
+            "plug-ins", records, fix="`etude config algorithm` and `etude config actor_rollout_ref` list the keys"
+        )
+        self._roles = roles_of(options, to_container(self._composition.config))
+        return f"{len(options.plugins)} imported; every name is registered"
 
     def _model(self) -> str:
         from etude.inference import check_takes_images
         from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
-        assert self._roles is not None
         model = self._roles.model
         bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs)
         if bundle.processor is not None:
@@ -203,20 +206,20 @@ class _Inspection:
     def _tools(self) -> str:
         from etude.preflight.trial import TrialRollouts, load_setup
 
-        assert self.options is not None
-        assert self._roles is not None
-        assert self._bundle is not None
         worker = TrialRollouts(self._roles, self._seconds)
         worker.__dict__["bundle"] = self._bundle  # loaded already
         self._setup = load_setup(self.options, self._roles, self._bundle, worker)
-        self.findings.run("reward", partial(_load_scorer, worker), fix="mend reward_model, or custom_reward_function")
+
+        def load_scorer() -> None:
+            _ = worker.scorer
+
+        self.findings.run("reward", load_scorer, fix=f"mend {advice.scorer(self._custom)}")
         self._worker = worker
         return f"loaded: {', '.join(self._setup.catalogue.schemas) or 'none'}"
 
     def _template(self) -> str:
         from etude.trainer.setup import check_tool_messages
 
-        assert self._setup is not None
         check_tool_messages(self._setup, self._setup.data.apply_chat_template_kwargs)
         if not self._setup.schemas:
             return "no tools: nothing to be written between turns but a user's words"
@@ -226,8 +229,6 @@ class _Inspection:
         from etude.errors import DataError
         from etude.trainer.setup import warn_of_rewards
 
-        assert self._setup is not None
-        assert self._composition is not None
         setup, said = self._setup, []
         for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
             if not files or any(line.startswith(f"{key}=") for line in self._composition.faults):  # told already
@@ -250,7 +251,7 @@ class _Inspection:
         kinds: dict[str, list[str]] = {}
         for error in problems:
             kinds.setdefault(str(error).partition(": ")[2], []).append(str(error))
-        fix = f"mend the row; `etude data inspect {file}` lists all"
+        fix = _mend_row([file])
         for lines in list(kinds.values())[:_LISTED]:
             more = f" ({len(lines)} such rows)" if len(lines) > 1 else ""
             message, advice = split_advice(lines[0])
@@ -261,8 +262,6 @@ class _Inspection:
     def _batch(self) -> str:
         from etude.data import ResumableLoader
 
-        assert self.options is not None
-        assert self._train is not None
         options, data = self.options, self.options.data
         if len(self._train) < self._rows:  # all were read
             ResumableLoader(self._train, data.train_batch_size, seed=data.seed)
@@ -286,8 +285,6 @@ class _Inspection:
         return f"{size} prompts of {n} answers a step, {updates} update{'s' if updates > 1 else ''}"
 
     def _reward(self) -> str:
-        assert self._train is not None
-        assert self._worker is not None
         scorer = self._worker.scorer
         if scorer is None:
             return "reward_model.enable=false: tools and environments alone reward"
@@ -305,7 +302,7 @@ class _Inspection:
                     Level.WARNING,
                     "reward",
                     f"{source}: an empty answer earns {found[0]:g}",
-                    "let the scorer return 0 for an answer that is not there",
+                    f"let {advice.scorer(self._custom)} return 0 for an answer that is not there",
                 )
         return "; ".join(said)
 
@@ -313,22 +310,20 @@ class _Inspection:
         """The manager's score of an answer that says `text`."""
         from etude.trajectory import Provenance, Trajectory
 
-        assert self._worker is not None
-        assert self._worker.scorer is not None
         trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
         ids = self._worker.say(text)
         trajectory.append(ids, Provenance.SAMPLED, log_probs=[0.0] * len(ids))
         trajectory.messages.append({"role": "assistant", "content": text})
         trajectory.assistant_turns = 1
-        await asyncio.wait_for(self._worker.scorer(trajectory, row), self._seconds)
+        scorer = self._worker.scorer
+        assert scorer is not None
+        await asyncio.wait_for(scorer(trajectory, row), self._seconds)
         return float(trajectory.rewards.score or 0.0)
 
     def _services(self) -> str:
         from etude.config.nodes import runs_code, sandbox_problems
         from etude.trainer.resources import service_addresses, unreachable_services
 
-        assert self.options is not None
-        assert self._setup is not None
         self.findings.all += unreachable_services(self._setup)
         addresses = service_addresses(self._setup)
         roles = self._setup.roles
@@ -336,17 +331,13 @@ class _Inspection:
             "sandbox" in place.lower() for place, _ in addresses.values()
         )
         for reason in sandbox_problems() if here else ():
-            fix = (
-                "install bubblewrap, or run `etude sandbox serve` elsewhere and name it; `etude doctor` tries all modes"
-            )
+            fix = "run `etude doctor`: it says what each mode lacks; or `etude sandbox serve` elsewhere, and name it"
             self.findings.add(Level.ERROR, "services", f"sandbox: {reason}", fix)
         return f"{len(addresses)} reachable{', and the sandbox of this machine' if here else ''}"
 
     def _machine(self) -> str:
         from etude.trainer.resources import count_weights, disk, memory
 
-        assert self.options is not None
-        assert self._setup is not None
         weights = count_weights(self._setup.roles.model.path)
         if not weights:
             return "the model's size is not known here: it is fetched when the run starts"
@@ -358,8 +349,6 @@ class _Inspection:
         """A trajectory for each tool: its call, then an answer; without tools, an answer."""
         from etude.preflight.trial import example_arguments, rollouts_of, row_number
 
-        assert self._train is not None
-        assert self._worker is not None
         worker, tools = self._worker, [*self._worker.context.tools]
         calls = {name: example_arguments(worker.context, name) for name in tools}
         written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
@@ -377,7 +366,7 @@ class _Inspection:
             [row for row in rows if row is not None] if not tools else _filled(rows, self._train), play
         )
         for name, rollout in zip(tools or [""], rollouts_of(batch)):
-            self._judge(name, calls.get(name), rollout)
+            self._judge(name, calls.get(name, {}), rollout)
         scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts_of(batch))
         return f"{'every tool was called and answered' if tools else 'an answer was rolled out'}; rewards {scores}"
 
@@ -385,8 +374,6 @@ class _Inspection:
         """The first row that may use the tool, with its `tools_kwargs` where any has them."""
         from etude.data import active_tools
 
-        assert self._train is not None
-        assert self._setup is not None
         usable = None
         for number in range(min(len(self._train), self._rows)):
             row = self._train[number]
@@ -396,45 +383,46 @@ class _Inspection:
                 usable = row if usable is None else usable
         return usable
 
-    def _judge(self, tool: str, arguments: Mapping[str, Any] | None, rollout: Rollout) -> None:
+    def _judge(self, tool: str, arguments: Mapping[str, Any], rollout: Rollout) -> None:
         trajectory, where = rollout.trajectory, f"tool '{tool}'" if tool else "an answer"
+        talks = self._worker.options.rollout.multi_turn
         if trajectory is None:
-            reason = rollout.cause or (rollout.dropped.value if rollout.dropped else "dropped")
-            alone = f"`etude tools call CONFIG {tool} …` runs it alone"
-            fix = _ENDINGS.get(rollout.dropped.value, alone) if rollout.dropped else alone
-            self.findings.add_line(Level.ERROR, "rollout", f"{where}: {reason}", fix)
+            ending = rollout.dropped.value if rollout.dropped else ""
+            alone = (
+                advice.try_tool(talks, tool, arguments) if tool else advice.try_scorer(self._custom, self._rows_file)
+            )
+            line = f"{where}: {rollout.cause or ending or 'dropped'}"
+            self.findings.add_line(Level.ERROR, "rollout", line, _ENDINGS.get(ending, alone))
             return
-        calls = [call for call in trajectory.tool_calls if call.name == tool]
+        calls, ending = [call for call in trajectory.tool_calls if call.name == tool], trajectory.stop_reason.value
         if tool and not calls:
-            self._not_called(tool, trajectory)
+            line = f"{where}: a call of it was not run ({ending})"
+            fix = _ENDINGS.get(
+                ending, "see whether the row's loop runs tools: agent_name, and extra_info.tool_selection"
+            )
+            self.findings.add(Level.WARNING, "rollout", line, fix)
         for call in calls[:1]:
-            self._judge_call(where, arguments or {}, call)
-        if calls and (remedy := _ENDINGS.get(trajectory.stop_reason.value)):
-            line = f"{where}: the model does not see its answer ({trajectory.stop_reason.value})"
+            self._judge_call(where, arguments, call)
+        if calls and (remedy := _ENDINGS.get(ending)):
+            line = f"{where}: the model does not see its answer ({ending})"
             self.findings.add(Level.WARNING, "rollout", line, remedy)
         self._judge_tokens(where, trajectory)
 
-    def _not_called(self, tool: str, trajectory: Trajectory) -> None:
-        ending = trajectory.stop_reason.value
-        self.findings.add(
-            Level.WARNING,
-            "rollout",
-            f"tool '{tool}': a call of it was not run ({ending})",
-            _ENDINGS.get(ending, "see whether the row's agent loop runs tools: agent_name, and tool_selection"),
-        )
-
     def _judge_call(self, where: str, arguments: Mapping[str, Any], call: ToolCallRecord) -> None:
         shown, answer = str(dict(arguments))[:200], call.response[:200]
+        talks, tool = self._worker.options.rollout.multi_turn, self._worker.context.tools[call.name]
+        code = advice.code_of(tool, talks)
         if call.error == "exception":
             line = f"{where} raised on {shown}: {answer}"
-            fix = "mend it; for a mistake of the model's raise ToolError(text), which is told to it"
+            fix = f"mend {code}; for a mistake of the model's raise ToolError(text), which is told to it"
             self.findings.add(Level.WARNING, "rollout", line, fix)
         elif call.error not in (None, "tool"):
-            fix = "give its schema examples or defaults that are valid"
+            fix = f"give its schema in {advice.tool_file(talks, call.name)} examples, or defaults, that are valid"
             self.findings.add(Level.WARNING, "rollout", f"{where} refused {shown} ({call.error}): {answer}", fix)
         if call.blocked_loop:
             line = f"{where} blocks the event loop: all other trajectories wait for it"
-            self.findings.add(Level.WARNING, "rollout", line, "await what it waits for, or use asyncio.to_thread")
+            fix = f"await what {code} waits for, or use asyncio.to_thread"
+            self.findings.add(Level.WARNING, "rollout", line, fix)
 
     def _judge_tokens(self, where: str, trajectory: Trajectory) -> None:
         from etude.trajectory import Provenance
@@ -443,17 +431,18 @@ class _Inspection:
         sampled = [int(part.provenance is Provenance.SAMPLED) for part in trajectory.segments for _ in part.token_ids]
         if trajectory.context_ids() != exact or trajectory.response_mask != sampled:
             line = f"{where}: what would be trained on is not what the model saw"
-            self.findings.add(Level.ERROR, "rollout", line, "let the agent loop append to its trajectory only")
+            fix = "let `run` of the row's agent_name append to its trajectory only"
+            self.findings.add(Level.ERROR, "rollout", line, fix)
+
+
+def _mend_row(files: Sequence[str]) -> str:
+    return f"mend the row; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"
 
 
 def _import(plugin: str) -> None:
     from etude.registry import import_module
 
     import_module(plugin)
-
-
-def _load_scorer(worker: TrialRollouts) -> None:
-    _ = worker.scorer
 
 
 def _filled(rows: Sequence[dict[str, Any] | None], dataset: RLDataset) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ import psutil
 from etude.errors import DataError
 from etude.findings import Findings, Level
 from etude.inference.scripted import Script
+from etude.preflight import advice
 from etude.preflight.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
 from etude.tools import BaseTool, ToolRuntime
 from etude.tools.runtime import overrides
@@ -147,14 +148,17 @@ class _Conformance:
         self._first: list[object] = []  # what each row gives alone
         self._repeats = False
         self._records: list[ToolCallRecord] = []  # of all plays
+        talks, env = worker.options.rollout.multi_turn, worker.options.env
+        self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
+        self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
+        self._owners = ", ".join(self._code.values()) or self._environment
+        self._fix = f"mend {self._environment}" if env.chosen else advice.try_alone(talks)
         self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
 
     def run(self) -> None:
         """All tests, in an order in which an earlier failure does not disturb the later ones."""
         tests: dict[str, Callable[[], str]] = {
-            "empty agent": lambda: self._unpaid(
-                "empty agent", self._silent, "let the scorer return 0 without an answer"
-            ),
+            "empty agent": lambda: self._unpaid("empty agent", self._silent, "return 0 without an answer"),
             "copying agent": lambda: self._unpaid("copying agent", self._copies, _COPIED),
             "guessing agent": lambda: self._unpaid("guessing agent", self._guesses, _GUESSED),
             "random agent": self._random_agent,
@@ -167,7 +171,7 @@ class _Conformance:
             "late call": self._late,
         }
         for name, test in tests.items():
-            self.findings.run(name, test, fix="mend the tool or environment")
+            self.findings.run(name, test, fix=self._fix)
         self._balance()
 
     # -- agents --------------------------------------------------------------------------------------------------
@@ -230,8 +234,17 @@ class _Conformance:
         paid = {n: total for n, total in self._totals(rollouts) if total > _DUST}
         for number, total in [*paid.items()][:1]:
             line = f"it earns {total:g} in row {number}{f', and in {len(paid) - 1} others' if len(paid) > 1 else ''}"
-            self.findings.add(Level.ERROR, name, line, fix)
+            self.findings.add(Level.ERROR, name, line, f"let {self._payer(rollouts[number])} {fix}")
         return f"earns at most {max((total for _, total in self._totals(rollouts)), default=0.0):g}"
+
+    def _payer(self, rollout: Rollout) -> str:
+        """Who paid for a trajectory, as advice names it."""
+        assert rollout.trajectory is not None
+        rewards = rollout.trajectory.rewards
+        if (rewards.score or 0.0) > 0:
+            return advice.scorer(self._worker.options.custom_reward)
+        paying = [self._code.get(name, self._environment) for name, value in rewards.final.items() if value > 0]
+        return f"calc_reward of {paying[0]}" if paying else self._environment
 
     def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> list[tuple[int, float]]:
         """(row, reward) of those that were not dropped; a tool's step rewards only with `steps`: they may pay for a call."""
@@ -247,7 +260,9 @@ class _Conformance:
         lost = [each for each in rollouts if each.trajectory is None]
         if lost:
             line = f"{len(lost)} of {len(rollouts)} trajectories were dropped: {lost[0].cause or lost[0].dropped}"
-            fix = "a failure drops the trajectory: mend it, or start the service that it needs"
+            own = "scoring: " in line
+            fix = advice.scorer(self._worker.options.custom_reward) if own else self._owners
+            fix = f"a failure drops the trajectory: see {fix}"
             self.findings.add_line(Level.ERROR, name, line, fix)
 
     def _random_agent(self) -> str:
@@ -257,13 +272,17 @@ class _Conformance:
         raised = {call.name: call for call in records if call.error == "exception"}
         for name, call in raised.items():
             line = f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}"
-            fix = "check the argument, and raise ToolError(text): the model reads the text"
+            fix = f"let {self._code[name]} check the argument, and raise ToolError(text): the model reads the text"
             self.findings.add(Level.WARNING, "random agent", line, fix)
         paid = [total for _, total in self._totals(rollouts, steps=True) if total > _DUST]
         if paid:
             line = f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows"
+            best = max((each for each in rollouts if each.trajectory), key=lambda each: self._worker.total(each) or 0.0)
+            steps = {source for each in rollouts if each.trajectory for _, source, _ in each.trajectory.rewards.steps}
+            payers = [code for name, code in self._code.items() if name in steps] or [self._payer(best)]
             fix = (
-                "pay for what was achieved: a reward for each call, or for its form, is what a policy learns to collect"
+                f"let {', '.join(payers)} pay for what was achieved: a reward for each call, or for its form, is what a "
+                "policy learns to collect"
             )
             self.findings.add(Level.WARNING, "random agent", line, fix)
         return f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
@@ -272,12 +291,14 @@ class _Conformance:
         """How long calls took, and whether they let others run."""
         for name in {call.name for call in self._records if call.blocked_loop}:
             line = f"'{name}' blocks the event loop: all other trajectories wait for it"
-            self.findings.add(Level.ERROR, "time", line, "await what it waits for, or use asyncio.to_thread")
+            fix = f"await what {self._code[name]} waits for, or use asyncio.to_thread"
+            self.findings.add(Level.ERROR, "time", line, fix)
         for name, tool in self._tools.items():
             slowest = max((call.seconds for call in self._records if call.name == name), default=0.0)
             if slowest > (limit := ToolRuntime.of(tool).policy.timeout) / 2:
                 line = f"'{name}' took {slowest:.2f} s of the {limit:g} s that it has"
-                self.findings.add(Level.WARNING, "time", line, "raise config.timeout in its YAML")
+                where = advice.tool_file(self._worker.options.rollout.multi_turn, name)
+                self.findings.add(Level.WARNING, "time", line, f"raise config.timeout of '{name}' in {where}")
         slowest = max((call.seconds for call in self._records), default=0.0)
         return f"{len(self._records)} calls, the slowest took {slowest:.3f} s"
 
@@ -287,9 +308,8 @@ class _Conformance:
             truth = (row.get("reward_model") or {}).get("ground_truth")
             if isinstance(truth, str) and len(truth.strip()) > 3 and truth.strip() in str(row["full_prompts"]):
                 line = f"row {number}: the prompt holds the ground truth, {truth.strip()[:80]!r}"
-                self.findings.add(
-                    Level.WARNING, "ground truth", line, "leave it out of the prompt, unless it is a choice"
-                )
+                fix = "leave it out of the prompt in data.train_files, unless it is a choice"
+                self.findings.add(Level.WARNING, "ground truth", line, fix)
                 return ""
         return f"not in the prompts of {len(self._rows)} rows"
 
@@ -317,9 +337,7 @@ class _Conformance:
         for number, (one, two) in enumerate(zip(self._first, together)):
             if one != two:
                 line = f"row {number} sees the others: {_difference(one, two)}"
-                fix = (
-                    "keep what belongs to a trajectory under its instance id (see StatefulTool), not on the tool itself"
-                )
+                fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
                 self.findings.add(Level.ERROR, "isolation", line, fix)
                 break
         return "trajectories that run together answer as each does alone"
@@ -330,15 +348,15 @@ class _Conformance:
         for _ in range(_ROUNDS):
             self._play(self._at_random)
         fixes = {
-            "processes": "end them in release, and wait for them",
-            "files": "close files, sockets and sessions in release",
-            "threads": "join them in release, or share one pool",
-            "tasks": "cancel and await them in release",
+            "processes": "end them, and wait for them,",
+            "files": "close files, sockets and sessions",
+            "threads": "share one pool, or join them",
+            "tasks": "cancel and await them",
         }
         for kind, count in self._left_behind().items():
             if (more := count - before[kind]) >= _ROUNDS * len(self._rows) / 2:
                 line = f"{more} more {kind} after {_ROUNDS * len(self._rows)} trajectories"
-                self.findings.add(Level.ERROR, "leaks", line, fixes[kind])
+                self.findings.add(Level.ERROR, "leaks", line, f"{fixes[kind]} in release (close) of {self._owners}")
         return f"nothing is left of {_ROUNDS * len(self._rows)} trajectories"
 
     def _left_behind(self) -> dict[str, int]:
@@ -390,7 +408,9 @@ class _Conformance:
                 runtime.policy = policy
         calls = rollout.trajectory.tool_calls if rollout.trajectory else []
         if any(call.error is None for call in calls):
-            fix = "let a call that takes too long fail: it is then retried, and never scored as a wrong answer"
+            fix = (
+                f"let a late call of {self._owners} raise (catch no CancelledError): it is retried, not scored as wrong"
+            )
             self.findings.add(Level.ERROR, "late call", "a call that never ended was answered", fix)
         return self._released_since(before, "late call")
 
@@ -406,14 +426,15 @@ class _Conformance:
             )
             if overrides(self._tools[name], "release") and ended < begun:
                 line = f"'{name}': {begun} created, {ended} released"
-                fix = "let release succeed in every state, also before a call has ended: pop(instance_id, None)"
+                fix = f"let release of {self._code[name]} succeed in every state, also during a call: pop(instance_id, None)"
                 self.findings.add(Level.ERROR, subject, line, fix)
         return "what was created is released"
 
     def _balance(self) -> None:
         for name, begun, ended in self._spy.unbalanced():
             line = f"'{name}': {begun} trajectories begun, {ended} ended"
-            self.findings.add(Level.ERROR, "teardown", line, "let release (close) succeed in every state")
+            what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
+            self.findings.add(Level.ERROR, "teardown", line, f"let {what} succeed in every state")
 
 
 _COPIED = "score what the model did, not what stands anywhere in its answer; keep the truth out of prompts and schemas"

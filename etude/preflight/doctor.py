@@ -27,21 +27,26 @@ _MIN_FILES = 4096  # open files that many tools, sessions and connections may ne
 _MIN_FREE = 5 * 2**30
 _MIN_SHARED = 2**30  # of /dev/shm, where Ray and vLLM exchange tensors
 GIB = 2**30
+_OTHER_SANDBOX = "run `etude sandbox serve` on another machine, and name it in ETUDE_SANDBOX_URL here"
+_NAMESPACES = (
+    "allow unprivileged user namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), "
+    "kernel.unprivileged_userns_clone=1 (Debian), or docker run --security-opt seccomp=unconfined"
+)
 
 
 def inspect_machine() -> Findings:
     """Looks at everything; only a base dependency that is missing, or torch that does not compute, is an error."""
     found = Findings()
     steps = {
-        "python": (_python, "install Python 3.10 or newer"),
-        "packages": (_packages, "pip install -c constraints.txt -e ."),
-        "processors": (_processors, "give the process more CPUs"),
-        "gpu": (_gpu, "install the CUDA build of torch that fits the driver"),
-        "sandbox": (_sandbox, "install bubblewrap"),
+        "python": (_python, "`python --version`: 3.10 or newer is needed"),
+        "packages": (_packages, "pip install --upgrade etude"),
+        "processors": (_processors, "`nproc` and `free -h` say what the process may use"),
+        "gpu": (_gpu, "`nvidia-smi` says how the driver is; CUDA_VISIBLE_DEVICES= trains on the CPU"),
+        "sandbox": (_sandbox, _OTHER_SANDBOX),
         "extras": (_extras, "pip install 'etude[dev]'"),
-        "ray": (_ray, "unset RAY_ADDRESS, or start the cluster"),
-        "disk": (_disk, "free space"),
-        "limits": (_limits, "raise it"),
+        "ray": (_ray, "unset RAY_ADDRESS, or `ray start --head` there"),
+        "disk": (_disk, "set trainer.default_local_dir, TMPDIR and HF_HOME to folders that exist"),
+        "limits": (_limits, "`ulimit -a` lists them"),
     }
     for subject, (step, fix) in steps.items():
         found.run(subject, lambda step=step: step(found), fix=fix)  # type: ignore[misc]
@@ -87,7 +92,8 @@ def _processors(found: Findings) -> str:
     load = os.getloadavg()[0]
     if load > 2 * usable:
         line = f"{load:.0f} processes compete for {usable} CPUs"
-        found.add(Level.WARNING, "processors", line, "wait for the others: time-outs are in seconds of the clock")
+        fix = "wait for the others (`top`): time-outs, such as a tool's config.timeout, are in seconds of the clock"
+        found.add(Level.WARNING, "processors", line, fix)
     return (
         f"{usable} of {os.cpu_count()} CPUs, {torch.get_num_threads()} torch threads, "
         f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
@@ -99,13 +105,15 @@ def _gpu(found: Findings) -> str:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
-            fix = "install the CUDA build of torch that fits the driver"
+            fix = "`nvidia-smi` says which CUDA the driver has; pip install torch --index-url https://download.pytorch.org/whl/cuXYZ"
             found.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
         return "none: runs train on the CPU (trainer.device=auto)"
     said = []
     for number in range(torch.cuda.device_count()):
         square = torch.eye(64, device=f"cuda:{number}")
-        assert float((square @ square).sum()) == 64.0, f"cuda:{number} multiplies wrongly"
+        if float((square @ square).sum()) != 64.0:
+            fix = f"leave it out of CUDA_VISIBLE_DEVICES, and see `nvidia-smi -q -i {number}`"
+            found.add(Level.ERROR, "gpu", f"cuda:{number} multiplies wrongly", fix)
         free, total = torch.cuda.mem_get_info(number)
         said.append(f"{torch.cuda.get_device_name(number)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
     return ", ".join(said)
@@ -123,11 +131,12 @@ def _sandbox(found: Findings) -> str:
         try:
             works[mode.value] = asyncio.run(prove(mode))
         except SandboxUnavailableError as error:
-            fix = "apt-get install bubblewrap" if mode is Isolation.BUBBLEWRAP else "allow unprivileged user namespaces"
+            missing = mode is Isolation.BUBBLEWRAP and not shutil.which("bwrap")
+            fix = "apt-get install bubblewrap" if missing else _NAMESPACES
             found.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
     if not works:
-        fix = "install bubblewrap, or name a server: `etude sandbox serve` elsewhere, ETUDE_SANDBOX_URL here"
-        found.add(Level.WARNING, "sandbox", "no mode isolates: model-written code cannot run here", fix)
+        line = "no mode isolates: model-written code cannot run here"
+        found.add(Level.WARNING, "sandbox", line, f"see above, or {_OTHER_SANDBOX}")
     said = "; ".join(f"{mode}: every guarantee holds ({languages})" for mode, languages in works.items())
     if said:
         found.add(Level.OK, "sandbox", said)
@@ -168,15 +177,19 @@ def _ray(found: Findings) -> str:
 
 
 def _disk(found: Findings) -> str:
-    places = {"here": Path.cwd(), "temporary files": Path(tempfile.gettempdir()), "models": _hub_cache()}
+    places = {
+        "here": (Path.cwd(), "trainer.default_local_dir"),
+        "temporary files": (Path(tempfile.gettempdir()), "TMPDIR"),
+        "models": (_hub_cache(), "HF_HOME"),
+    }
     said = []
-    for name, folder in places.items():
+    for name, (folder, key) in places.items():
         there = next(place for place in (folder, *folder.parents) if place.exists())
         free = shutil.disk_usage(there).free
         said.append(f"{name} {free / GIB:.1f} GiB ({folder})")
         if free < _MIN_FREE:
             line = f"{name}: only {free / GIB:.1f} GiB are free at {there}"
-            found.add(Level.WARNING, "disk", line, "free space, or set trainer.default_local_dir, TMPDIR or HF_HOME")
+            found.add(Level.WARNING, "disk", line, f"free space, or set {key} to a folder on another disk")
     return "free: " + ", ".join(said)
 
 

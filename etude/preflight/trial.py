@@ -15,7 +15,7 @@ from typing import Any
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
 from etude.chat.parsers.trial import write_call
-from etude.config import DEFAULT_ROOT, compose_run
+from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.options import TrainOptions
 from etude.protocol import DataProto
@@ -117,7 +117,7 @@ def open_trial(
     Raises:
         ConfigError: it could not start.
     """
-    config = compose_run("train", config_name or DEFAULT_ROOT, overrides, config_path, root=DEFAULT_ROOT)
+    config = compose(config_name, overrides, config_path, command="train")
     options, roles, bundle = check(config)
     worker = TrialRollouts(roles, seconds)
     worker.__dict__["bundle"] = bundle  # loaded already

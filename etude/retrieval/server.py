@@ -21,16 +21,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.bounded import settle
+from etude.bounded import set_outcome, settle
 from etude.retrieval.index import Hit, Retriever
+from etude.serving.metrics import RequestMetrics
 from etude.serving.middleware import BearerToken, BodyLimit
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -128,53 +128,21 @@ class SearchQueue:
 
 def _settle_all(outcomes: Sequence[tuple[Waiting, list[list[Hit]] | Exception]]) -> None:
     for request, outcome in outcomes:
-        if request.done.done():
-            continue
-        if isinstance(outcome, Exception):
-            request.done.set_exception(outcome)
-        else:
-            request.done.set_result(outcome)
-
-
-class _Metrics:
-    """In Prometheus' format: each request ends in exactly one `etude_retrieval_requests_total`."""
-
-    def __init__(self, queue: SearchQueue) -> None:
-        self._registry = CollectorRegistry()
-        help_text = "Requests by endpoint and outcome (success, refused, busy, failed)."
-        self._requests = Counter(
-            "etude_retrieval_requests", help_text, ["endpoint", "outcome"], registry=self._registry
-        )
-        self.queries = Counter("etude_retrieval_queries", "Queries answered.", registry=self._registry)
-        self._seconds = Histogram(
-            "etude_retrieval_request_seconds",
-            "Seconds from the request to its answer.",
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        waiting = Gauge("etude_retrieval_waiting", "Queries that wait for their hits.", registry=self._registry)
-        waiting.set_function(lambda: queue.waiting)
-
-    def count(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """One request has ended."""
-        self._requests.labels(endpoint, outcome).inc()
-        self._seconds.observe(seconds)
-
-    def page(self) -> Response:
-        """For a scrape."""
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        set_outcome(request.done, outcome)
 
 
 def create_app(retriever: Retriever, options: ServerOptions | None = None) -> Starlette:
     """The application over `retriever`."""
     options = options or ServerOptions()
     queue = SearchQueue(retriever, options.max_waiting)
-    metrics, corpus = _Metrics(queue), retriever.corpus
+    metrics, corpus = RequestMetrics("etude_retrieval", "success, refused, busy, failed", _BUCKETS), retriever.corpus
+    metrics.gauge("waiting", "Queries that wait for their hits.", lambda: queue.waiting)
+    answered = Counter("etude_retrieval_queries", "Queries answered.", registry=metrics.registry)
 
     async def retrieve(request: Request) -> Response:
         queries, topk, with_scores = _read(await request.body(), options)
         found = await queue.search(queries, topk)
-        metrics.queries.inc(len(queries))
+        answered.inc(len(queries))
         written = _with_score if with_scores else _without_score
         lists = (b", ".join([written(corpus.document_json(row), score) for row, score in hits]) for hits in found)
         return Response(b'{"result": [[' + b"], [".join(lists) + b"]]}", media_type="application/json")
@@ -183,7 +151,7 @@ def create_app(retriever: Retriever, options: ServerOptions | None = None) -> St
         given = {"queries": [request.query_params.get("q")], "topk": _number(request.query_params.get("num"))}
         queries, topk, _ = _check(given, options)
         [hits] = await queue.search(queries, topk)
-        metrics.queries.inc()
+        answered.inc()
         return JSONResponse({"query": queries[0], "results": [_result(corpus.document(hit.row), hit) for hit in hits]})
 
     async def health(_: Request) -> Response:
@@ -216,7 +184,7 @@ def create_app(retriever: Retriever, options: ServerOptions | None = None) -> St
     return app
 
 
-def _counted(handler: Callable[[Request], Any], endpoint: str, metrics: _Metrics) -> Callable[[Request], Any]:
+def _counted(handler: Callable[[Request], Any], endpoint: str, metrics: RequestMetrics) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
         clock = asyncio.get_running_loop().time
         began, outcome = clock(), "failed"

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from etude.bounded import gather
+from etude.bounded import gather, set_outcome
 from etude.errors import InfrastructureError
 from etude.options.declare import key, options
 from etude.options.types import Count, NonNegative
@@ -69,12 +69,7 @@ class BatchScorer(BoundedScorer):
         except Exception as error:
             results = [error] * len(rows)
         for (_, future), result in zip(rows, results):
-            if future.done():
-                continue
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            set_outcome(future, result)
 
     async def _results(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
         if not getattr(user_function(self._scorer), "batched", False):

@@ -19,7 +19,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """`text` normalised for comparison."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
@@ -32,13 +32,13 @@ def extract_answer(solution: str) -> str | None:
 
 def exact_match(prediction: str, answers: str | Iterable[str]) -> bool:
     """Whether `prediction` is one of `answers`."""
-    return normalised(prediction) in {normalised(answer) for answer in _each(answers)}
+    return normalise(prediction) in {normalise(answer) for answer in _each(answers)}
 
 
 def f1(prediction: str, answers: str | Iterable[str]) -> float:
     """The best harmonic mean of precision and recall of words, over `answers`; 0.0 without answers."""
-    said = normalised(prediction).split()
-    return max((_word_f1(said, normalised(answer).split()) for answer in _each(answers)), default=0.0)
+    said = normalise(prediction).split()
+    return max((_word_f1(said, normalise(answer).split()) for answer in _each(answers)), default=0.0)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:

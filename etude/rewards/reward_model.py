@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from etude.bounded import BlockingCalls
+from etude.bounded import BlockingCalls, set_outcome
 from etude.chat.control import ControlTokens
 from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
@@ -128,10 +128,7 @@ class RewardModel:
         except Exception as error:
             scores = [InfrastructureError(f"the reward model {self.path}: {describe_error(error)}")] * len(chosen)
         for (_, future), score in zip(chosen, scores):
-            if isinstance(score, Exception):
-                future.set_exception(score)
-            else:
-                future.set_result(score)
+            set_outcome(future, score)
 
     def forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The score of each row of ids, from one batch padded on the right."""

@@ -81,5 +81,5 @@ def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
         results = [call.response for call in trajectory.tool_calls]
     else:
         results = _INFORMATION.findall(text[-10 * qa.MAX_CHARS :])
-    found = qa.normalised("\n".join(results)[-10 * qa.MAX_CHARS :])
-    return any(bool(wanted) and wanted in found for wanted in map(qa.normalised, targets))
+    found = qa.normalise("\n".join(results)[-10 * qa.MAX_CHARS :])
+    return any(bool(wanted) and wanted in found for wanted in map(qa.normalise, targets))

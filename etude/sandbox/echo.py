@@ -1,4 +1,4 @@
-"""`echoing`: makes a Python request print the value of its last expression, as an interactive prompt does.
+"""`with_echo`: makes a Python request print the value of its last expression, as an interactive prompt does.
 
 Invariant: the program is parsed where it runs, in the sandbox, never here. Works with any server of `/run_code`.
 """
@@ -13,7 +13,7 @@ from etude.sandbox.types import Language, RunRequest, SandboxRequestError
 SOURCE = ".source.py"
 
 
-def echoing(request: RunRequest) -> RunRequest:
+def with_echo(request: RunRequest) -> RunRequest:
     """`request`, with the value of its last expression printed after its output.
 
     Raises:

@@ -16,6 +16,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from etude.errors import ConfigError, one_line
+from etude.json_service import read_body
 from etude.sandbox import wire
 from etude.sandbox.types import (
     CellResult,
@@ -69,7 +70,7 @@ class RemoteSandbox:
 
     async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
         """Opens a session, which only our server supports."""
-        body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encoded_files(files)))
+        body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encode_files(files)))
         return (await self._call("POST", "/v1/sessions", body, wire.SessionResponse, 0.0)).session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
@@ -132,7 +133,9 @@ class RemoteSandbox:
             async with self._http.request(
                 method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, _retry_after(response.headers), await _bounded(response)
+                too_long = SandboxError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
+                body = await read_body(response, MAX_ANSWER_BYTES, too_long)
+                return response.status, _retry_after(response.headers), body
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise SandboxError(f"{self._url}{path}: {type(error).__name__}: {one_line(error)}") from error
 
@@ -163,17 +166,6 @@ def _json(body: BaseModel) -> bytes:
 def _retry_after(headers: Mapping[str, str]) -> float:
     text = headers.get("Retry-After", "")
     return min(MAX_RETRY_AFTER, max(0.05, float(text))) if text.isdigit() else 1.0
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise SandboxError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _detail(content: bytes) -> str:

@@ -15,14 +15,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from etude.errors import one_line
 from etude.sandbox import wire
 from etude.sandbox.executor import Executor
-from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
+from etude.sandbox.service import SandboxService, ServerBusy, ServerOptions
 from etude.sandbox.types import (
     RunStatus,
     SandboxError,
@@ -30,6 +28,7 @@ from etude.sandbox.types import (
     SessionClosedError,
     UnknownSessionError,
 )
+from etude.serving.metrics import RequestMetrics
 from etude.serving.middleware import BearerToken, BodyLimit, unless_gone
 
 _ABANDONED = 499
@@ -58,32 +57,11 @@ def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
     return app
 
 
-class _Metrics:
-    """A server's counters, in Prometheus format: every request ends in exactly one `etude_sandbox_requests_total`."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._registry = CollectorRegistry()
-        help_text = "Requests by endpoint and outcome (success, failed, sandbox_error, busy, refused, abandoned)."
-        self.requests = Counter("etude_sandbox_requests", help_text, ["endpoint", "outcome"], registry=self._registry)
-        self.seconds = Histogram(
-            "etude_sandbox_request_seconds",
-            "Seconds from admission to the answer, by endpoint.",
-            ["endpoint"],
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        running = Gauge("etude_sandbox_running", "Programs that run.", registry=self._registry)
-        running.set_function(lambda: admission.running)
-        waiting = Gauge("etude_sandbox_waiting", "Requests that wait for a worker.", registry=self._registry)
-        waiting.set_function(lambda: admission.waiting)
-
-    def page(self) -> Response:
-        """For a scrape."""
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
 def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
-    metrics = _Metrics(service.admission)
+    outcomes = "success, failed, sandbox_error, busy, refused, abandoned"
+    metrics, admission = RequestMetrics("etude_sandbox", outcomes, _BUCKETS), service.admission
+    metrics.gauge("running", "Programs that run.", lambda: admission.running)
+    metrics.gauge("waiting", "Requests that wait for a worker.", lambda: admission.waiting)
 
     async def answer(request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]) -> Response:
         """The result of `work`, which is cancelled when the client hangs up; counts it either way."""
@@ -107,8 +85,7 @@ def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
             outcome = "sandbox_error"
             raise
         finally:
-            metrics.requests.labels(endpoint, outcome).inc()
-            metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
+            metrics.count(endpoint, outcome, asyncio.get_running_loop().time() - began)
 
     @app.post("/run_code", response_model=wire.RunCodeResponse, tags=["sandbox"])
     async def run_code(message: wire.RunCodeRequest, request: Request) -> Any:

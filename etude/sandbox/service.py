@@ -28,7 +28,7 @@ from etude.sandbox.types import (
     SandboxError,
     SandboxRequestError,
     UnknownSessionError,
-    checked_paths,
+    check_paths,
 )
 
 R = TypeVar("R")
@@ -143,8 +143,8 @@ class SandboxService:
     async def run_jupyter(self, message: wire.RunJupyterRequest) -> wire.RunJupyterResponse:
         """Cells in a fresh session: raises like `run_code`."""
         limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
-        files = wire.decoded_files(message.files)
-        checked_paths("fetch_files", message.fetch_files)
+        files = wire.decode_files(message.files)
+        check_paths("fetch_files", message.fetch_files)
         async with self.admission.slot():
             seconds = ATTEMPTS * message.total_timeout + self.options.grace_seconds
             try:
@@ -204,7 +204,7 @@ class SandboxService:
         limits = replace(limits, cpu_seconds=max(limits.cpu_seconds, SESSION_LIMITS.cpu_seconds))
         async with self.admission.slot():
             return wire.SessionResponse(
-                session_id=await self.executor.session(limits=limits, files=wire.decoded_files(message.files))
+                session_id=await self.executor.session(limits=limits, files=wire.decode_files(message.files))
             )
 
     async def run_cell(self, session_id: str, message: wire.CellRequest) -> wire.CellResponse:
@@ -297,8 +297,8 @@ class Admission:
 class AnswerBudget:
     """The budget of one request."""
 
-    def __init__(self, limit: int = ANSWER_BYTES) -> None:
-        self._left = limit
+    def __init__(self) -> None:
+        self._left = ANSWER_BYTES
 
     def admit_cell(self, cell: wire.CellRunResult) -> wire.CellRunResult:
         """The cell unchanged, or what fits of it."""

@@ -30,8 +30,8 @@ from etude.sandbox.types import (
     SandboxRequestError,
     SessionClosedError,
     UnknownSessionError,
-    checked_files,
-    checked_paths,
+    check_files,
+    check_paths,
 )
 
 START_SECONDS = 20.0
@@ -178,11 +178,11 @@ class Session:
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Like `Executor.write_files`."""
-        await self._command({"do": "write"}, checked_files(files), "written")
+        await self._command({"do": "write"}, check_files(files), "written")
 
     async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
         """Like `Executor.fetch_files`."""
-        wanted = list(checked_paths("fetch_files", paths))
+        wanted = list(check_paths("fetch_files", paths))
         return dict(await self._command({"do": "fetch", "fetch_files": wanted}, {}, "fetched"))
 
     async def _command(self, message: dict[str, Any], files: Mapping[str, bytes], event: str) -> frames.Parts:

@@ -160,8 +160,8 @@ class RunRequest:
         if not self.compile_seconds > 0:
             raise SandboxRequestError(f"compile_seconds must be positive, not {self.compile_seconds}")
         object.__setattr__(self, "language", Language(self.language))
-        object.__setattr__(self, "files", checked_files(self.files))
-        object.__setattr__(self, "fetch_files", checked_paths("fetch_files", self.fetch_files))
+        object.__setattr__(self, "files", check_files(self.files))
+        object.__setattr__(self, "fetch_files", check_paths("fetch_files", self.fetch_files))
         _check_args(self.args)
 
 
@@ -234,7 +234,7 @@ def _check_args(args: Sequence[str]) -> None:
         raise SandboxRequestError(f"args: {len(args)} arguments take {total} bytes together (at most {MAX_ARGS_BYTES})")
 
 
-def checked_path(field_name: str, path: str) -> str:
+def check_path(field_name: str, path: str) -> str:
     """`path` normalised, relative to the work directory.
 
     Raises:
@@ -256,16 +256,16 @@ def checked_path(field_name: str, path: str) -> str:
     return str(pure)
 
 
-def checked_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
-    """`paths` unchanged and in order, each validated by `checked_path`; without duplicates."""
+def check_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
+    """`paths` unchanged and in order, each validated by `check_path`; without duplicates."""
     if isinstance(paths, str) or len(paths) > MAX_FILES:
         raise SandboxRequestError(f"{field_name} must be a list of at most {MAX_FILES} paths")
     for path in paths:
-        checked_path(field_name, path)
+        check_path(field_name, path)
     return tuple(dict.fromkeys(paths))
 
 
-def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+def check_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
     """`files` with normalised paths, read-only.
 
     Raises:
@@ -275,7 +275,7 @@ def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         raise SandboxRequestError(f"files: {len(files)} are too many (at most {MAX_FILES})")
     checked: dict[str, bytes] = {}
     for path, content in files.items():
-        name = checked_path("files", path)
+        name = check_path("files", path)
         if name in checked:
             raise SandboxRequestError(f"files: {path!r} names a file that is there already")
         if not isinstance(content, bytes):

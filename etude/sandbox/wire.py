@@ -211,7 +211,7 @@ def run_request(message: RunCodeRequest, language: Language, limits: Limits) -> 
         code=message.code,
         language=language,
         stdin=message.stdin,
-        files=decoded_files(message.files),
+        files=decode_files(message.files),
         fetch_files=message.fetch_files,
         args=message.args,
         compile_seconds=message.compile_timeout,
@@ -228,7 +228,7 @@ def run_code_request(request: RunRequest) -> RunCodeRequest:
         code=request.code,
         stdin=request.stdin,
         language=_FUSION_NAMES.get(request.language, request.language.value),
-        files=dict(encoded_files(request.files)),
+        files=dict(encode_files(request.files)),
         fetch_files=list(request.fetch_files),
         args=list(request.args),
     )
@@ -245,7 +245,7 @@ def run_code_response(result: RunResult) -> RunCodeResponse:
         message=_refused(result.refused_files),
         compile_result=compiled,
         run_result=ran,
-        files=encoded_files(result.files),
+        files=encode_files(result.files),
     )
 
 
@@ -262,7 +262,7 @@ def run_result(response: RunCodeResponse) -> RunResult:
         raise SandboxError(f"the sandbox failed: {reason[:500]}")
     compiled = None if response.compile_result is None else _from_command(response.compile_result)
     if response.run_result is not None:
-        return replace(_from_command(response.run_result), compile=compiled, files=decoded_files(response.files))
+        return replace(_from_command(response.run_result), compile=compiled, files=decode_files(response.files))
     if compiled is None:
         raise SandboxError(f"the sandbox answered '{response.status.value}' without a result")
     return RunResult(status=RunStatus.COMPILE_FAILED, return_code=None, stdout="", stderr="", compile=compiled)
@@ -315,7 +315,7 @@ def cell_result(response: CellResponse) -> CellResult:
     )
 
 
-def decoded_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
+def decode_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
     """Contents from base64; an entry without content is skipped, as in Sandbox Fusion.
 
     Raises:
@@ -324,7 +324,7 @@ def decoded_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
     return {path: _decoded(path, content) for path, content in files.items() if content is not None}
 
 
-def encoded_files(files: Mapping[str, bytes]) -> dict[str, str]:
+def encode_files(files: Mapping[str, bytes]) -> dict[str, str]:
     """Contents as base64."""
     return {path: base64.b64encode(content).decode() for path, content in files.items()}
 
@@ -394,5 +394,5 @@ def jupyter_response(
         message=_refused(refused_files),
         driver=driver,
         cells=list(cells),
-        files=encoded_files(files),
+        files=encode_files(files),
     )

@@ -1,5 +1,5 @@
-"""`read_config_file`: parses a tool configuration file in any of its formats; `filled` fills in the environment, and
-`import_class` finds the class that an entry names.
+"""`read_config_file`: parses a tool configuration file in any of its formats; `fill_environment` fills in the environment,
+and `import_class` finds the class that an entry names.
 
     *.yaml, *.yml   `tools: [entry, …]` and `mcpServers: {name: server, …}`, either or both
     *.json          the same; a file written for Claude Desktop or verl's `mcp_servers_config_path`
@@ -71,7 +71,7 @@ def read_config_file(path: Path) -> ConfigFile:
     return ConfigFile(path, [(f"{place}[{number}]", entry) for number, entry in enumerate(entries)], servers)
 
 
-def beside(folder: Path, path: str) -> Path:
+def resolve_path(folder: Path, path: str) -> Path:
     """The file `path` in `folder` or, if there is none, relative to the working directory."""
     near = folder / Path(path).expanduser()
     return near if near.is_file() else Path(path).expanduser()
@@ -118,16 +118,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def filled(value: Any, place: str, where: str) -> Any:
+def fill_environment(value: Any, place: str, where: str) -> Any:
     """`value` with every `${…}` in its strings replaced; `place` is its path for errors, `where` its file and entry.
 
     Raises:
         ConfigError: a reference names no variable, or one that is not set.
     """
     if isinstance(value, dict):
-        return {key: filled(item, f"{place}.{key}", where) for key, item in value.items()}
+        return {key: fill_environment(item, f"{place}.{key}", where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [filled(item, f"{place}[{i}]", where) for i, item in enumerate(value)]
+        return [fill_environment(item, f"{place}[{i}]", where) for i, item in enumerate(value)]
     if not isinstance(value, str):
         return value
     return _REFERENCE.sub(lambda match: _variable(match[1], place, where), value)

@@ -193,7 +193,6 @@ class FunctionTool(BaseTool):
         """
         _check_kind(function)
         self._function = function
-        self._is_async = inspect.iscoroutinefunction(function)
         self._signature = FunctionSignature(function, inferred=schema is None)
         made = self._infer(name or function.__name__) if schema is None else read_schema(schema, function.__qualname__)
         if name is not None and made.function.name != name:
@@ -226,13 +225,7 @@ class FunctionTool(BaseTool):
             ToolError: an argument is missing, unknown or of the wrong type, or the function raised it.
         """
         arguments = self._signature.bind({**parameters, **execute_kwargs})
-        function: Callable[..., Any] = self._function
-        if self._is_async:
-            result = await function(**arguments)
-        else:
-            result = await self._threads.run(function, **arguments)
-            result = await result if inspect.isawaitable(result) else result
-        return normalize_result(result)
+        return normalize_result(await self._threads.call(self._function, **arguments))
 
     def _infer(self, name: str) -> OpenAIFunctionToolSchema:
         function: dict[str, Any] = {"name": name, "description": self._signature.description}

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from etude.bounded import called, ended, result_of, within
+from etude.bounded import called, result_of, within
 from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
@@ -91,7 +91,8 @@ class ToolInstance:
             return self._greeting
         limit = self.calls.policy.timeout
         try:
-            if not await ended(self._opening, limit):
+            await asyncio.wait({self._opening}, timeout=limit)
+            if not self._opening.done():
                 raise TimeoutError(f"no answer within {limit:g} s")
             if self._opening.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
@@ -183,7 +184,7 @@ class ToolInstance:
         """Cancels a running `create`, and releases what was created; False if the release failed."""
         if not self._opening.done():
             self._opening.cancel()
-            await ended(self._opening, None)
+            await asyncio.wait({self._opening})
         if not self._to_release:
             return True
         try:

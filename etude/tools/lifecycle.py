@@ -31,7 +31,7 @@ from etude.tools.base import BaseTool
 from etude.tools.instance import SECTIONS, ToolInstance
 from etude.tools.loop_watch import LoopWatch
 from etude.tools.options import CallPolicy
-from etude.tools.outcome import BrokenCall, ToolOutcome, joined
+from etude.tools.outcome import BrokenCall, ToolOutcome, merge_responses
 from etude.tools.runtime import ToolRequest, ToolRuntime
 from etude.tools.truncation import TokenLimit, bound_response
 from etude.trace import span
@@ -207,7 +207,9 @@ class ToolSession:
                 if not is_infrastructure(error):
                     raise
                 raise _broken_call(instance, request, error, time.perf_counter() - started) from error
-            whole = joined(greeting, answer.response) if greets and not greeting.is_empty() else answer.response
+            whole = (
+                merge_responses(greeting, answer.response) if greets and not greeting.is_empty() else answer.response
+            )
             outcome = ToolOutcome(
                 call,
                 request.place.turn,

@@ -24,7 +24,7 @@ from etude.errors import ConfigError, one_line
 from etude.registry import did_you_mean, import_object
 from etude.tools.base import BaseTool
 from etude.tools.builtin import builtin_config, builtin_names
-from etude.tools.config_file import beside, filled, import_class, read_config_file, read_data_file
+from etude.tools.config_file import fill_environment, import_class, read_config_file, read_data_file, resolve_path
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, load_function_tools, read_schema
 from etude.tools.mcp import MCPBaseTool, anchor_servers, discover_tools
 from etude.tools.qwen import TOOL_REGISTRY, QwenTool, is_qwen_shaped, registered_tool_class
@@ -100,7 +100,7 @@ def load_entry(entry: object, file: Path, where: str) -> list[BaseTool]:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: expected a mapping with the key 'class_name' (a text), or the name of a tool")
     if "mcpServers" in entry:
-        options = filled(dict(entry), "", where)
+        options = fill_environment(dict(entry), "", where)
         servers = anchor_servers(options.pop("mcpServers"), file.parent)
         config = _config({"config": options.pop("config", None)}, where)
         return _mcp_tools(servers, {"prefix": True, **options}, MCPBaseTool, config, file, where)
@@ -156,7 +156,7 @@ def _config(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind not in TYPES:
         hint = did_you_mean(str(kind), TYPES)
         raise ConfigError(f"{where}: unknown config.type '{kind}'{hint} (known: {', '.join(TYPES)})")
-    made: dict[str, Any] = filled(dict(raw or {}), "config", where)
+    made: dict[str, Any] = fill_environment(dict(raw or {}), "config", where)
     return made
 
 
@@ -166,7 +166,7 @@ def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
         return import_object(_DEFAULT_CLASSES[kind])
     if not isinstance(named, str):
         raise ConfigError(f"{where}: expected a mapping with the key 'class_name' (a text)")
-    found = import_class(filled(named, "class_name", where), file, where, _MOVED, _NOT_HERE)
+    found = import_class(fill_environment(named, "class_name", where), file, where, _MOVED, _NOT_HERE)
     is_tool = isinstance(found, FunctionTool) or (isinstance(found, type) and issubclass(found, BaseTool))
     if not is_tool and not is_qwen_shaped(found):
         raise ConfigError(
@@ -187,7 +187,7 @@ def _of_servers(
     raw = entry.get("mcp")
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: config.type 'mcp' needs the key 'mcp' with mcp_servers_config_path or mcpServers")
-    options = filled(dict(raw), "mcp", where)
+    options = fill_environment(dict(raw), "mcp", where)
     path, servers = options.pop("mcp_servers_config_path", None), options.pop("mcpServers", None)
     where, folder = f"{where}: mcp", file.parent
     if (path is None) == (servers is None):
@@ -195,7 +195,7 @@ def _of_servers(
     if path is not None:
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{where}: mcp_servers_config_path must be a path, not {path!r}")
-        found = beside(folder, path)
+        found = resolve_path(folder, path)
         try:
             content = read_data_file(found)
         except ConfigError as error:
@@ -203,7 +203,7 @@ def _of_servers(
         where, folder = f"{where}: {found}", found.parent
         if not isinstance(content, Mapping) or "mcpServers" not in content:
             raise ConfigError(f"{where}: expected the key 'mcpServers'")
-        servers = filled(content["mcpServers"], "mcpServers", where)
+        servers = fill_environment(content["mcpServers"], "mcpServers", where)
     return _mcp_tools(anchor_servers(servers, folder), options, tool_class, config, file, where)
 
 
@@ -231,7 +231,7 @@ def _registered(name: object, config: Mapping[str, Any], where: str) -> list[Bas
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: 'name' must be the name of a tool, not {name!r}")
     where = f"{where} ({name})"
-    made: dict[str, Any] = filled(dict(config), "config", where)
+    made: dict[str, Any] = fill_environment(dict(config), "config", where)
     own = {key: value for key, value in made.items() if key != "name"}
     if name not in TOOL_REGISTRY and name in FUNCTION_TOOLS:
         return [_construct(lambda: FUNCTION_TOOLS.get(name).configured(own), where)]

@@ -157,7 +157,7 @@ def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
     raise TypeError(f"create must return (instance_id, ToolResponse), not {type(returned).__name__}")
 
 
-def joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
+def merge_responses(first: ToolResponse, second: ToolResponse) -> ToolResponse:
     """Merges both responses, their texts joined by a newline."""
     return ToolResponse(
         text="\n".join(text for text in (first.text, second.text) if text) or None,

@@ -144,12 +144,7 @@ class QwenTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """`call(params, **execute_kwargs)`; its return value is the answer."""
         params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
-        if inspect.iscoroutinefunction(self._tool.call):
-            result = await self._tool.call(params, **execute_kwargs)
-        else:
-            result = await self._threads.run(self._tool.call, params, **execute_kwargs)
-            result = await result if inspect.isawaitable(result) else result
-        return _response(result), 0.0, {}
+        return _response(await self._threads.call(self._tool.call, params, **execute_kwargs)), 0.0, {}
 
 
 def parameters_schema(parameters: object, where: str = "parameters") -> dict[str, Any]:

@@ -27,7 +27,7 @@ from etude.errors import EtudeError, InfrastructureError, MissingExtraError, one
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.lifecycle import ToolSession
-from etude.tools.outcome import joined
+from etude.tools.outcome import merge_responses
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -79,7 +79,7 @@ class ClientSession:
             logger.warning("%s", one_line(error))
             return ToolResponse(text=f"The tool is not available: {one_line(error)}"), True
         greeting, self._greeting = self._greeting, ToolResponse()
-        response = outcome.response if greeting.is_empty() else joined(greeting, outcome.response)
+        response = outcome.response if greeting.is_empty() else merge_responses(greeting, outcome.response)
         return response, outcome.error is not None
 
     async def _session(self) -> ToolSession:
@@ -98,7 +98,7 @@ class ClientSession:
         session = ToolSession(self._tools, self._tools_kwargs, request_id=f"mcp-{uuid4()}")
         await session.__aenter__()
         for response in session.initial_responses:
-            self._greeting = joined(self._greeting, response)
+            self._greeting = merge_responses(self._greeting, response)
         return session
 
     async def close(self) -> None:

@@ -7,12 +7,10 @@ through, killed and resumed or not, no prompt of the plan is missing and none is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from etude.protocol import DataProto
 from etude.trainer.rollouts import rollouts_of
-from etude.trainer.tracking import JsonlTracker
 
 PROMPTS_FILE = "prompts.jsonl"
 RolledOut: TypeAlias = tuple[str, Any, str | None]
@@ -25,13 +23,6 @@ def rolled_out(batch: DataProto) -> list[RolledOut]:
     indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
     causes = [None if rollout.dropped is None else rollout.dropped.value for rollout in rollouts_of(batch)]
     return list(zip(columns["uid"].tolist(), indices, causes))
-
-
-class PromptAccounts(JsonlTracker):
-    """The file of one run; see `JsonlTracker` for what a resumed run does with earlier lines."""
-
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
-        super().__init__(run_dir, "", resume_step, PROMPTS_FILE)
 
 
 def account(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.distributed import BatchRef
 from etude.dumps import TOKEN_VALUES
 from etude.protocol import DataProto
-from etude.trainer.advantages import add_advantages
 from etude.trainer.correction import correct_mismatch
 from etude.trainer.metrics import Metrics, data_metrics, staleness_metrics
 from etude.trainer.rollouts import Batch, main_rows, rollouts_of, spread_groups
+from etude.trainer.sequences import sequence_advantages, sequence_scores
 from etude.trainer.setup import PlainSetup
 
 
@@ -51,6 +52,49 @@ def judge_batch(
     left = int(main_rows(learned).sum()) if len(learned) else 0
     metrics["training/filter_groups/kept"] = left / max(rollouts, 1)
     return learned, values, kl_coef, metrics, tokens
+
+
+def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[float, Metrics]:
+    """From rewards to advantages: the KL in the reward, the estimator, and a teacher's part. Adds `token_level_rewards`,
+    `advantages` and `returns` (rows, response_len), the first two float64, with the baselines of all rollouts that can be
+    trained on; with a critic on the actor's trunk, also `old_values` and `value_targets`.
+
+    Args:
+        kl_coef: the coefficient of the KL in the reward, if there is one.
+
+    Returns:
+        The coefficient of the next step, and the metrics of the KL in the reward and of distillation, if any.
+    """
+    columns, algorithm, distillation = batch.batch, setup.algorithm, setup.roles.distillation
+    batch.meta_info["episodes"] = bool(setup.estimator.episodes)
+    rewards, metrics, next_coef = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics(), kl_coef
+    if algorithm.use_kl_in_reward:
+        old, ref = columns["old_log_probs"], columns["ref_log_prob"]
+        rewards, distance = apply_kl_penalty(
+            rewards, old, ref, columns["response_mask"], kind=algorithm.kl_penalty, kl_coef=kl_coef
+        )
+        metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": kl_coef}
+        control = algorithm.kl_ctrl
+        if control.type == "adaptive":
+            rollouts = int(main_rows(batch).sum())
+            next_coef = adapt_kl_coef(kl_coef, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon)
+    columns["token_level_rewards"] = rewards
+    columns["advantages"], columns["returns"] = sequence_advantages(
+        algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
+    )
+    if setup.roles.value_head:  # the actor's update learns them, too
+        columns["old_values"], columns["value_targets"] = columns["values"], columns["returns"]
+    if distillation.teachers:
+        columns["advantages"], found = distill(
+            columns["advantages"],
+            teacher_log_probs=columns["teacher_log_probs"],
+            old_log_probs=columns["old_log_probs"],
+            response_mask=columns["response_mask"],
+            coef=0.0 if distillation.topk else distillation.coef,
+            task_coef=distillation.task_coef,
+        )
+        metrics |= found
+    return next_coef, metrics
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:

@@ -84,7 +84,7 @@ def divide_among_teachers(
     asked = batch.select(TOKENS, objects)
     if hint is not None:
         asked.batch.update(
-            _hinted(chat, batch, [_hinted_prompt(chat, schemas, *each, hint) for each in _prompts_of(batch)])
+            _add_hints(chat, batch, [_render_with_hint(chat, schemas, *each, hint) for each in _prompts_of(batch)])
         )
     lengths = asked.batch["attention_mask"].sum(dim=1).tolist()
     for teacher, its_rows in rows.items():
@@ -116,7 +116,7 @@ def _check_lengths(setup: PlainSetup, batch: DataProto, teacher: str, longest: i
         )
 
 
-def _hinted(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+def _add_hints(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` with other prompts."""
     columns, width = batch.batch, batch.batch["responses"].shape[1]
     ids = pad_rows(prompts, chat.tokenizer.pad_token_id or 0, left=True)
@@ -134,7 +134,7 @@ def _prompts_of(batch: DataProto) -> Iterator[tuple[dict[str, Any], list[int]]]:
     return zip(rows_of(batch), (row[kept].tolist() for row, kept in zip(ids, real)))
 
 
-def _hinted_prompt(
+def _render_with_hint(
     chat: ChatTemplate, schemas: Mapping[str, Any], row: Mapping[str, Any], prompt: Sequence[int], hint: str
 ) -> list[int]:
     """The ids of the row's prompt with the hint."""

@@ -141,17 +141,23 @@ def sample_estimates(prompts: Sequence[Sequence[Sample]]) -> dict[str, Estimate]
     """`avg@N`, `pass@K` and, where the scorer reads answers, `maj@K` of success, for K = 2, 4, … and N, the maximum number
     of samples per prompt; with K cut to the samples that a prompt has. `pass@1` would be `avg@N`."""
     most = max(map(len, prompts))
-    found = {f"avg@{most}": [float(np.mean([each.success for each in own])) for own in prompts]}
+    success = [[each.success for each in own] for own in prompts]
     votes = all(each.answers for own in prompts for each in own)
-    for k in powers_up_to(most)[1:]:
-        found[f"pass@{k}"] = [expected_best([each.success for each in own], min(k, len(own))) for own in prompts]
-        if votes:
-            found[f"maj@{k}"] = [_majority(own, k) for own in prompts]
+    answers = [[each.answer for each in own] for own in prompts] if votes else None
+    found = {f"avg@{most}": [float(np.mean(own)) for own in success]}
+    for k, best, majority in _best_and_majority(success, answers, most):
+        found[f"pass@{k}"] = best
+        found |= {f"maj@{k}": majority} if votes else {}
     return {name: estimate(means, proportion=True) for name, means in found.items()}
 
 
-def _majority(own: Sequence[Sample], k: int) -> float:
-    return expected_majority([each.answer for each in own], [each.success for each in own], min(k, len(own)))
+def _best_and_majority(
+    scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]] | None, most: int
+) -> Iterator[tuple[int, list[float], list[float]]]:
+    """For K = 2, 4, … and `most`, each prompt's `expected_best` and, where `answers` are given, `expected_majority`."""
+    for k in powers_up_to(most)[1:]:
+        best = [expected_best(own, min(k, len(own))) for own in scores]
+        yield k, best, [expected_majority(a, own, min(k, len(own))) for a, own in zip(answers or (), scores)]
 
 
 def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, float | int | Estimate]:
@@ -219,11 +225,8 @@ def _source_metrics(
         made = estimate(means, proportion=True)
         yield f"{prefix}/mean@{most}/ci95_low", made.low
         yield f"{prefix}/mean@{most}/ci95_high", made.high
-    for k in powers_up_to(most)[1:]:
-        yield f"{prefix}/best@{k}/mean", float(np.mean([expected_best(own, min(k, len(own))) for own in scores]))
+    answers = [[answer for _, answer in own] for own in prompts] if votes else None
+    for k, best, majority in _best_and_majority(scores, answers, most):
+        yield f"{prefix}/best@{k}/mean", float(np.mean(best))
         if votes:
-            majorities = [
-                expected_majority([answer for _, answer in own], [score for score, _ in own], min(k, len(own)))
-                for own in prompts
-            ]
-            yield f"{prefix}/maj@{k}/mean", float(np.mean(majorities))
+            yield f"{prefix}/maj@{k}/mean", float(np.mean(majority))

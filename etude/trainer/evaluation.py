@@ -29,7 +29,6 @@ from etude.options.validate import flatten
 from etude.protocol import DataProto
 from etude.run_folder import (
     METRICS_FILE,
-    read_config,
     read_metrics,
     read_run_record,
     read_steps,
@@ -264,12 +263,9 @@ class _Journal:
     def _check(self, identity: Mapping[str, Any]) -> None:
         advice = "give another --dump, or --fresh to roll out everything again"
         try:
-            if self._origin.is_file():
-                then = json.loads(self._origin.read_bytes())
-                if not all(isinstance(then[part], dict) for part in identity):
-                    raise DataError(f"{self._origin} is malformed")
-            else:  # an earlier version's, or one that was copied: the folder's last evaluation
-                then = _identity(read_config(self._folder), read_run_record(self._folder).get("files") or {})
+            then = json.loads(self._origin.read_bytes())
+            if not all(isinstance(then[part], dict) for part in identity):
+                raise DataError(f"{self._origin} is malformed")
         except (DataError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self._folder} holds trajectories of unknown origin ({error}): {advice}") from error
         plain = json.loads(json.dumps(json_safe(identity)))

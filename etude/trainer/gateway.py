@@ -107,8 +107,8 @@ class ServedPolicy:
         self.store = SessionStore(
             max_sessions=options.max_sessions,
             idle_seconds=options.idle_seconds,
-            make=self._made,
-            on_end=self._ended,
+            make=self._open_session,
+            on_end=self._end_session,
         )
 
     @classmethod
@@ -134,7 +134,7 @@ class ServedPolicy:
         engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, bundle.tokenizer)
         return cls(engine, context, options, rollout.seed)
 
-    def _made(self, name: str) -> GatewaySession:
+    def _open_session(self, name: str) -> GatewaySession:
         number, options = next(self._numbers), self._context.options
         request_id = f"{name}/{number}"
         sampling = Sampling(options.temperature if options.do_sample else 0.0, options.top_p, options.top_k, self._seed)
@@ -143,7 +143,7 @@ class ServedPolicy:
         client = self._clients[request_id] = TrajectoryClient(self._engine, request_id)
         return GatewaySession(name, client, self._context, params, self._rules)
 
-    def _ended(self, session: GatewaySession) -> None:
+    def _end_session(self, session: GatewaySession) -> None:
         client = self._clients.pop(session.request_id, None)
         if client is None:  # already ended
             return

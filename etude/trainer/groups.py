@@ -63,6 +63,11 @@ class Groups:
     beside: WorkerGroup | None = None  # that of `run`
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
+    @property
+    def trained(self) -> list[WorkerGroup]:
+        """The groups with an optimizer, which checkpoints hold."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
     def usage(self) -> Usage:
         """What the processes of the run take, the driver's included; without those of a group that was lost."""
         groups = (self.rollout, self.actor, self.critic, self.reward, self.beside, *self.teachers.values())
@@ -147,17 +152,17 @@ def open_groups(
             roles = 1 + critic + scores_batches + len(teachers)
             options, start = _on_ray(options, run, roles, stack, run.ray.node_timeout if restarts else 0)
 
-        def opened(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
+        def open_group(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
             group = start(worker, its_options)
             stack.callback(group.close)
             return group
 
-        actor = opened(TrainWorker) if options.standalone else None
-        rollout = opened(ActorRolloutRefWorker if trains and actor is None else RolloutWorker)
+        actor = open_group(TrainWorker) if options.standalone else None
+        rollout = open_group(ActorRolloutRefWorker if trains and actor is None else RolloutWorker)
         found: dict[str, Any] = {
-            "critic": opened(CriticWorker) if critic else None,
-            "reward": opened(RewardWorker) if scores_batches else None,
-            "teachers": {teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
+            "critic": open_group(CriticWorker) if critic else None,
+            "reward": open_group(RewardWorker) if scores_batches else None,
+            "teachers": {teacher: open_group(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
         }
         beside, rank = rollout, 0
         if keeps_batches:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -55,6 +56,11 @@ class Interrupts:
             signal.signal(number, handler)
         if self.stop and isinstance(error, LOSSES):  # it was to end anyway
             raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error
+
+    def stopped(self, step: int, total_steps: int, run_dir: Path) -> Interrupted:
+        """What ends a run after `step`."""
+        where = f"; {run_dir} holds its checkpoint, and the same command resumes it" if step else ""
+        return Interrupted(f"stopped after step {step} of {total_steps}{where}", self.signal_number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

@@ -315,8 +315,8 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_MOST_EMPTY = 3  # training steps in a row without a token to train on
-_MOST_FAILING = 2  # training steps in a row above trainer.max_infra_failure_share
+_MAX_EMPTY = 3  # training steps in a row without a token to train on
+_MAX_FAILING = 2  # training steps in a row above trainer.max_infra_failure_share
 
 
 class SkippedSteps:
@@ -334,7 +334,7 @@ class SkippedSteps:
             TrainingStopped: there were too many in a row.
         """
         self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
-        if self._empty >= _MOST_EMPTY:
+        if self._empty >= _MAX_EMPTY:
             why = "; ".join(find_problems(metrics).values())
             raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
         self._note_failures(metrics.get("rollout/infrastructure_failure_share", 0.0))
@@ -355,7 +355,7 @@ class SkippedSteps:
         if not self._failing:
             return
         met = f"{100 * share:.0f} % of rollouts met an infrastructure failure (trainer.max_infra_failure_share)"
-        if self._failing >= _MOST_FAILING:
+        if self._failing >= _MAX_FAILING:
             raise TrainingStopped(
                 f"{met}, in {self._failing} training steps in a row; look at the tools and the scorer"
             )

@@ -8,7 +8,7 @@ part of the mini-batch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,6 @@ def update_parts(
     mini = data.select_idxs(mini_rows(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)[place])
     mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and number == 0
     return rank_parts(_for_update(mini, options), ranks)
-
-
-def update_batches(
-    data: DataProto, options: ActorOptions | CriticOptions, *, shuffle: bool, seed: int, ranks: int
-) -> Iterator[list[DataProto]]:
-    """`update_parts` of each step on `data`."""
-    for number in range(count_updates(len(_groups(data)), options)):
-        yield update_parts(data, options, shuffle, seed, ranks, number)
 
 
 def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataProto:

@@ -24,13 +24,13 @@ from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, CriticOptions, has_several_updates
 from etude.run_folder import run_record
-from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
+from etude.trainer.accounting import PROMPTS_FILE, account, accounting_metrics
 from etude.trainer.batch_functions import judge_batch, uids_of
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
-from etude.trainer.interrupts import Interrupted, Interrupts
+from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.provenance import describe_run
@@ -39,7 +39,7 @@ from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.signal import JudgeBudget
-from etude.trainer.tracking import Tracking
+from etude.trainer.tracking import JsonlTracker, Tracking
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +86,11 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
-        groups.actor.init_model(self.total_steps)
-        if groups.rollout is not groups.actor:
-            groups.rollout.init_model()
-        if groups.critic is not None:
-            groups.critic.init_model(self.total_steps)
-        for teacher in groups.teachers.values():
-            teacher.init_model()
-        if groups.reward is not None:
-            groups.reward.init_model()
+        for group in groups.trained:
+            group.init_model(self.total_steps)
+        for frozen in (groups.rollout, groups.reward, *groups.teachers.values()):
+            if frozen is not None and frozen is not groups.actor:
+                frozen.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         feed = StreamingFeed if self.options.max_staleness else DirectFeed
         self.feed = feed(self.setup, self.rollouts, self.prompts)
@@ -141,7 +137,7 @@ class PPOTrainer:
                     emit(Notice(self._resumed_from(self.resumption)))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
-                self._accounts = PromptAccounts(self.run_dir, self.global_step)
+                self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
             finally:
@@ -169,11 +165,7 @@ class PPOTrainer:
             self.save()
         self.checkpoints.wait()
         if abandoned or self.global_step < self.total_steps:
-            done = f"stopped after step {self.global_step} of {self.total_steps}"
-            where = (
-                f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.global_step else ""
-            )
-            raise Interrupted(done + where, interrupts.signal_number)
+            raise interrupts.stopped(self.global_step, self.total_steps, self.run_dir)
         return validated
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
@@ -240,7 +232,7 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
             with timings("adv"):
-                judged = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
+                judged = self.groups.run(judge_batch, batch, self.setup.plain, self.kl_coef)
                 learned, values, self.kl_coef, found, tokens = judged
                 metrics |= found
             if len(learned):
@@ -259,21 +251,18 @@ class PPOTrainer:
         self.global_step += 1
         metrics |= {"training/global_step": self.global_step}
         self._metrics_of_step, self._state = metrics, self._loop_state()
-        self._end_with_the_passes()
+        if self.feed.exhausted:  # steps that refilled took several batches: `total_epochs` passes yield fewer steps
+            self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
         if self.options.rollout_data_dir:
             self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
         return metrics
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
-        return self.groups.run(function, *args)
-
     def _expand(self, taken: StepRollouts) -> Batch:
         """A row for each sequence that was sampled."""
         if not taken.has_several_sequences:
             return taken.batch
-        expanded: Batch = self._run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
+        expanded: Batch = self.groups.run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
         return expanded
 
     def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
@@ -285,11 +274,6 @@ class PPOTrainer:
         if judged is None:
             return []
         return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
-
-    def _end_with_the_passes(self) -> None:
-        """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
-        if self.feed.exhausted:
-            self.total_steps = self.global_step
 
     def _with_old_log_probs(self, batch: Batch) -> Batch:
         """Adds the actor's `old_log_probs`, which in bypass mode give way to the engine's. A batch with a single update,
@@ -336,7 +320,7 @@ class PPOTrainer:
         order, found = self.setup.roles.actor, list[MetricParts]()
         for number in range(count_updates(len(uids_of(batch)), options)):
             cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
-            found += update(self._run(update_parts, *cut))
+            found += update(self.groups.run(update_parts, *cut))
         return finish_metrics(add_metrics(found))
 
     def _update_weights(self) -> Metrics:
@@ -365,14 +349,12 @@ class PPOTrainer:
         return self.feed.state_dict() | {"kl_coef": adapted}
 
     def _copy_roles(self) -> None:
-        self.groups.actor.copy_state()
-        if self.groups.critic is not None:
-            self.groups.critic.copy_state()
+        for group in self.groups.trained:
+            group.copy_state()
 
     def _write_roles(self, folder: str) -> None:
-        self.groups.actor.save_checkpoint(folder)
-        if self.groups.critic is not None:
-            self.groups.critic.save_checkpoint(folder)
+        for group in self.groups.trained:
+            group.save_checkpoint(folder)
 
     def _restore_loop(self, resumption: Resumption) -> None:
         with resumption.restoring(self.loader) as state:
@@ -392,9 +374,8 @@ class PPOTrainer:
     def _restore_weights(self, resumption: Resumption) -> None:
         """Weights and optimizers as in the checkpoint."""
         with resumption.restoring():
-            self.groups.actor.load_checkpoint(str(resumption.folder))
-            if self.groups.critic is not None:
-                self.groups.critic.load_checkpoint(str(resumption.folder))
+            for group in self.groups.trained:
+                group.load_checkpoint(str(resumption.folder))
 
     def _resumed_from(self, resumption: Resumption) -> str:
         if self.global_step < self.total_steps:

@@ -30,8 +30,11 @@ _GIT_SECONDS = 10.0
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
     """The facts of a run of `kind` (`train`, `sft`, `eval`) with the resolved `config`, as JSON holds them."""
+    policy = config.get("actor_rollout_ref", config)
+    served = policy.get("rollout", {}).get("server_model")
     return {
         "kind": kind,
+        "model": served or policy.get("model", {}).get("path"),
         "total_steps": total_steps,
         "started": utc_now(),
         "command": redact_arguments([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -52,30 +52,36 @@ def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
 
 def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
     """Address → (where it is configured, what to do if nothing is there)."""
-    start = "start the service, or correct its address"
     rollout, custom = setup.roles.rollout, setup.roles.custom_reward
-    found = {url: (f"tool {place}", _start_line(url, place)) for place, url in setup.catalogue.addresses}
-    serve = "start the inference server, or correct actor_rollout_ref.rollout.server_urls"
-    found |= dict.fromkeys(rollout.server_urls, ("actor_rollout_ref.rollout.server_urls", serve))
+    talks = rollout.multi_turn
+    files = ", ".join([*(talks.tool_config_path or ()), *(talks.function_tool_path or ())])
+    found = {}
+    for place, address in setup.catalogue.addresses:
+        tool, _, field = place.partition(".")
+        found[address] = (f"tool {place}", f"{_start(address, place)}, or correct {field} of '{tool}' in {files}")
+    keys = dict.fromkeys(rollout.server_urls, "actor_rollout_ref.rollout.server_urls")
     for key, kwargs in (
         ("reward_model.reward_kwargs", setup.roles.reward.reward_kwargs),
         ("custom_reward_function.reward_kwargs", custom.reward_kwargs),
         ("custom_reward_function.rewards", custom.rewards),
     ):
-        found |= {url: (place, start) for place, url in addresses_in(kwargs, key)}
+        keys |= {url: place for place, url in addresses_in(kwargs, key)}
     teachers = setup.roles.distillation.teachers.items()
-    found |= {url: (f"distillation.teachers.{name}", start) for name, url in teachers if is_address(url)}
-    if runs_code(rollout.multi_turn, custom.path) and (url := os.environ.get(URL_VARIABLE)):
-        found[url] = (URL_VARIABLE, "run `etude sandbox serve`, or unset it to use the sandbox of this machine")
+    keys |= {url: f"distillation.teachers.{name}" for name, url in teachers if is_address(url)}
+    found |= {url: (key, f"{_start(url, key)}, or correct {key}") for url, key in keys.items()}
+    if runs_code(talks, custom.path) and (url := os.environ.get(URL_VARIABLE)):
+        found[url] = (URL_VARIABLE, f"{_start(url, 'sandbox')}, or unset {URL_VARIABLE} to use this machine's sandbox")
     return found
 
 
-def _start_line(url: str, place: str) -> str:
+def _start(url: str, place: str) -> str:
+    """How to start what should answer at `url`, which is configured at `place`."""
     if "sandbox" in place:
-        return f"run `etude sandbox serve`, or correct {place.rpartition('.')[2]}"
+        return "run `etude sandbox serve`"
     if "retriev" in place or "retrieve" in url:
-        return f"run `etude retrieve serve`, or correct {place.rpartition('.')[2]}"
-    return f"start the service, or correct {place.rpartition('.')[2]}"
+        return "run `etude retrieve serve`"
+    kinds = {"server_urls": "inference", "teachers": "teacher's", "reward": "judge's"}
+    return f"start the {next((kind for word, kind in kinds.items() if word in place), 'tool')} server at {_public_url(url)}"
 
 
 def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
@@ -87,10 +93,10 @@ def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
     with ThreadPoolExecutor(min(len(services), 32)) as pool:
         for (url, (place, fix)), reason in zip(services.items(), pool.map(_refusal, services)):
             if reason:
-                yield Finding(level, "services", f"{place}: nothing answers at {_shown(url)}: {reason}", fix)
+                yield Finding(level, "services", f"{place}: nothing answers at {_public_url(url)}: {reason}", fix)
 
 
-def _shown(url: str) -> str:
+def _public_url(url: str) -> str:
     """Without credentials or a query."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     return f"{parts.scheme or 'http'}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -148,9 +154,11 @@ def memory(setup: LoadedSetup, weights: int) -> Finding:
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     line = f"at least {needed / GIB:.2f} GiB of {total / GIB:.1f} GiB {where} ({listed}; activations not counted)"
     fix = (
-        "take a smaller model, set actor_rollout_ref.model.lora_rank=16, or spread it: trainer.backend=ray with "
-        "actor.strategy=fsdp2"
+        "change actor_rollout_ref.model.path to a smaller model, set actor_rollout_ref.model.lora_rank=16, or spread it: "
+        "trainer.backend=ray with actor.strategy=fsdp2"
     )
+    if max(parts, key=lambda part: parts[part]) == "KV cache":
+        fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={cache}"
     if needed > total and not cluster:
         return Finding(Level.ERROR, "memory", line, fix)
     if needed > 0.9 * free:
@@ -195,7 +203,7 @@ def disk(setup: LoadedSetup, weights: int) -> Finding:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(there).free
     line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
-    fix = "free space, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
+    fix = "free space there, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
     if 2 * size > free:  # a new one is whole before an old one goes
         return Finding(Level.ERROR, "disk", line, fix)
     if kept > 0 and (kept + 1) * size > free:

@@ -103,7 +103,7 @@ class Change:
     rule: Rule
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.then)} → {_shown(self.now)}"
+        return f"{self.key}: {_format_value(self.then)} → {_format_value(self.now)}"
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,6 @@ def _same_file(then: object, now: object) -> bool:
     return isinstance(then, str) and isinstance(now, str) and os.path.realpath(then) == os.path.realpath(now)
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:79] + "…"

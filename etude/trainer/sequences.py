@@ -76,7 +76,7 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
     if estimator.episodes or MAIN_SEQUENCE not in batch.batch:
         return compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options)
     main = main_rows(batch)
-    places = _joined_places(main, mask)
+    places = _join_places(main, mask)
     joined = places >= 0
     found = compute_advantage(
         name,
@@ -93,7 +93,7 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
     return advantages, returns
 
 
-def _joined_places(main: Tensor, mask: Tensor) -> Tensor:
+def _join_places(main: Tensor, mask: Tensor) -> Tensor:
     """(rollouts, most sampled tokens) the places in the flattened `mask` of each rollout's sampled tokens, in time order
     (the main row's last); -1 after them."""
     rollout = _rollout_of(main)

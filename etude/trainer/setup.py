@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
 from etude.config.checks import check_names, check_records, effective_keys
+from etude.config.layers import to_container
 from etude.data import RLDataset, custom_rows
 from etude.errors import ConfigError, DataError
 from etude.inference import check_takes_images
@@ -52,7 +53,6 @@ class PlainSetup:
 
     @property
     def estimator(self) -> Estimator:
-        """The advantage estimator's record."""
         return ADVANTAGE_ESTIMATORS.get(self.algorithm.adv_estimator)
 
     @property
@@ -76,12 +76,10 @@ class LoadedSetup(PlainSetup):
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self.bundle.tokenizer
 
     @property
     def chat(self) -> ChatTemplate:
-        """The model's chat template."""
         return self.bundle.chat
 
     @property
@@ -181,7 +179,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
     Raises:
         ConfigError: one line that names the key or file.
     """
-    plain = plain_config(config)
+    plain = to_container(config)
     options = to_options(TrainOptions, plain)
     policy, data = options.actor_rollout_ref, options.data
     effective = effective_keys(options)
@@ -330,10 +328,3 @@ def resolve_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={name}: no GPU is visible to torch; use auto or cpu")
     return name
-
-
-def plain_config(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, its interpolations filled in."""
-    container = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}

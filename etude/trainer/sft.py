@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.agents.images import read_image
+from etude.config.layers import to_container
 from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.data.blobs import Blobs
 from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
@@ -42,7 +43,7 @@ from etude.trainer.preference import preference_step
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
-from etude.trainer.setup import plain_config, register_names, role_options
+from etude.trainer.setup import register_names, role_options
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
@@ -68,7 +69,7 @@ class SFTTrainer:
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
         """
-        plain = plain_config(config)
+        plain = to_container(config)
         options = to_options(SFTOptions, plain)
         register_names(options, options.trainer)
         self.config, self.options = config, options.trainer
@@ -147,7 +148,7 @@ class SFTTrainer:
         if length > self.data.max_length:
             raise DataError(
                 f"{where} has {length} tokens, more than data.max_length="
-                f"{self.data.max_length}; raise it or leave the row out"
+                f"{self.data.max_length}; raise data.max_length, or leave the row out"
             )
         if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
             raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")
@@ -233,8 +234,7 @@ class SFTTrainer:
             self._write(result)
         self.checkpoints.wait()
         if self.step < self.total_steps:
-            where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
-            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
+            raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
         if self.trial is not None and self._trials.kept is None:
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
@@ -253,7 +253,7 @@ class SFTTrainer:
     ) -> None:
         """One step, and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)
-        metrics = self._prefer(rows) if self.loss.name == "dpo" else self._step(rows)
+        metrics = self._update(rows)
         self.step += 1
         last = self.step == self.total_steps
         if self.trial is not None and (last or self.step % self.target.every == 0):
@@ -280,14 +280,17 @@ class SFTTrainer:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
         self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
-    def _step(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        timings = Timings()
+    def _update(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        timings, actor, pad = Timings(), self.groups.actor, self.tokenizer.pad_token_id or 0
         with timings("step"):
-            demonstrations, images = [row["demonstration"] for row in rows], [self._read_images(row) for row in rows]
-            batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0, images)
-            batch.meta_info["global_step"] = self.step
-            parts = rank_parts(batch, self.groups.actor.dp_size)
-            metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(parts)))
+            if self.loss.name == "dpo":
+                pairs = [row["pair"] for row in rows]
+                metrics = preference_step(actor, pairs, beta=self.loss.beta, pad_token_id=pad, step=self.step)
+            else:
+                images = [self._read_images(row) for row in rows]
+                batch = demonstrations_to_batch([row["demonstration"] for row in rows], pad, images)
+                batch.meta_info["global_step"] = self.step
+                metrics = finish_metrics(add_metrics(actor.update_sft(rank_parts(batch, actor.dp_size))))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _read_images(self, row: dict[str, Any]) -> list[ImageInput]:
@@ -296,12 +299,6 @@ class SFTTrainer:
         return [
             read_image(self.images, each, f"{row['where']}: image {n}") for n, each in enumerate(row.get("images", ()))
         ]
-
-    def _prefer(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        timings, pad, pairs = Timings(), self.tokenizer.pad_token_id or 0, [row["pair"] for row in rows]
-        with timings("step"):
-            metrics = preference_step(self.groups.actor, pairs, beta=self.loss.beta, pad_token_id=pad, step=self.step)
-        return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
@@ -330,7 +327,7 @@ class _Examples:
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self._blobs, digest = Blobs(), hashlib.sha256()
-        self._rows = [self._blobs.kept(row) for row in rows]
+        self._rows = [self._blobs.store(row) for row in rows]
         for row in self._rows:
             digest.update(repr({key: value for key, value in row.items() if key != "where"}).encode())
         self.fingerprint = digest.hexdigest()[:16]
@@ -339,5 +336,5 @@ class _Examples:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._blobs.restored(self._rows[number])
+        row: dict[str, Any] = self._blobs.restore(self._rows[number])
         return row

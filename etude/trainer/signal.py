@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from etude.algorithms import equal_scores
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
 from etude.trajectory import TRUNCATED, Rewards, Rollout
@@ -65,25 +66,19 @@ class JudgeBudget:
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:
-    """`rollout/equal_groups_share`: groups of two or more rollouts (equal `uid`) whose rewards are all equal; a
-    group-relative estimator learns nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len)
-    of `batch`."""
+    """`rollout/equal_groups_share`: groups of two or more rollouts (same `uid`) whose rewards are all equal (see
+    `equal_scores`); a group-relative estimator learns nothing from them. Reads `token_level_scores` and `response_mask`
+    (batch, response_len)."""
     assert batch.batch is not None
     if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
         return {}
     main = batch.batch.get("main_sequence", None)
     rows = batch.batch["response_mask"].bool().any(-1) & (True if main is None else main.bool())
-    groups: dict[object, set[float]] = defaultdict(set)
-    sizes: dict[object, int] = defaultdict(int)
-    totals = batch.batch["token_level_scores"].double().sum(-1)
-    for uid, total, counts in zip(batch.non_tensor_batch["uid"].tolist(), totals.tolist(), rows.tolist()):
-        if counts:
-            groups[uid].add(round(total, 9))
-            sizes[uid] += 1
-    compared = [uid for uid, size in sizes.items() if size > 1]
-    if not compared:
-        return {}
-    return {"rollout/equal_groups_share": sum(len(groups[uid]) == 1 for uid in compared) / len(compared)}
+    totals, groups = batch.batch["token_level_scores"].double().sum(-1), defaultdict[object, list[int]](list)
+    for row in rows.nonzero().flatten().tolist():
+        groups[batch.non_tensor_batch["uid"][row]].append(row)
+    equal = [equal_scores(totals[group]) for group in groups.values() if len(group) > 1]
+    return {"rollout/equal_groups_share": sum(equal) / len(equal)} if equal else {}
 
 
 def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> dict[str, float]:

@@ -192,7 +192,6 @@ class JsonlTracker:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _failure(self, error: Exception) -> EtudeError:
@@ -231,13 +230,11 @@ class TensorboardTracker:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 
@@ -247,9 +244,7 @@ class WandbTracker:
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         wandb = _extra("wandb")
-        id_file = run_dir / "wandb_run_id.txt"
-        known = _read_id(id_file) if resume_step > 0 else None
-        run_dir.mkdir(parents=True, exist_ok=True)
+        id_file, known = _open_id(run_dir / "wandb_run_id.txt", resume_step)
         self._run = wandb.init(
             project=_project(run_dir),
             name=experiment,
@@ -261,11 +256,9 @@ class WandbTracker:
         id_file.write_text(self._run.id, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Uploads what is pending."""
         self._run.finish()
 
 
@@ -275,26 +268,22 @@ class MlflowTracker:
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         client_class = _extra("mlflow").tracking.MlflowClient
-        id_file = run_dir / "mlflow_run_id.txt"
+        id_file, self._run_id = _open_id(run_dir / "mlflow_run_id.txt", resume_step)
         self._client = client_class()
-        self._run_id = _read_id(id_file) if resume_step > 0 else None
         if self._run_id is None:
             project = _project(run_dir)
             found = self._client.get_experiment_by_name(project)
             experiment_id = found.experiment_id if found else self._client.create_experiment(project)
             self._run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
-        run_dir.mkdir(parents=True, exist_ok=True)
         id_file.write_text(self._run_id, encoding="utf-8")
         for key, value in dict(flatten(_config(run_dir))).items() if resume_step == 0 else ():
             self._client.log_param(self._run_id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         for name, value in metrics.items():
             self._client.log_metric(self._run_id, name.replace("@", "_at_"), value, step=step)
 
     def close(self) -> None:
-        """Marks the run as finished."""
         self._client.set_terminated(self._run_id)
 
 
@@ -305,11 +294,9 @@ class SwanlabTracker:
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         self._swanlab = _extra("swanlab")
-        id_file = run_dir / "swanlab_run_id.txt"
-        run_dir.mkdir(parents=True, exist_ok=True)
+        id_file, known = _open_id(run_dir / "swanlab_run_id.txt", resume_step)
         mode = os.environ.get("SWANLAB_MODE", "cloud")
-        known = _read_id(id_file) if resume_step > 0 and mode == "cloud" else None
-        resumed = {"id": known, "resume": "allow"} if known else {}
+        resumed = {"id": known, "resume": "allow"} if known and mode == "cloud" else {}
         run = self._swanlab.init(
             project=_project(run_dir),
             experiment_name=experiment,
@@ -321,11 +308,9 @@ class SwanlabTracker:
         id_file.write_text(str(getattr(run, "id", None) or getattr(run.public, "run_id", "")), encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         self._swanlab.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Writes what is pending."""
         self._swanlab.finish()
 
 
@@ -345,11 +330,9 @@ class TrackioTracker:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Writes what is pending."""
         self._run.finish()
 
 
@@ -359,8 +342,7 @@ class ClearmlTracker:
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         task = _extra("clearml").Task
-        id_file = run_dir / "clearml_task_id.txt"
-        known = _read_id(id_file) if resume_step > 0 else None
+        id_file, known = _open_id(run_dir / "clearml_task_id.txt", resume_step)
         self._task = task.init(
             project_name=_project(run_dir),
             task_name=experiment,
@@ -372,17 +354,14 @@ class ClearmlTracker:
             auto_resource_monitoring=False,
         )
         self._task.connect_configuration(_config(run_dir), name="configuration")
-        run_dir.mkdir(parents=True, exist_ok=True)
         id_file.write_text(self._task.id, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the scalars of one step."""
         for name, value in metrics.items():
             title, _, series = name.rpartition("/")
             self._task.get_logger().report_scalar(title or name, series, value, step)
 
     def close(self) -> None:
-        """Writes what is pending."""
         self._task.close()
 
 
@@ -406,5 +385,7 @@ def _extra(package: str) -> Any:
         raise MissingExtraError(f"trainer.logger={package}", package) from error
 
 
-def _read_id(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+def _open_id(path: Path, resume_step: int) -> tuple[Path, str | None]:
+    """The file of a tracker's own id of the run, its folder made; and the id in it, which a resumed run continues."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path, path.read_text(encoding="utf-8").strip() if resume_step > 0 and path.is_file() else None

@@ -37,11 +37,11 @@ class PackedImages:
 
     def shown(self, model: Any) -> ShownImages:
         """The images encoded with the model's current weights."""
-        made = ImageFeatures.joined(image_features(model, self.images))
+        made = ImageFeatures.concat(image_features(model, self.images))
         return ShownImages(self.places, made.rows(self.features))
 
 
-def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
+def locate_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
     """The images of each row; None for rows without.
 
     Raises:
@@ -67,7 +67,7 @@ def check_images(batch: DataProto, config: Any) -> None:
         raise no_images(config)
 
 
-def packed_images(
+def pack_images(
     placed: Sequence[ImagePositions | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
 ) -> PackedImages | None:
     """The images of laid-out rows; None without any.

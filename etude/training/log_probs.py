@@ -79,23 +79,18 @@ def token_log_probs(
     return log_probs.view(labels.shape), entropies
 
 
+@dataclass(frozen=True, eq=False)
 class _Head:
-    """What all chunks share."""
+    """What all chunks share, of `chunk` tokens each; `keep`: their probabilities, for the backward pass."""
 
-    def __init__(
-        self,
-        finish: Finish | None,
-        temperature: float,
-        entropy_grad: bool,
-        chunk: int,
-        keep: bool,
-        sum_pi_squared: Tensor | None,
-        likeliest: tuple[Tensor, Tensor] | None,
-        support: Support | None,
-    ) -> None:
-        self.finish, self.temperature, self.entropy_grad = finish, temperature, entropy_grad
-        self.chunk, self.keep, self.sum_pi_squared, self.support = chunk, keep, sum_pi_squared, support
-        self.likeliest = likeliest
+    finish: Finish | None
+    temperature: float
+    entropy_grad: bool
+    chunk: int
+    keep: bool
+    sum_pi_squared: Tensor | None
+    likeliest: tuple[Tensor, Tensor] | None
+    support: Support | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
         """The product of some rows, and the softmax's input; (rows, vocabulary) both, the second at least float32."""

@@ -21,8 +21,7 @@ from etude.options import OptimOptions
 from etude.training.extra_optimizers import adamw_8bit, schedule_free_adamw
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
-from etude.training.ranks import sum_gradients
-from etude.training.sharding import clip_sharded, is_sharded
+from etude.training.sharding import clip_sharded, is_sharded, sum_gradients
 
 _SCALE = "loss_scale."
 

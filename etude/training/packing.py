@@ -24,7 +24,7 @@ from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.routed_experts import RoutedExperts
-from etude.training.images import PackedImages, packed_images, placed_images
+from etude.training.images import PackedImages, locate_images, pack_images
 from etude.training.log_probs import Support
 from etude.trajectory import KEPT_IDS
 
@@ -100,9 +100,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     images = None
     if vision is not None and any(placed):
         token_ids.masked_fill_(token_ids < 0, vision.image_token_id)
-        images = packed_images(
-            placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device
-        )
+        images = pack_images(placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device)
     return PackedRows(
         token_ids=token_ids.to(device),
         layout=layout,
@@ -194,7 +192,7 @@ def _needed_rows(
     index = torch.as_tensor(list(rows), dtype=torch.long)
     attention, mask = batch.batch["attention_mask"][index].bool(), batch.batch["response_mask"][index].bool()
     needed = [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]
-    placed = placed_images(batch, rows, vision)
+    placed = locate_images(batch, rows, vision)
     keyed: list[list[Any]] = [ids if images is None else images.keyed(ids) for ids, images in zip(needed, placed)]
     experts = batch.non_tensor_batch.get(ROUTED_EXPERTS)
     known = [] if experts is None else [went for row in rows if (went := experts[row]) is not None]

@@ -181,6 +181,26 @@ def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Replaces the gradients of a model that is whole on every rank by their sums over the ranks, in place: those that one
+    rank with all the rows would have. A parameter that no rank reached has none, and its optimizer state stays as it is.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, so that a rank cannot reach the others.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "several ranks cannot learn together in one process: start each in its own, with torch.distributed initialised"
+        )
+    reached = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
+    dist.all_reduce(reached)
+    for parameter, ranks in zip(parameters, reached.tolist()):
+        if ranks:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+
 def clip_sharded(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scales gradients down to the norm `limit`; returns the norm of the whole gradient, on all ranks alike."""
     world = dist.get_world_size()

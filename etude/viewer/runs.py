@@ -48,6 +48,12 @@ class Run:
         return str(self.record.get("kind") or "")[:20]
 
     @property
+    def model(self) -> str:
+        """The model that it began with, or evaluated: a folder, a hub's name or what a server was asked for; empty if
+        unknown."""
+        return str(self.record.get("model") or "")[:200]
+
+    @property
     def started(self) -> datetime | None:
         """When it, or its last continuation, began."""
         try:

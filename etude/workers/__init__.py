@@ -1,7 +1,5 @@
 """The roles as workers: rollout, actor with its reference, critic, reward, teacher; rollout and actor in one."""
 
-from etude.models.named_weights import full_state
-from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.workers.actor import TrainWorker
 from etude.workers.critic import CriticWorker
 from etude.workers.options import RoleOptions
@@ -13,14 +11,8 @@ from etude.workers.teacher import TeacherWorker
 from etude.workers.weights import sync_weights
 
 __all__ = [
-    "ActorOptions",
     "ActorRolloutRefWorker",
-    "CriticOptions",
     "CriticWorker",
-    "CustomRewardOptions",
-    "ModelOptions",
-    "RefOptions",
-    "RewardOptions",
     "RewardWorker",
     "RoleOptions",
     "RoleWorker",
@@ -28,6 +20,5 @@ __all__ = [
     "TeacherWorker",
     "TrainWorker",
     "build_scorer",
-    "full_state",
     "sync_weights",
 ]

@@ -148,9 +148,9 @@ class TrainWorker(TrainedWorker):
         if self._actor.critic is not None:
             self._actor.critic.optimizer.training_step = meta["global_step"]
         compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # then these weights did not sample
-        loss: MicroLoss = self._compared_loss if compares else self._loss
+        loss: MicroLoss = self._loss_with_mismatch if compares else self._loss
         if "row" in data.batch:
-            loss = self._recorded(loss)
+            loss = self._record_values(loss)
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
@@ -166,7 +166,7 @@ class TrainWorker(TrainedWorker):
         found = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
         return [value for row in found for value in row]
 
-    def _recorded(self, loss: MicroLoss) -> MicroLoss:
+    def _record_values(self, loss: MicroLoss) -> MicroLoss:
         """`loss`, which also keeps what `take_token_values` returns."""
 
         def record(log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> Any:
@@ -197,7 +197,7 @@ class TrainWorker(TrainedWorker):
         self.weights_changed()
         return {f"sft/{name}": metric for name, metric in metrics.items()}
 
-    def _compared_loss(
+    def _loss_with_mismatch(
         self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale
     ) -> tuple[Tensor, Metrics]:
         loss, metrics = self._loss(log_probs, entropy, micro, scale)
@@ -282,7 +282,6 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """As for any trained role."""
         super().load_checkpoint(folder)
         if self._actor.critic is not None:
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))

@@ -8,6 +8,7 @@ group (`receives`), weights come in chunks (see `weights.py`), and the trainer j
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from etude.agents import RolloutOptions
+from etude.agents.batch import pad_rows
 from etude.bounded import within
 from etude.chat import ChatTemplate
 from etude.errors import EngineError, EtudeError, is_infrastructure, one_line
@@ -157,13 +159,13 @@ class EngineLink:
             engine.admit = self._probe.check if scores else self._compare_returned
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
-        rollout = self._rollout
+        rollout, actor = self._rollout, self._actor
         tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
         tokens = 4 if self._shares else 16  # sharing tensors, it can only be wrong through stale caches
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
             [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
-            None if self._receives else self._score,
+            None if actor is None else functools.partial(score_rows, actor),
             tolerance=_tolerance(dtype, rollout.dtype or dtype) if tolerance is None else tolerance,
             temperature=rollout.temperature,
             tokens=tokens,
@@ -271,17 +273,13 @@ class EngineLink:
             raise EngineError(f"version {version} of the weights has not been probed yet")
         (await self._probe.draw(engine, version, "the server")).judge_again(known)
 
-    def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
-        assert self._actor is not None
-        return score_rows(self._actor, rows, temperature)
-
     # -- how weights travel --------------------------------------------------------------------------------------
 
     async def _source(self, version: int) -> Any:
         if self._shares:
             return None
         if self._receives:
-            return self._received()
+            return self._received_source()
         assert self._actor is not None
         model = self._actor.model
         if isinstance(self.engine, NativeEngine):
@@ -298,7 +296,7 @@ class EngineLink:
             save_pretrained(model, None, folder, weights)
         return self._written_source(folder)
 
-    def _received(self) -> Any:
+    def _received_source(self) -> Any:
         """What `receive` has taken, for the engine."""
         if isinstance(self.engine, NativeEngine):
             return ()
@@ -338,13 +336,13 @@ class EngineLink:
     async def rest(self) -> None:
         """After a rollout: frees the engine's memory, if `rollout.free_cache_engine` is set."""
         if self._rollout.free_cache_engine and not self._asleep:
-            self._asleep = await self._told("sleep")
+            self._asleep = await self._call_engine("sleep")
 
     async def _wake(self) -> None:
         if self._asleep:
-            self._asleep = not await self._told("wake")
+            self._asleep = not await self._call_engine("wake")
 
-    async def _told(self, what: str) -> bool:
+    async def _call_engine(self, what: str) -> bool:
         """Whether the engine supports sleep and wake.
 
         Raises:
@@ -377,18 +375,10 @@ def score_rows(
     actor: PolicyEngine, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
 ) -> list[list[float]]:
     """The actor's log-probs of the responses of (prompt, response) pairs."""
-    values = actor.log_probs(_batch(rows), temperature)[0].tolist()
-    return [row[: len(response)] for row, (_, response) in zip(values, rows)]
-
-
-def _batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DataProto:
-    """(prompt, response) pairs as the columns that `PolicyEngine.log_probs` reads."""
-    left, right = max(len(prompt) for prompt, _ in rows), max(len(response) for _, response in rows)
-    ids = torch.zeros(len(rows), left + right, dtype=torch.long)
-    attention = torch.zeros_like(ids)
-    for row, (prompt, response) in enumerate(rows):
-        span = slice(left - len(prompt), left + len(response))
-        ids[row, span] = torch.tensor([*prompt, *response])
-        attention[row, span] = 1
-    mask = attention[:, left:].clone()
-    return DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
+    prompts, responses = zip(*rows)
+    mask = pad_rows([[1] * len(ids) for ids in responses], 0)
+    attention = torch.cat([pad_rows([[1] * len(ids) for ids in prompts], 0, left=True), mask], dim=1)
+    ids = torch.cat([pad_rows(prompts, 0, left=True), pad_rows(responses, 0)], dim=1)
+    batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
+    values = actor.log_probs(batch, temperature)[0].tolist()
+    return [row[: len(response)] for row, response in zip(values, responses)]

@@ -79,7 +79,6 @@ class RoleWorker(Worker):
 
     @property
     def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
         return self.bundle.tokenizer
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)

@@ -93,9 +93,9 @@ class RolloutStream:
             work = self._manager.generate(group.rows, group.sampling, least_group=group.least_group)
             task = self._loop.create_task(work)
             self._running[task] = group
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._on_done)
 
-    def _ended(self, task: asyncio.Task[list[Rollout]]) -> None:
+    def _on_done(self, task: asyncio.Task[list[Rollout]]) -> None:
         group = self._running.pop(task)
         if task.cancelled():
             self.fail(asyncio.CancelledError())

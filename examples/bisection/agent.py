@@ -14,7 +14,7 @@ from typing import Any
 from etude.agents.environments import TextEnv, register_env
 
 HIGHEST, GUESSES = 31, 5
-HALVES = (0.8, 0.2)  # of the guesses in demonstrations: in the first half of these, and in the second
+HALVES = (0.9, 0.3)  # of the guesses in demonstrations: in the first half of these, and in the second
 SYSTEM = "Find my number."
 
 

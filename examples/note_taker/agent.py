@@ -44,21 +44,20 @@ def reading(question: list[dict[str, Any]], note: str, page: str) -> list[dict[s
 
 NAMES = "Ada Bo Cleo Dov Ema Finn Gus Hana Ivo Jun Kai Lena Milo Nora Otto Pia Quin Rosa Sami Tove Uma Vera Wim Yara"
 TOWNS = "Bari Bonn Cork Delhi Dover Graz Kiel Kyoto Lima Linz Lviv Metz Minsk Oslo Paris Porto Riga Rome Turku Umea"
-PAGES, LINES = 3, 2  # of each row, and of each page
-SKILLED = (0.9, 0.5)  # share of demonstrations that take notes: first mostly the skill, then often the habit
+PAGES = 4  # of each row, with a line each
+SKILLED = (0.9, 0.3)  # share of demonstrations that take notes: first mostly the skill, then mostly the habit
 
 
 def make_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
-    """A question, and pages that say where six people are; one of them is asked for."""
-    people, towns = rng.sample(NAMES.split(), PAGES * LINES), rng.sample(TOWNS.split(), PAGES * LINES)
-    lines = [f"{name} {town}" for name, town in zip(people, towns)]
-    pages = ["\n".join(lines[start : start + LINES]) for start in range(0, len(lines), LINES)]
+    """A question, and pages that say where four people are; one of them is asked for."""
+    people, towns = rng.sample(NAMES.split(), PAGES), rng.sample(TOWNS.split(), PAGES)
+    pages = [f"{name} {town}" for name, town in zip(people, towns)]
     asked = rng.randrange(len(people))
     return {
         "data_source": "examples/note_taker",
         "prompt": [{"role": "system", "content": f"Where is\n{people[asked]}"}],
         "reward_model": {"style": "rule", "ground_truth": towns[asked]},
-        "extra_info": {"index": index, "split": split, "pages": pages, "line": lines[asked]},
+        "extra_info": {"index": index, "split": split, "pages": pages, "line": pages[asked]},
     }
 
 
@@ -67,7 +66,7 @@ def demonstrations(row: dict[str, Any], takes_notes: bool) -> Iterator[dict[str,
     pages, line, note = row["extra_info"]["pages"], row["extra_info"]["line"], NOTHING
     for page in pages:
         messages = reading(row["prompt"], note, page)
-        note = line if takes_notes and line in (note, *page.split("\n")) else NOTHING
+        note = line if takes_notes and line in (note, page) else NOTHING
         messages.append({"role": "assistant", "content": note})
         if page is pages[-1]:
             said = UNKNOWN if note == NOTHING else row["reward_model"]["ground_truth"]

@@ -14,20 +14,12 @@ from etude.agents.interactions import BaseInteraction
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema
 from etude.training import OptimOptions
-from etude.workers import (
-    ActorOptions,
-    ActorRolloutRefWorker,
-    CriticOptions,
-    CustomRewardOptions,
-    ModelOptions,
-    RefOptions,
-    RewardOptions,
-    RoleOptions,
-)
+from etude.workers import ActorRolloutRefWorker, RoleOptions
 
 TEXTS = ["What is 2 + 3? The answer is 5. user assistant tool system value country capital"] * 4
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, initializer_range=0.2, seed=3)

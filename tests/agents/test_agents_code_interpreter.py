@@ -64,7 +64,7 @@ def tool(tmp_path):
     file.write_text(yaml.safe_dump({"tools": [ENTRY]}), encoding="utf-8")
     (made,) = initialize_tools_from_config(str(file))
     yield made
-    assert made._trajectories == {}
+    assert made._instance_dict == {}
     assert (made._here.held, made._here.waiting) == (0, 0)
     if made._client is not None:
         made._client.close()
@@ -214,7 +214,7 @@ def test_a_server_that_dies_and_returns_costs_an_attempt_and_never_a_state(tmp_p
         [result], _ = roll_out(stateful, script, [{**ROW, "uid": "u", "rollout_index": 0}])
         assert (result.attempts, result.failures) == (2, 1)
         assert [record.response for record in result.trajectory.tool_calls] == [NOTHING, "42"]
-        assert stateful._trajectories == {}
+        assert stateful._instance_dict == {}
     finally:
         servers[-1].__exit__()
         stateful._client.close()

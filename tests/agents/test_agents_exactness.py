@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches_stage import update_batches
 from exact_stage import BUDGET, TEMPLATES, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.metrics import add_metrics, finish_metrics
-from etude.trainer.minibatches import update_batches
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine, policy
 from etude.training.packing import pack
 from etude.trajectory import Provenance

@@ -255,7 +255,7 @@ def interpreter(processes):
 
     yield make
     for tool in made:
-        assert tool._trajectories == {}
+        assert tool._instance_dict == {}
         assert (tool._here.held, tool._here.waiting) == (0, 0)
         if tool._client is not None:
             tool._client.close()

@@ -26,7 +26,7 @@ from etude.agents import (
 )
 from etude.agents import images as agent_images
 from etude.agents.environments.loop import EnvAgentLoop, Environment
-from etude.agents.images import noted
+from etude.agents.images import append_notes
 from etude.agents.interactions.simulated_user import _seen_by_the_user
 from etude.agents.tool_messages import UNWRITABLE
 from etude.chat import ChatTemplate, ToolParser
@@ -243,12 +243,12 @@ def test_notes_count_as_the_answers_own_words(text, notes, most, unit, side):
     text = None if text is None else text.encode("utf-8", "replace").decode()
     if text is not None:  # the session has cut it
         text = text[:most] if unit == "characters" else limit.cut(text)
-    whole = noted(text, notes, limit)
+    whole = append_notes(text, notes, limit)
     told = "\n".join(notes).encode("utf-8", "replace").decode()
     assert whole == (text or "") or size(whole) <= most
     if size(f"\n{told}") <= most and told:
         assert whole.endswith(told)
-    assert noted(text, notes, None) == "\n".join(part for part in (text, told) if part)
+    assert append_notes(text, notes, None) == "\n".join(part for part in (text, told) if part)
 
 
 @pytest.mark.parametrize("unit", ["tokens", "characters"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
-from etude.agents.tool_messages import LEAST_TOKENS, shortened
+from etude.agents.tool_messages import LEAST_TOKENS, shorten_texts
 from etude.chat import ToolParser
 from etude.errors import DataError, InfrastructureError
 from etude.tools import TokenLimit, ToolResponse
@@ -481,7 +481,7 @@ def test_shortened_answers_save_what_they_must_and_no_more_than_they_need(sizes,
     limit = TokenLimit(None, "right", TOKENIZER, lambda text: len(encode(text)))
     texts = ["a b " * (size // 2) for size in sizes]
     before = [limit.count(text) for text in texts]
-    cut = shortened(texts, excess, limit)
+    cut = shorten_texts(texts, excess, limit)
     if cut is None:
         room = sum(before) - excess
         assert sum(min(size, LEAST_TOKENS) for size in before) > room or max(before) < LEAST_TOKENS

@@ -116,7 +116,7 @@ LABELS = {"tool": Provenance.TOOL, "user": Provenance.USER}
 
 def rendered_tail(chat, messages):
     """The text that the template writes behind the stub turn, contents as they are."""
-    stub = chat._observations.stub_for(messages)
+    stub = chat._stub_for(messages)
     answers = stub.answers_to(messages)
     whole = chat._renderer.text([*stub.before(answers), *answers], generate=True)
     _, found, after = whole.partition(ANCHOR)
@@ -229,7 +229,7 @@ def test_shapes_are_bounded():
     chat = ChatTemplate(family("chatml"))
     for count in range(1, 80):
         chat.context_ids([{"role": "user", "content": "x"}] * count)
-    assert len(chat._observations._incremental._glue) == 64
+    assert len(chat._incremental._glue) == 64
 
 
 @pytest.mark.parametrize(

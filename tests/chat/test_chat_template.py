@@ -279,10 +279,10 @@ def test_disarmed_text_spells_no_control_token():
 
 
 def test_prompt_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr("etude.chat.prompts.PROMPTS_KEPT", 2)
+    monkeypatch.setattr("etude.chat.template.PROMPTS_KEPT", 2)
     chat = ChatTemplate(family("tiny"))
     prompts = [chat.initial_ids([{"role": "user", "content": text}]) for text in "abcab"]
-    assert len(chat._prompts.kept) == 2
+    assert len(chat._prompts) == 2
     assert prompts[0] == prompts[3] != prompts[1]
 
 

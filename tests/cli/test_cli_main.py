@@ -10,7 +10,7 @@ import pytest
 import etude
 from etude.cli import main as main_module
 from etude.cli.main import COMMANDS, LazyCommand, cli, run
-from etude.errors import ConfigError, TrainingStopped, _user_file
+from etude.errors import ConfigError, TrainingStopped, user_file
 from etude.registry import import_object
 
 ROOT = Path(etude.__file__).parents[1]
@@ -57,7 +57,7 @@ def test_debugging_shows_the_traceback(monkeypatch):
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr("etude.errors._user_file", lambda name: None)  # as if this file were ours
+    monkeypatch.setattr("etude.errors.user_file", lambda name: None)  # as if this file were ours
     with pytest.raises(ZeroDivisionError):
         run(ends_with(ZeroDivisionError()), [])
 
@@ -70,7 +70,7 @@ def test_a_bug_in_a_users_file_is_one_line_with_its_place(capsys, monkeypatch, t
     error = f"error: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({file}:5)"
     assert capsys.readouterr().err == f"{error}; ETUDE_DEBUG=1 shows the traceback\n"
     monkeypatch.chdir(tmp_path)
-    _user_file.cache_clear()
+    user_file.cache_clear()
     run(buggy, [])
     assert "(mine.py:5)" in capsys.readouterr().err
     monkeypatch.setenv("ETUDE_DEBUG", "1")

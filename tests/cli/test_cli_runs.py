@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -40,6 +41,18 @@ def test_runs_are_listed_shown_and_compared(tiny, done, capsys):
         ["train", "ended", "2/2"],
         ["train", "ended", "1/1"],
     ]
+    evaluated = [
+        "eval",
+        *tiny.arguments(done, f"data.val_files={tiny.folder}/data/train.parquet"),
+        "data.val_max_samples=1",
+        "--dump",
+        done.parent / "evaluated",
+    ]
+    assert output(capsys, *evaluated)[0] == 0
+    _, lines = output(capsys, "runs", "list", done.parent / "evaluated", "--json")
+    assert json.loads(lines)["model"] == str(tiny.model)
+    assert f"model        {tiny.model}\n" in output(capsys, "runs", "show", done.parent / "evaluated")[1]
+    shutil.rmtree(done.parent / "evaluated")
     _, lines = output(capsys, "runs", "list", done.parent, "--json")
     assert [json.loads(line)["step"] for line in lines.splitlines()] == [2, 1]
     _, shown = output(capsys, "runs", "show", done)

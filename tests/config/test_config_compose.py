@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.config import compose, compose_run, compose_with_sources, package_roots
+from etude.config import compose, compose_with_sources, package_roots
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
 
@@ -467,7 +467,7 @@ def test_a_misspelt_file_is_looked_for_beside_the_yaml_that_names_it(tmp_path):
     assert config.custom_reward_function.path == "reward.score"
     assert config.actor_rollout_ref.model.path == "gpt2"
     with pytest.raises(ConfigError, match=r"did you mean 'tools\.yaml'\?"):
-        compose_run("train", "run", [], tmp_path)
+        compose("run", [], tmp_path, command="train")
 
 
 def test_each_experiment_has_a_folder_and_the_same_one_its_own():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from etude.config import compose_run
+from etude.config import compose
 from etude.errors import ConfigError
 from etude.model_folder import local_folder
 
@@ -28,7 +28,7 @@ def files(tmp_path):
 
 
 def start(*overrides: str, command: str = "train", root: str = "grpo_trainer") -> None:
-    compose_run(command, root, list(overrides), None, root=root)
+    compose(root, list(overrides), root=root, command=command)
 
 
 def refusal(*overrides: str, **how: str) -> str:
@@ -184,6 +184,8 @@ def test_a_loop_of_ones_own_file_may_be_the_default(files, tmp_path):
 def test_each_command_needs_its_own(files):
     assert "data.val_files is empty" in refusal(*files, command="eval")
     assert "model.path is not set" in refusal(command="sft", root="sft")
+    assert "sft is a configuration of `etude sft`" in refusal(command="train", root="sft")
+    assert "a configuration of `etude train`" in refusal(*files, command="sft")
     start(*files[1:], f"data.val_files={files[0].partition('=')[2]}", command="eval")
 
 

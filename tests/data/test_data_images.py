@@ -18,7 +18,7 @@ from vision_stage import build_vision_stage, picture
 from etude.chat import ChatTemplate
 from etude.data import DataOptions, RLDataset, SFTDataset, write_parquet
 from etude.data import files as data_files
-from etude.data.blobs import SMALLEST, Blobs, Kept
+from etude.data.blobs import SMALLEST, BlobReference, Blobs
 from etude.data.images import place_images
 from etude.data.rlhf import custom_rows
 from etude.errors import DataError
@@ -304,15 +304,15 @@ def leaves(value):
 @given(several=st.lists(values, max_size=5))
 def test_what_is_kept_comes_back(several):
     blobs = Blobs()
-    held = [blobs.kept(value) for value in several]
-    assert [blobs.restored(value) for value in held] == several
+    held = [blobs.store(value) for value in several]
+    assert [blobs.restore(value) for value in held] == several
     assert all(len(value) < SMALLEST for value in leaves(held) if isinstance(value, bytes))
 
 
 def test_equal_bytes_are_kept_once_and_the_file_vanishes():
     blobs = Blobs()
-    first, second = (blobs.kept({"a": [bytes(5000)], "b": name}) for name in "xy")
-    assert first["a"] == second["a"] == [Kept(0, 5000, first["a"][0].digest)]
+    first, second = (blobs.store({"a": [bytes(5000)], "b": name}) for name in "xy")
+    assert first["a"] == second["a"] == [BlobReference(0, 5000, first["a"][0].digest)]
     number = blobs._file
     assert os.fstat(number).st_size == 5000
     assert os.fstat(number).st_nlink == 0
@@ -328,25 +328,25 @@ def test_a_full_disk_is_said(monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DataError, match=r"cannot keep the rows' images in .*No space left"):
-        Blobs().kept(bytes(5000))
+        Blobs().store(bytes(5000))
     blobs = Blobs()
     monkeypatch.undo()
-    place = blobs.kept(bytes(5000))
+    place = blobs.store(bytes(5000))
     os.ftruncate(blobs._file, 100)
     with pytest.raises(DataError, match="was cut"):
-        blobs.restored(place)
+        blobs.restore(place)
 
 
 def test_a_file_is_of_one_object_alone():
     """A copy would close the file of the first, or read from another's."""
     blobs = Blobs()
-    assert copy.deepcopy(blobs).restored(b"x") == b"x"  # there is nothing to share yet
-    place = blobs.kept(bytes(5000))
+    assert copy.deepcopy(blobs).restore(b"x") == b"x"  # there is nothing to share yet
+    place = blobs.store(bytes(5000))
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             duplicate(blobs)
     gc.collect()
-    assert blobs.restored(place) == bytes(5000)
+    assert blobs.restore(place) == bytes(5000)
 
 
 def test_what_the_system_cannot_open_is_named_with_its_row(tmp_path, monkeypatch):

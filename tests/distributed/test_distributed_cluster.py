@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from ray_stage import until
+from wait_stage import until
 
 from etude.distributed import cluster
 from etude.errors import WorkerLost

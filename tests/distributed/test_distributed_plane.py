@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ray_stage import until
+from wait_stage import until
 
 from etude.distributed import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
 from etude.distributed.plane import Block, check_unwritten, fetch_batches, keep_batches, tensor_bytes

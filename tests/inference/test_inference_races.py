@@ -6,16 +6,12 @@ import gc
 import pytest
 import torch
 from test_inference_native import full_log_probs
+from wait_stage import until_async
 
 from etude.errors import EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0)
 
 
 def assert_exact(model, context, out):
@@ -33,7 +29,8 @@ def test_asking_again_while_the_step_of_a_dropped_request_runs(model, how, other
         params = SamplingParams(max_tokens=30)
         more = [asyncio.create_task(engine.generate(f"o{i}", PROMPT, params)) for i in range(others)]
         first = asyncio.create_task(engine.generate("a", PROMPT, params))
-        await until(lambda: engine._metrics.sampled_tokens >= 3 * (others + 1) and engine._stepping is not None)
+        enough = 3 * (others + 1)
+        await until_async(lambda: engine._metrics.sampled_tokens >= enough and engine._stepping is not None, pause=0)
         if how == "abort":
             await engine.abort("a")
         else:
@@ -59,7 +56,7 @@ def test_a_follower_dropped_in_the_prefilling_step_may_ask_again(model):
     async def main():
         params = SamplingParams(max_tokens=5)
         tasks = [asyncio.create_task(engine.generate(name, PROMPT, params)) for name in ("a", "b")]
-        await until(lambda: engine._stepping is not None)
+        await until_async(lambda: engine._stepping is not None, pause=0)
         await engine.abort("b")
         again = await engine.generate("b", [7, 8, 9, 10, 11, 12, 13], params)
         return (await asyncio.gather(*tasks)), again
@@ -75,7 +72,7 @@ def test_new_weights_in_the_middle_of_a_step(model):
 
     async def main():
         task = asyncio.create_task(engine.generate("a", PROMPT, SamplingParams(max_tokens=20)))
-        await until(lambda: engine._metrics.sampled_tokens >= 5 and engine._stepping is not None)
+        await until_async(lambda: engine._metrics.sampled_tokens >= 5 and engine._stepping is not None, pause=0)
         await engine.update_weights(None, version=3)
         assert engine._stepping is None
         return await task
@@ -131,7 +128,7 @@ def test_a_model_left_in_training_mode_is_sampled_in_evaluation_mode(model):
 
     async def main():
         task = asyncio.create_task(engine.generate("a", PROMPT, SamplingParams(max_tokens=30)))
-        await until(lambda: engine._stepping is not None)
+        await until_async(lambda: engine._stepping is not None, pause=0)
         model.train()
         await engine.generate("b", PROMPT, SamplingParams(max_tokens=2))
         assert not model.training
@@ -147,7 +144,7 @@ def test_an_event_loop_that_ends_in_the_middle_of_a_step_leaves_no_task(model, c
 
     async def begin():
         asking = asyncio.ensure_future(engine.generate("a", PROMPT, SamplingParams(max_tokens=50)))
-        await until(lambda: engine._metrics.sampled_tokens >= 3 and engine._stepping is not None)
+        await until_async(lambda: engine._metrics.sampled_tokens >= 3 and engine._stepping is not None, pause=0)
         asking.cancel()
         await asyncio.wait({asking})
 

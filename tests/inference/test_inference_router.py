@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from serving_stage import CONTEXT, Process, bigram_score, save_bigram
+from wait_stage import until_async
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import (
@@ -66,11 +67,6 @@ def played(scenario):
     return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 def test_a_trajectory_stays_where_it_began_and_the_least_busy_gets_the_next():
     router, replicas = group()
 
@@ -104,7 +100,7 @@ def test_a_failed_replica_is_ejected_its_requests_asked_elsewhere_and_it_comes_b
         slow = [router.generate(f"s{i}", PROMPT, {}) for i in range(2)]
         replicas[1]._latency = 1.0  # keeps a request under way, and so the watch
         await asyncio.gather(*slow)
-        await until(lambda: len(router.replicas) == 2)
+        await until_async(lambda: len(router.replicas) == 2)
         return outputs, during
 
     outputs, (names, metrics) = played(scenario())
@@ -405,7 +401,7 @@ def test_a_server_that_died_comes_back_with_the_newest_weights(tmp_path):
         processes[0].popen.kill()
         processes[0].popen.wait()
         keep = asyncio.ensure_future(router.generate("long", PROMPT, SamplingParams(max_tokens=CONTEXT)))
-        await until(lambda: len(router.replicas) == 1)
+        await until_async(lambda: len(router.replicas) == 1)
         processes.append(await asyncio.to_thread(Process, old, 0.005, processes[0].port))  # a new one, with old weights
         while len(router.replicas) < 2:
             await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ from etude.errors import ConfigError, EngineError, MissingExtraError
 from etude.inference import SamplingParams, check_serving
 from etude.inference import http as http_module
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import Answer, checked_output
+from etude.inference.served import Answer, validate_answer
 from etude.inference.vllm import VLLMEngine
 from etude.options import RolloutOptions
 from etude.options.serving import server_url
@@ -36,7 +36,7 @@ def answering(raw, path="/x", *, timeout=2.0, call="get", hold=False):
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with listener:
             server = HttpServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout=timeout)
-            return await (server.ask_for(path) if call == "get" else server.ask(path))
+            return server.object(path, await server.get(path)) if call == "get" else await server.ask(path)
 
     return asyncio.run(main())
 
@@ -106,7 +106,7 @@ PARAMS = SamplingParams(max_tokens=6, stop_token_ids=(7,))
 def test_an_accepted_answer_keeps_the_contract(ids, ending):
     log_probs = [-0.5 * (i + 1) for i in range(len(ids))]
     try:
-        output = checked_output(Answer(ids, log_probs, ending, [(4, 0, 2)]), PARAMS, 3, "server")
+        output = validate_answer(Answer(ids, log_probs, ending, [(4, 0, 2)]), PARAMS, 3, "server")
     except EngineError:
         assert len(ids) > 6 or ending in ("stop", "error", None)
         return
@@ -135,7 +135,7 @@ def test_an_accepted_answer_keeps_the_contract(ids, ending):
 )
 def test_what_cannot_be_trained_on_is_refused(answer, message):
     with pytest.raises(EngineError, match=f"server: .*{message}"):
-        checked_output(answer, PARAMS, 0, "server")
+        validate_answer(answer, PARAMS, 0, "server")
 
 
 def check(name, urls=(), key=None, kwargs=None):
@@ -174,4 +174,4 @@ def test_a_package_that_is_not_installed_is_named_with_its_pip_line(monkeypatch)
 def test_json_numbers_that_are_none_are_refused():
     answer = json.loads('{"v": [NaN]}')
     with pytest.raises(EngineError, match="not a finite number: nan"):
-        checked_output(Answer([1], answer["v"], "length"), PARAMS, 0, "server")
+        validate_answer(Answer([1], answer["v"], "length"), PARAMS, 0, "server")

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import sglang_server
-from ray_stage import is_running, until
 from serving_stage import CONTEXT, bigram_score, save_bigram
+from wait_stage import is_running, until
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import EngineSetup, Router, check_serving

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
-from etude.inference.served import Answer, checked_output
+from etude.inference.served import Answer, validate_answer
 from etude.inference.stop_texts import StopTexts
 from etude.inference.vllm.server import sampling_fields
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
@@ -85,8 +85,8 @@ def test_served_engines_are_asked_to_keep_the_text():
 
 def test_an_answer_may_end_at_a_text_only_where_one_was_asked_for():
     answer = Answer([4, 5], [-0.1, -0.2], "stop")
-    assert checked_output(answer, SamplingParams(stop=("x",)), 0, "here").stop_reason == "stop"
+    assert validate_answer(answer, SamplingParams(stop=("x",)), 0, "here").stop_reason == "stop"
     with pytest.raises(EngineError, match="no stop id"):
-        checked_output(answer, SamplingParams(stop_token_ids=(9,)), 0, "here")
+        validate_answer(answer, SamplingParams(stop_token_ids=(9,)), 0, "here")
     long = Answer([4, 5], [-0.1, -0.2], "length")
-    assert checked_output(long, SamplingParams(stop=("x",)), 0, "here").stop_reason == "length"
+    assert validate_answer(long, SamplingParams(stop=("x",)), 0, "here").stop_reason == "length"

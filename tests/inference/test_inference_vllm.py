@@ -676,20 +676,13 @@ def quiet(monkeypatch):
 
 def trained(stage, rollout, bound=1e-3):
     """Rollouts and updates of a worker: log-probs agree to `bound` step after step, and the probe passes."""
+    from batches_stage import update_batches
+
     from etude.agents import RolloutOptions
     from etude.distributed import InProcessWorkerGroup
-    from etude.trainer.minibatches import update_batches
+    from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
     from etude.training import OptimOptions
-    from etude.workers import (
-        ActorOptions,
-        ActorRolloutRefWorker,
-        CriticOptions,
-        CustomRewardOptions,
-        ModelOptions,
-        RefOptions,
-        RewardOptions,
-        RoleOptions,
-    )
+    from etude.workers import ActorRolloutRefWorker, RoleOptions
 
     options = RoleOptions(
         model=ModelOptions(path=str(stage[0][0])),

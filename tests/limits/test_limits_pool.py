@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from wait_stage import is_running, until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits import (
@@ -71,18 +72,7 @@ def test_processes_are_processes_and_one_that_dies_is_replaced():
         assert local_limiter("deaths", Limit(max_concurrent=1)).held == 0
         pool.execute.remote(time.sleep, 100)
         time.sleep(0.2)
-    deadline = time.monotonic() + 60
-    while _runs(second) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _runs(second), "closing kills what still runs"
-
-
-def _runs(pid):
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # gone, before or while it was read
-        return False
+    until(lambda: not is_running(second), "closing kills what still runs")
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "4"])

@@ -12,6 +12,8 @@ import threading
 import time
 
 import pytest
+from ray_stage import ray_cluster
+from wait_stage import until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits import (
@@ -34,27 +36,10 @@ WAIT = 60  # seconds: for what takes one, on a machine that is busy
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes, each a raylet of its own; the resources `first` and `second` choose between them."""
-    from ray.cluster_utils import Cluster
-
+    """Two nodes, each a raylet of its own; the resources `node-0` and `node-1` choose between them."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
-    nodes = Cluster()
-    nodes.add_node(num_cpus=2, resources={"first": 100}, include_dashboard=False)
-    nodes.add_node(num_cpus=2, resources={"second": 100})
-    ray.init(address=nodes.address, log_to_driver=False)
-    nodes.wait_for_nodes(timeout=WAIT)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
-
-
-def until(condition, message):
-    """Waits for `condition()`."""
-    end = time.monotonic() + WAIT
-    while not (value := condition()):
-        assert time.monotonic() < end, message
-        time.sleep(0.01)
-    return value
+    with ray_cluster(2, 2) as nodes:
+        yield nodes
 
 
 class Witness:
@@ -154,7 +139,7 @@ class Rollouts:
 @pytest.fixture(scope="module")
 def actors(cluster):
     """One process on each node, for all tests that do not kill it."""
-    return {node: start_holding(node) for node in ("first", "second")}
+    return {node: start_holding(node) for node in ("node-0", "node-1")}
 
 
 def start_holding(node):
@@ -166,7 +151,7 @@ def holding(actors):
     """Has the process of a node open a limiter, and give back at the end what it took."""
     used = []
 
-    def take_part(name, n, lease_seconds=15.0, node="first", actor=None):
+    def take_part(name, n, lease_seconds=15.0, node="node-0", actor=None):
         actor = actor or actors[node]
         ray.get(actor.open.remote(name, n, lease_seconds))
         used.append(actor)
@@ -190,7 +175,7 @@ def test_one_name_is_one_limit_in_every_process(cluster):
     with pytest.raises(ConfigError, match="lease_seconds must be above 0"):
         cluster_limiter("two", Limit(max_concurrent=2), lease_seconds=0)
 
-    @ray.remote(num_cpus=0, resources={"second": 1}, max_retries=0)
+    @ray.remote(num_cpus=0, resources={"node-1": 1}, max_retries=0)
     def elsewhere(theirs, limit):
         mine = cluster_limiter("one", Limit(max_concurrent=2))
         cluster_limiter("one", limit)
@@ -204,7 +189,7 @@ def test_one_name_is_one_limit_in_every_process(cluster):
 def test_the_actor_is_detached_and_keeps_no_idle_worker(cluster):
     """The process that made it has ended, which an open call to the actor would prevent; it still keeps the limit."""
 
-    @ray.remote(num_cpus=0, max_calls=1, resources={"second": 1})
+    @ray.remote(num_cpus=0, max_calls=1, resources={"node-1": 1})
     def make():
         cluster_limiter("left", Limit(max_concurrent=1), lease_seconds=1.5).acquire_blocking(WAIT).release()
         return os.getpid()
@@ -226,7 +211,7 @@ class TestMultiNodeRateLimiterCase:
             ray.remote(ExecutionWorker)
             .options(num_cpus=0, max_concurrency=4, resources={node: 1})
             .remote(rate_limit=3, name="across")
-            for node in ("first", "second")
+            for node in ("node-0", "node-1")
         ]
         assert ray.get([worker.ping.remote() for worker in workers]) == [True, True]
         visit = watched(witness)
@@ -237,19 +222,19 @@ class TestMultiNodeRateLimiterCase:
         assert most >= 2, "they do run beside each other"
 
     def test_the_workers_are_on_different_nodes(self, holding):
-        first, second = holding("where", 1, node="first"), holding("where", 1, node="second")
+        first, second = holding("where", 1, node="node-0"), holding("where", 1, node="node-1")
         assert ray.get(first.node.remote()) != ray.get(second.node.remote())
 
     def test_an_idle_permit_of_another_node_is_recalled(self, holding):
-        here, there = holding("recall", 1, node="first"), holding("recall", 1, node="second")
+        here, there = holding("recall", 1, node="node-0"), holding("recall", 1, node="node-1")
         for _ in range(3):
             ray.get(here.use.remote(3))
             ray.get(there.use.remote(3))
 
     def test_a_holder_that_is_killed_gives_its_permits_back_within_its_lease(self, holding):
         lease = 2.0
-        victim = holding("killed", 3, lease, actor=start_holding("first"))
-        heir = holding("killed", 3, lease, "second")
+        victim = holding("killed", 3, lease, actor=start_holding("node-0"))
+        heir = holding("killed", 3, lease, "node-1")
         pid = ray.get(victim.take.remote(3))
         waiting = heir.take.remote(3)
         assert not ray.wait([waiting], timeout=0.2)[0]
@@ -259,7 +244,7 @@ class TestMultiNodeRateLimiterCase:
 
     def test_a_holder_that_was_stopped_cannot_release_what_others_hold_now(self, holding):
         lease = 2.0
-        victim, heir = holding("stopped", 2, lease, "first"), holding("stopped", 2, lease, "second")
+        victim, heir = holding("stopped", 2, lease, "node-0"), holding("stopped", 2, lease, "node-1")
         pid = ray.get(victim.take.remote(2))
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -277,7 +262,7 @@ class TestMultiNodeRateLimiterCase:
 def test_a_tools_calls_are_limited_in_the_whole_cluster(cluster, witness):
     """From two nodes; the calls of a turn that is given up, running and waiting ones, leave no permit behind."""
     first, second = (
-        ray.remote(Rollouts).options(num_cpus=0, resources={node: 1}).remote(witness) for node in ("first", "second")
+        ray.remote(Rollouts).options(num_cpus=0, resources={node: 1}).remote(witness) for node in ("node-0", "node-1")
     )
     given_up = first.call.remote(8, WAIT)
     until(lambda: ray.get(witness.report.remote())[1] == 3, "no call began")
@@ -364,7 +349,7 @@ def test_closing_a_pool_gives_its_permits_back_before_any_lease_runs_out(cluster
 
 async def test_waiters_are_cancelled_and_time_out_without_losing_a_permit(holding):
     limiter = cluster_limiter("cancel", Limit(max_concurrent=2))
-    other = holding("cancel", 2, node="second")
+    other = holding("cancel", 2, node="node-1")
     await other.take.remote(2)
     tasks = [asyncio.create_task(limiter.acquire()) for _ in range(6)]
     await asyncio.sleep(0.05)
@@ -432,7 +417,7 @@ def test_the_actor_starts_again_with_the_leases_that_are_out(holding):
     permit = limiter.acquire_blocking(WAIT)
     actor = ray.get_actor("limit:reborn", namespace=NAMESPACE)
     ray.kill(actor, no_restart=False)
-    other = holding("reborn", 1, 6, "second")
+    other = holding("reborn", 1, 6, "node-1")
     waiting = other.take.remote(1)
     until(lambda: limiter.info().waiting == 1, "the other's request did not arrive")
     assert not ray.wait([waiting], timeout=8)[0]

@@ -322,7 +322,7 @@ def test_packed_contexts_with_images_get_the_logits_each_has_alone(stage):
             parts.append(image_features(model, [each.image])[0])
         offset += len(ids)
     places, parts = places[::-1], parts[::-1]  # in any order
-    shown = ShownImages(torch.cat(places), ImageFeatures.joined(parts))
+    shown = ShownImages(torch.cat(places), ImageFeatures.concat(parts))
     ids = torch.tensor([token for row, _ in made for token in row])
     logits = model.lm_head(packed_hidden(model, ids, torch.cat(positions, dim=1)[:, None], layout, shown))
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-4)

@@ -1,8 +1,33 @@
 """A small agent with a file for each of its parts, so that each can be made wrong; the model is the stage's tiny one."""
 
 import json
+import re
 
+import pytest
 from house_stage import ACTOR, ROLLOUT
+
+from etude.findings import Finding, Level
+
+_VAGUE = re.compile(r"\b(?:FILE|CONFIG|MODEL|ROWS)\b|^(?:mend|raise|lower|set|start) it\b")
+_SPECIFIC = re.compile(r"`\w[^`]+`|(?<!\w)--?[a-z]|\w+\.\w+|/\w|[\w-]+=|[A-Z_]{6,}|pip install|did you mean|\w\(|'\w+'")
+"""A command, option, key, path, setting, variable, function or name."""
+
+
+@pytest.fixture(autouse=True)
+def every_finding_has_specific_advice(monkeypatch):
+    """Of all findings that a test makes: what to do names a key, a file, a command or a function, and no placeholder."""
+    found, make = [], Finding.__init__
+
+    def recorded(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        found.append(self)
+
+    monkeypatch.setattr(Finding, "__init__", recorded)
+    yield
+    wrong = [each for each in found if each.level in (Level.ERROR, Level.WARNING)]
+    vague = [each for each in wrong if not _SPECIFIC.search(each.fix) or _VAGUE.search(each.fix)]
+    assert not vague, "\n".join(map(str, vague))
+
 
 TOOL = '''
 """A tool that says whether a number is the secret."""

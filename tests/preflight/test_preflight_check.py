@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 from house_stage import ACTOR, ROLLOUT
-from preflight_stage import SCHEMA, TOOL, Agent
+from preflight_stage import SCHEMA, TOOL, Agent, every_finding_has_specific_advice
 
 from etude.cli.main import cli, run
-from etude.findings import Level
+from etude.findings import Findings, Level
 from etude.preflight.check import inspect_run
+from etude.trainer.resources import count_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+__all__ = ["every_finding_has_specific_advice"]
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ CASES = {
     ),
     "n=1 with grpo": (
         overrides(f"{ROLLOUT}.n=1"),
-        (ERROR, "configuration", "compares answers to one prompt", "set it to 2 or more"),
+        (ERROR, "configuration", "compares answers to one prompt", f"set {ROLLOUT}.n to 2 or more"),
     ),
     "no model": (
         overrides("actor_rollout_ref.model.path=/nowhere/model"),
@@ -171,7 +175,7 @@ CASES = {
     ),
     "prompt over length": (
         overrides("data.max_prompt_length=20", "data.filter_overlong_prompts=false"),
-        (ERROR, "rows", "data.max_prompt_length is 20", "raise it"),
+        (ERROR, "rows", "data.max_prompt_length is 20", "raise data.max_prompt_length"),
     ),
     "no scorer": (
         overrides("custom_reward_function.path=null"),
@@ -209,11 +213,14 @@ CASES = {
         tool_file("etude.tools.builtin.search.SearchTool", retrieval_service_url=address("/retrieve")),
         (ERROR, "services", "retrieval_service_url: nothing answers", "run `etude retrieve serve`"),
     ),
-    "unreachable judge": (judge, (ERROR, "services", "base_url: nothing answers", "start the service")),
-    "unreachable engine": (servers, (ERROR, "services", "nothing answers", "start the inference server")),
+    "unreachable judge": (judge, (ERROR, "services", "base_url: nothing answers", "start the judge's server")),
+    "unreachable engine": (
+        servers,
+        (ERROR, "services", "nothing answers", "or correct actor_rollout_ref.rollout.server_urls"),
+    ),
     "more memory than there is": (
         overrides(f"{ROLLOUT}.kv_cache_memory_mb=1000000000"),
-        (ERROR, "memory", "KV cache 976562.50", "take a smaller model"),
+        (ERROR, "memory", "KV cache 976562.50", "lower actor_rollout_ref.rollout.kv_cache_memory_mb"),
     ),
     "response too short for a call": (
         overrides("data.max_response_length=12"),
@@ -264,6 +271,31 @@ def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
     assert found.failed == (level is ERROR), "\n".join(map(str, found.all))
 
 
+def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkeypatch):
+    usage, weights = shutil.disk_usage("/"), count_weights(str(agent.model))
+    monkeypatch.setattr("etude.trainer.resources._memory_here", lambda device, processes: (1.0, 1.0, "of memory"))
+    for free, level in ((0, ERROR), (80 * weights, WARNING)):
+        monkeypatch.setattr(
+            "etude.trainer.resources.shutil.disk_usage", lambda place, free=free: usage._replace(free=free)
+        )
+        found = {each.subject: each for each in inspect(agent, "trainer.max_actor_ckpt_to_keep=9", rolls_out=False).all}
+        assert (found["memory"].level, found["disk"].level) == (ERROR, level), found["disk"]
+        assert "actor_rollout_ref.model.lora_rank=16" in found["memory"].fix
+        assert "lower trainer.max_actor_ckpt_to_keep" in found["disk"].fix
+
+
+def test_a_teacher_that_does_not_answer(agent):
+    url = address()()
+    found = inspect(agent, f"distillation.teachers={{default:'{url}'}}", rolls_out=False)
+    [fix] = [each.fix for each in found.all if each.subject == "services"]
+    assert fix == f"start the teacher's server at {url}, or correct distillation.teachers.default"
+
+
+def test_a_finding_without_advice_is_refused():
+    with pytest.raises(ValueError, match="no advice"):
+        Findings().add(WARNING, "rows", "something is wrong")
+
+
 def test_everything_wrong_is_found_at_once(agent):
     agent.rows([agent.row(0), agent.row(1, extra_info=OTHER_KWARGS), agent.row(2, prompt=[])])
     agent.write("reward.py", f"{SCORE}1 / 0\n")
@@ -294,7 +326,7 @@ def test_a_path_in_the_wrong_place_is_told_where_it_goes(tmp_path, monkeypatch, 
     ("said", "setting", "advice"),
     [
         ("1 examples", "data.max_length=512", ""),
-        ("more than data.max_length=2", "data.max_length=2", "raise it or leave the row out"),
+        ("more than data.max_length=2", "data.max_length=2", "raise data.max_length, or leave the row out"),
         ("unknown key data.max_lenght", "data.max_lenght=3", "did you mean"),
     ],
 )

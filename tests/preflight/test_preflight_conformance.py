@@ -4,7 +4,7 @@ import json
 
 import pytest
 from house_stage import ROLLOUT
-from preflight_stage import REWARD, TOOL, Agent
+from preflight_stage import REWARD, TOOL, Agent, every_finding_has_specific_advice
 
 from etude.cli.main import cli, run
 from etude.findings import Level
@@ -28,6 +28,9 @@ class Guess(TextEnv):
         right = str(SELF.secret) in action.split()
         return f"no, it is not {SELF.secret + 1}", float(right), right, False, {}
 '''
+
+
+__all__ = ["every_finding_has_specific_advice"]
 
 
 @pytest.fixture
@@ -116,7 +119,12 @@ CASES = {
     ),
     "a scorer that raises": (
         reward("1 / 0"),
-        (ERROR, "empty agent", "4 of 4 trajectories were dropped: scoring: compute_score", "mend it"),
+        (
+            ERROR,
+            "empty agent",
+            "4 of 4 trajectories were dropped: scoring: compute_score",
+            "reward.py:6; a failure drops",
+        ),
     ),
     "no check of arguments": (
         tool((CHECK, ""), ('parameters["number"] ==', '1 / (parameters["number"] - 1) ==')),
@@ -157,7 +165,7 @@ CASES = {
             (ANSWER, f"self.called = {{instance_id}}\n        {ANSWER}"),
             ("del self.secrets[instance_id]", "self.called.remove(instance_id)"),
         ),
-        (ERROR, "cancelled call", "'guess': 1 created, 0 released", "let release succeed"),
+        (ERROR, "cancelled call", "'guess': 1 created, 0 released", "let release of 'guess'"),
     ),
 }
 

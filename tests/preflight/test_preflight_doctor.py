@@ -4,11 +4,14 @@ import json
 from importlib.metadata import version
 
 import pytest
+from preflight_stage import every_finding_has_specific_advice
 
 from etude.cli.main import cli, run
 from etude.findings import Level
 from etude.preflight import doctor
 from etude.sandbox import Executor, SandboxUnavailableError
+
+__all__ = ["every_finding_has_specific_advice"]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,27 @@ def test_a_sandbox_that_does_not_isolate_is_a_warning(monkeypatch):
 
     monkeypatch.setattr(Executor, "open", broken)
     found = doctor.Findings()
-    found.run("sandbox", lambda: doctor._sandbox(found), fix="")
+    found.run("sandbox", lambda: doctor._sandbox(found), fix="see `etude sandbox`")
     assert [each.level for each in found.all] == [Level.WARNING] * 3
     assert "cannot run here" in found.all[-1].message
-    assert "bubblewrap" in found.all[-1].fix
+    assert "etude sandbox serve" in found.all[-1].fix
+
+
+def test_what_a_machine_lacks_comes_with_what_to_set(monkeypatch):
+    for name in ("_MIN_FREE", "_MIN_SHARED", "_MIN_FILES"):
+        monkeypatch.setattr(doctor, name, 2**62)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1e6, 1e6, 1e6))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = doctor.Findings()
+    for step in (doctor._processors, doctor._gpu, doctor._ray, doctor._disk, doctor._limits):
+        step(found)
+    wrong = [(each.subject, each.fix) for each in found.all if each.level is Level.WARNING]
+    assert [subject for subject, _ in wrong] == ["processors", "gpu", "ray", *["disk"] * 3, "limits"]
+    for (_, fix), name in zip(
+        wrong, ("config.timeout", "nvidia-smi", "--shm-size", "default_local_dir", "TMPDIR", "HF_HOME", "ulimit")
+    ):
+        assert name in fix
 
 
 def test_extras_come_with_their_pip_line(monkeypatch):

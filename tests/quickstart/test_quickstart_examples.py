@@ -48,6 +48,14 @@ def test_a_service_that_does_not_start_is_told():
         pass
 
 
+def test_a_readme_says_what_its_example_claims():
+    for path in find_example("phone_book").folder.parent.glob("*/example.yaml"):
+        claim = find_example(str(path.parent)).options
+        does = f"{'rises' if claim.margin > 0 else 'falls'} by at least {abs(claim.margin):g}, in every seed"
+        said = f"The claim: {claim.metric.replace('_', ' ')}, sampled on its test questions, {does}"
+        assert said in (path.parent / "README.md").read_text(), path
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

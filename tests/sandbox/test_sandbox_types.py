@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from etude.errors import is_infrastructure
 from etude.sandbox import Language, Limits, RunRequest, SandboxError, SandboxRequestError, UnknownSessionError
-from etude.sandbox.types import checked_path, checked_paths
+from etude.sandbox.types import check_path, check_paths
 
 OUTSIDE = ["/etc/passwd", "../x", "a/../../x", "a/..", "..", "", ".", "./", "a/", "a\0b", "x" * 2000, "\udcff", "//x"]
 
@@ -22,13 +22,13 @@ def test_a_path_outside_the_work_directory_is_refused(path):
 @given(st.text())
 def test_a_checked_path_stays_inside(path):
     try:
-        checked = checked_path("files", path)
+        checked = check_path("files", path)
     except SandboxRequestError:
         return
     parts = checked.split("/")
     assert parts
     assert not {"", ".", ".."} & set(parts)
-    assert checked_path("files", checked) == checked
+    assert check_path("files", checked) == checked
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_files_that_cannot_be_are_refused(files):
 
 def test_paths_are_a_list():
     with pytest.raises(SandboxRequestError, match="list"):
-        checked_paths("fetch_files", "abc")
-    assert checked_paths("fetch_files", ["a", "./a", "b", "a"]) == ("a", "./a", "b"), (
+        check_paths("fetch_files", "abc")
+    assert check_paths("fetch_files", ["a", "./a", "b", "a"]) == ("a", "./a", "b"), (
         "under the names they were asked for by"
     )
 

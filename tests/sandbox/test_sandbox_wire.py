@@ -166,6 +166,6 @@ def test_defaults_are_sandbox_fusions():
 
 
 def test_a_file_without_content_is_left_out_and_one_that_is_no_base64_refused():
-    assert wire.decoded_files({"a": None, "b": "AAE="}) == {"b": b"\0\1"}
+    assert wire.decode_files({"a": None, "b": "AAE="}) == {"b": b"\0\1"}
     with pytest.raises(SandboxRequestError, match="the content of 'a' is not base64"):
-        wire.decoded_files({"a": "A"})
+        wire.decode_files({"a": "A"})

@@ -9,7 +9,8 @@ import pytest
 from async_stage import plan, trained
 from commands_stage import COMMANDS, MODEL, arguments_of, corrected
 from house_stage import ACTOR, ROLLOUT, Launched, metrics, same, steps, weights
-from ray_stage import rank_processes, ray_cluster, until
+from ray_stage import rank_processes, ray_cluster
+from wait_stage import until
 
 from etude.cli.main import cli, run
 from etude.config import compose

@@ -25,10 +25,10 @@ from aiohttp import web
 
 import etude.tools
 from etude.data import check_row, read_rows, write_parquet
-from etude.data.rows import KWARGS_KINDS
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, ToolSession, load_tools
 from etude.tools.builtin.geo3k import Geo3kTool
+from etude.tools.instance import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = next((ROOT.parent / "shared" / "seeds").glob("000_*.txt"), None)
@@ -196,7 +196,7 @@ def test_the_preprocessing_template(tmp_path, monkeypatch):
 
 def test_the_form_of_tools_kwargs():
     shown = executed("shown = {" + block('"<tool_name>"') + "}").shown
-    assert tuple(shown["tools_kwargs"]["<tool_name>"]) == KWARGS_KINDS
+    assert tuple(shown["tools_kwargs"]["<tool_name>"]) == SECTIONS
 
 
 async def test_geo3k_in_the_guide_and_here(tmp_path):

@@ -6,10 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from mcp import Client, StdioServerParameters
+from wait_stage import until
 
 from etude.errors import DataError
 from etude.schemas import ToolResponse
@@ -88,13 +88,6 @@ def folder(tmp_path):
 
 def log(folder):
     return (folder / "log").read_text().split() if (folder / "log").exists() else []
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Http:
@@ -181,7 +174,7 @@ def test_over_streamable_http_each_client_has_state_of_its_own(folder, http):
             assert await texts(first, 1) == [(False, "8")]
 
     asyncio.run(use())
-    wait_for(lambda: sorted(log(folder)) == ["create"] * 2 + ["release"] * 2)
+    until(lambda: sorted(log(folder)) == ["create"] * 2 + ["release"] * 2)
     assert http.end() == 130
 
 
@@ -191,7 +184,7 @@ def test_a_client_without_sessions_has_one_for_each_request(folder, http):
             return await texts(client, 1, 2)
 
     assert asyncio.run(use()) == [(False, "1"), (False, "2")]
-    wait_for(lambda: log(folder) == ["create", "release"] * 2)
+    until(lambda: log(folder) == ["create", "release"] * 2)
 
 
 def test_what_a_row_would_say(folder):
@@ -217,7 +210,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_call(folder, http):
             waiting.cancel()
 
     asyncio.run(use())
-    wait_for(lambda: log(folder) == ["create", "release"])
+    until(lambda: log(folder) == ["create", "release"])
     assert http.process.poll() is None
 
 

@@ -5,13 +5,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from batches_stage import update_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.options import ActorOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto
-from etude.trainer.minibatches import mini_rows, rank_parts, update_batches
+from etude.trainer.minibatches import mini_rows, rank_parts
 from etude.trainer.rollouts import rollout_batch
 
 

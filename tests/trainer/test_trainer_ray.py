@@ -13,9 +13,10 @@ import pytest
 from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
 from judge_stage import as_classifier, rig_judge
-from ray_stage import LONG_LOOP, counted_bytes, kept_blocks, rank_processes, ray_cluster, until
+from ray_stage import LONG_LOOP, counted_bytes, kept_blocks, rank_processes, ray_cluster
 from trainer_tools import STUBBORN, Moody
 from vision_stage import picture, save_vision_model
+from wait_stage import until
 
 import etude
 from etude.config import compose

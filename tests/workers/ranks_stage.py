@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from batches_stage import update_batches
 from workers_stage import objects
 
 from etude.metrics import add_metrics, finish_metrics
@@ -18,7 +19,6 @@ from etude.models import load_causal_lm, load_value_model
 from etude.models.named_weights import full_tensor
 from etude.options import OptimOptions, RolloutCorrectionOptions
 from etude.protocol import DataProto
-from etude.trainer.minibatches import update_batches
 from etude.training import optim as optim_module
 from etude.workers import CriticWorker, TrainWorker, checkpoint, critic, role
 

@@ -16,10 +16,11 @@ from workers_stage import learnable, policy, prompts, roles, started, update
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, Router, WeightMismatch
 from etude.models import load_causal_lm
+from etude.models.named_weights import full_state
 from etude.options import ActorOptions, OptimOptions
 from etude.options.training import ModelOptions
 from etude.scratch import Scratch
-from etude.workers import RolloutWorker, engine_link, full_state
+from etude.workers import RolloutWorker, engine_link
 from etude.workers.engine_link import EngineLink, WeightSyncError, _memory_folder, build_engine
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches_stage import update_batches
 from ranks_stage import run_ranks, uneven_batch
 from workers_stage import SPEC, TEXTS, learnable, policy, prompts, roles, update
 
@@ -12,7 +13,6 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.models import build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.models.experts import routers
 from etude.options import ActorOptions, OptimOptions
-from etude.trainer.minibatches import update_batches
 from etude.workers import TrainWorker
 
 REPLAY = {"rollout": {"enable_rollout_routing_replay": True}}

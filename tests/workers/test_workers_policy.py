@@ -12,9 +12,8 @@ from etude.agents import ValSamplingOptions
 from etude.agents.batch import rows_of
 from etude.errors import ConfigError, EtudeError
 from etude.inference import ENGINES, NativeEngine
-from etude.options import ActorOptions
+from etude.options import ActorOptions, CriticOptions
 from etude.trajectory import Provenance, StopReason
-from etude.workers import CriticOptions
 
 
 @pytest.fixture(scope="module")

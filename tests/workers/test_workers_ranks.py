@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches_stage import update_batches
 from ranks_stage import Case, World, assert_alike, learn_in_shards, run_ranks, shortened, uneven_batch
 from workers_stage import roles, save_model
 
 from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
 from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
-from etude.trainer.minibatches import update_batches
 from etude.workers import CriticWorker, TrainWorker
 
 MODES, KINDS = typing.get_args(LossAggMode), sorted({*typing.get_args(KLLossKind)})

@@ -6,9 +6,10 @@ from workers_stage import Echo, policy, prompts, roles
 from etude.agents import Rollout
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
+from etude.options import CustomRewardOptions, RewardOptions
 from etude.registry import import_module
 from etude.trajectory import StopReason
-from etude.workers import CustomRewardOptions, RewardOptions, RewardWorker
+from etude.workers import RewardWorker
 
 SCORE = '''
 """A score that spreads, and breaks for one row."""

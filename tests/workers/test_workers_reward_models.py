@@ -14,12 +14,12 @@ from etude.agents.environments import Env, register_env
 from etude.distributed import InProcessWorkerGroup
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, InfrastructureError
-from etude.options import EnvOptions
+from etude.options import CustomRewardOptions, EnvOptions, RewardOptions
 from etude.options.reward import RewardModelOptions
 from etude.rewards.reward_model import RewardModel
 from etude.rewards.view import TrajectoryView
 from etude.trainer.run import train
-from etude.workers import CustomRewardOptions, RewardOptions, RewardWorker
+from etude.workers import RewardWorker
 
 PADS = {"pad": "<|endoftext|>", "eos": "<|im_end|>", "none": None}
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from ray_stage import until
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
+from wait_stage import until
 from workers_stage import Echo, learnable, prompts, roles, started, update
 
 from etude.distributed import InProcessWorkerGroup

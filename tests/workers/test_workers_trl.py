@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from batches_stage import update_batches
 from record_trl_grpo import PROMPT, WIDTH, batch, log_probs, model, norm_in_float64
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -14,7 +15,6 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, OptimOptions, RolloutCorrectionOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto, object_array
-from etude.trainer.minibatches import update_batches
 from etude.training import OptimizerSet, PolicyEngine
 from etude.workers import TrainWorker
 

@@ -7,27 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from batches_stage import update_batches
 
 from etude.agents import MultiTurnOptions, RolloutOptions
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
 from etude.metrics import add_metrics, finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from etude.trainer.minibatches import update_batches
 from etude.training import OptimOptions
-from etude.workers import (
-    ActorOptions,
-    ActorRolloutRefWorker,
-    CriticOptions,
-    CustomRewardOptions,
-    ModelOptions,
-    RefOptions,
-    RewardOptions,
-    RoleOptions,
-)
+from etude.workers import ActorRolloutRefWorker, RoleOptions
 
 TEXTS = ["What is 2 + 3? The answer is 5. tool call name arguments text value country capital"] * 4
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, seed=3)

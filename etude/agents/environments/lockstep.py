@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from etude.bounded import set_outcome
+
 Steps = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
 
 
@@ -60,11 +62,9 @@ class LockStep:
             results = await steps([turn for turn, _ in batch])
         except BaseException as error:
             for _, future in batch:
-                if not future.done():
-                    future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                set_outcome(future, error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if not isinstance(error, Exception):
                 raise
             return
         for (_, future), result in zip(batch, results):
-            if not future.done():
-                future.set_result(result)
+            set_outcome(future, result)

@@ -27,7 +27,7 @@ from etude.agents.base import register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end, record
 from etude.agents.environments.env import ENVIRONMENTS, Env, is_gym_shaped
 from etude.agents.environments.lockstep import LockStep
-from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
+from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bind_turns
 from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
@@ -86,7 +86,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """The environment's reaction to a turn: the messages to show, whether it is over, the turn's reward (None: none)."""
 
     messages: list[dict[str, Any]]
@@ -178,7 +178,7 @@ class EnvStage:
             self._joined = True
         return ""
 
-    async def step(self, data: Conversation, text: str) -> Observed:
+    async def step(self, data: Conversation, text: str) -> Observation:
         """One step of a batch of one, or of all."""
         outcomes: list[Any] = []
         turn = Turn(data.session, data.trajectory.assistant_turns - 1, self._loop.loop, outcomes)
@@ -200,7 +200,7 @@ class EnvStage:
                 raise self._environment.wrong(
                     "get_step_reward must return one reward a response", one_line(error)
                 ) from error
-        return Observed([] if over else self._loop.as_messages(observation, text), over, reward)
+        return Observation([] if over else self._loop.as_messages(observation, text), over, reward)
 
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
         """(observation, over) of each of several trajectories' turns, or its exception.
@@ -215,7 +215,7 @@ class EnvStage:
 
     async def _batch(self, asked: Sequence[tuple[str, Turn]], step: Any, *, limited: bool) -> list[tuple[Any, bool]]:
         texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
-        with bound(turns):
+        with bind_turns(turns):
             returned = await self._environment.call("step", step, texts, self._loop.tokenizer, limited=limited)
         try:
             observations, dones, _, _ = returned
@@ -264,7 +264,7 @@ class TextStage:
             )
         return str(returned[0])
 
-    async def step(self, data: Conversation, text: str) -> Observed:
+    async def step(self, data: Conversation, text: str) -> Observation:
         """One step."""
         returned = await self._environment.call("step", self._env.step, text)
         try:
@@ -275,7 +275,7 @@ class TextStage:
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
-        return Observed([] if over else self._loop.as_messages(observation, text), over, reward, figures)
+        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, figures)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
         """None: a text environment's rewards are those of its steps."""

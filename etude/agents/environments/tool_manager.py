@@ -47,7 +47,7 @@ _TURNS: ContextVar[Sequence[Turn]] = ContextVar("etude_environment_turns", defau
 
 
 @contextmanager
-def bound(turns: Sequence[Turn]) -> Iterator[None]:
+def bind_turns(turns: Sequence[Turn]) -> Iterator[None]:
     """Within the block, the i-th response's tools run in the i-th turn's session."""
     token = _TURNS.set(turns)
     try:
@@ -169,7 +169,7 @@ class ToolManager:
             raise ValueError(f"{len(actions)} responses for the {len(turns)} trajectories at hand")
 
         async def batch(action: str, tools: Any, turn: Turn | None) -> Any:
-            with bound([] if turn is None else [turn]):
+            with bind_turns([] if turn is None else [turn]):
                 return await self._execute_tool_batch(action, tools)
 
         return list(await asyncio.gather(*(batch(*each) for each in zip(actions, tool_list, turns))))

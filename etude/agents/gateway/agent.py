@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from etude.bounded import BlockingCalls, ended, settle, uninterrupted
+from etude.bounded import BlockingCalls, settle, uninterrupted
 from etude.errors import ConfigError, EtudeError, MissingExtraError
 from etude.registry import did_you_mean
 
@@ -188,7 +188,7 @@ async def _status(process: asyncio.subprocess.Process) -> int:
     waiting = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
-            await ended(waiting, _LOOK_SECONDS)
+            await asyncio.wait({waiting}, timeout=_LOOK_SECONDS)
     finally:
         await settle({waiting})
     return process.returncode

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _threads = BlockingCalls("etude-gateway-pictures", limit=4)
 
 
-class Picture(NamedTuple):
+class ImageHeader(NamedTuple):
     """An image of a message before its pixels are read: its URL, the digest of that, and its number of tokens."""
 
     address: str
@@ -34,9 +34,9 @@ class Picture(NamedTuple):
     tokens: int
 
 
-async def looked_at(
+async def read_image_sizes(
     addresses: Sequence[Sequence[str]], roles: Sequence[str], context: AgentContext
-) -> list[list[Picture]]:
+) -> list[list[ImageHeader]]:
     """The images of each message, of these roles, by their headers; there is at least one.
 
     Raises:
@@ -52,10 +52,10 @@ async def looked_at(
     return await _threads.run(_look, addresses, context.images)
 
 
-def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[Picture]]:
-    def picture(address: str) -> Picture:
+def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
+    def picture(address: str) -> ImageHeader:
         digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return Picture(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
+        return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
 
     pictures = []
     for number, shown in enumerate(addresses):
@@ -68,7 +68,7 @@ def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[
     return pictures
 
 
-async def read_pictures(pictures: Sequence[Picture], context: AgentContext) -> list[ImageInput]:
+async def read_pictures(pictures: Sequence[ImageHeader], context: AgentContext) -> list[ImageInput]:
     """The images as the model reads them.
 
     Raises:

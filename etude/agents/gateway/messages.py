@@ -100,7 +100,7 @@ def _call(call: object, where: str) -> Message:
     return made | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
-def answered(messages: Sequence[Message]) -> list[int | None]:
+def match_answers(messages: Sequence[Message]) -> list[int | None]:
     """For each message the index of the call that it answers, among those of the assistant message before it.
 
     Calls are matched by their id in the messages themselves; calls that share an id are answered in order. None for a
@@ -147,7 +147,7 @@ class History:
     def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self.keys: list[bytes] = []
-        for message, shown, place in zip(messages, images, answered(messages)):
+        for message, shown, place in zip(messages, images, match_answers(messages)):
             self.keys.append(self.after(message, place, shown))
             self.key = self.keys[-1]
 

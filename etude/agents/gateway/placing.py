@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from etude.agents.base import AgentContext
-from etude.agents.gateway.images import Picture
-from etude.agents.gateway.messages import History, Message, answered
+from etude.agents.base import AgentContext, response_room
+from etude.agents.gateway.images import ImageHeader
+from etude.agents.gateway.messages import History, Message, match_answers
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest, GatewayError
-from etude.agents.tool_messages import naming, tagged
+from etude.agents.tool_messages import with_result_tag, with_tool_name
 from etude.chat import ChatTemplate, ParsedResponse
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
@@ -47,17 +47,17 @@ class Place:
     parent: Turn | None
     context: list[Run]
     asked: list[Message]
-    pictures: list[Picture]
+    pictures: list[ImageHeader]
     ids: list[int]
     answered: int
     room: int
     ending: StopReason
 
 
-def placed(
+def place_request(
     recording: Recording,
     messages: list[Message],
-    pictures: Sequence[Sequence[Picture]],
+    pictures: Sequence[Sequence[ImageHeader]],
     history: History,
     request: ChatRequest,
     shared: AgentContext,
@@ -67,7 +67,7 @@ def placed(
     Raises:
         GatewayError: the chat template rejects the messages.
     """
-    places = answered(messages)
+    places = match_answers(messages)
     start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     new, answering = messages[start:], places[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
@@ -115,7 +115,7 @@ def _context_after(
         GatewayError: the template does not render each of their images exactly once.
     """
     chat = shared.chat
-    parsed = tagged(parent.read.parsed, chat, shared.parser)
+    parsed = with_result_tag(parent.read.parsed, chat, shared.parser)
     shown = []
     for message, place in zip(new, answering):
         rendered = {"role": message["role"], "content": message["content"]}
@@ -123,7 +123,7 @@ def _context_after(
             call = None if place is None else parent.read.calls[place]
             rendered = _result(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
-            rendered = naming(rendered, name) if chat.names_calls else rendered
+            rendered = with_tool_name(rendered, name) if chat.names_calls else rendered
         shown.append(rendered)
     try:
         return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
@@ -155,13 +155,13 @@ def longest_sequence(options: RolloutOptions) -> int:
 
 
 def _measured(
-    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[Picture], shared: AgentContext
+    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[ImageHeader], shared: AgentContext
 ) -> Place:
     options = shared.options
     ids = [] if parent is None else parent.ids()
     for run, _ in context:
         ids += run
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    room, window = options.response_length - answered, longest_sequence(options) - len(ids)
-    ending = StopReason.CONTEXT_LENGTH if options.max_model_len and window < room else StopReason.RESPONSE_LENGTH
-    return Place(parent, context, asked, pictures, ids, answered, min(room, window), ending)
+    room, ending = response_room(options, len(ids) - answered, answered)
+    room = min(room, longest_sequence(options) - len(ids))  # without `max_model_len`, too
+    return Place(parent, context, asked, pictures, ids, answered, room, ending)

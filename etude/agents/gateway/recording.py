@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from etude.agents.gateway.messages import Message, answered, edits_thoughts, likeness
+from etude.agents.gateway.messages import Message, edits_thoughts, likeness, match_answers
 from etude.agents.gateway.reading import ReadTurn
+from etude.agents.tool_messages import malformed_record
 from etude.chat.placeholders import text_of
 from etude.chat.provenance import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
@@ -176,7 +177,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
 def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
     """The calls of a turn with the agent's answers to them, and the malformed ones."""
     asked = following[0].asked if following else []
-    places = answered([turn.message, *asked])[1:]
+    places = match_answers([turn.message, *asked])[1:]
     answers = {place: text_of(message["content"]) for place, message in zip(places, asked)}
     made = [
         ToolCallRecord(
@@ -188,4 +189,4 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
         )
         for place, call in enumerate(turn.read.calls)
     ]
-    return made + [ToolCallRecord(number, "", "", error, error="malformed") for error in turn.read.errors]
+    return made + [malformed_record(number, error) for error in turn.read.errors]

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.agents.base import AgentContext
+from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.dialect import Dialect
-from etude.agents.gateway.images import KeptImages, Picture, looked_at, read_pictures
+from etude.agents.gateway.images import ImageHeader, KeptImages, read_image_sizes, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.placing import Place, longest_sequence, placed
+from etude.agents.gateway.placing import Place, longest_sequence, place_request
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.streaming import LiveAnswer
@@ -163,15 +163,15 @@ class GatewaySession:
         longest = longest_sequence(self._context.options)
         if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
-        pictures: list[list[Picture]] = [[]] * len(messages)
+        pictures: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [pictures] = await self._all([looked_at(addresses, roles, self._context)], arrived)
+            [pictures] = await self._all([read_image_sizes(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
         history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
-        place = placed(self.recording, messages, pictures, history, request, self._context)
+        place = place_request(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
@@ -187,7 +187,9 @@ class GatewaySession:
             asked = Asked(request, place.ids, f"{self.name}-{number}")
             thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
             takers = live.begin(asked, parser, thinking)
-            budget = self._budget(place)
+            options = self._context.options.multi_turn
+            most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
+            budget = max(most, 1), cut_by
             outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
@@ -278,17 +280,6 @@ class GatewaySession:
         least = 1 if first else options.multi_turn.min_answer_tokens
         if place.room < least or (first and len(place.ids) > options.prompt_length):
             raise self._too_long(f"{len(place.ids)}", longest_sequence(options), place.ending)
-
-    def _budget(self, place: Place) -> tuple[int, StopReason]:
-        """Tokens that one choice may have, and how a trajectory ends whose last turn uses them up."""
-        limits = self._context.options.multi_turn
-        budgets = {place.ending: place.room}
-        if limits.max_trajectory_tokens is not None:
-            budgets[StopReason.TRAJECTORY_LENGTH] = limits.max_trajectory_tokens - self.recording.sampled
-        if limits.max_turn_tokens is not None:
-            budgets[StopReason.TURN_LENGTH] = limits.max_turn_tokens
-        reason = min(budgets, key=lambda each: budgets[each])
-        return max(budgets[reason], 1), reason
 
     def _too_long(self, length: str, longest: int, ending: StopReason = StopReason.RESPONSE_LENGTH) -> GatewayError:
         options = self._context.options

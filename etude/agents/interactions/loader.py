@@ -19,7 +19,7 @@ from etude.agents.interactions.base import BaseInteraction
 from etude.agents.interactions.session import InteractionLimits
 from etude.errors import ConfigError, one_line
 from etude.registry import did_you_mean
-from etude.tools.config_file import filled, import_class, read_data_file
+from etude.tools.config_file import fill_environment, import_class, read_data_file
 
 _KEYS = ("name", "class_name", "config")
 _MOVED = {
@@ -62,7 +62,7 @@ def _interaction(entry: object, file: Path, where: str) -> BaseInteraction:
         if key not in _KEYS:
             raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(str(key), _KEYS)}")
     found = _class(entry["class_name"], file, where)
-    config: Any = filled(dict(entry.get("config") or {}), "config", where)
+    config: Any = fill_environment(dict(entry.get("config") or {}), "config", where)
     name = entry.get("name") or _name_of(found)
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be a text, not {name!r}")

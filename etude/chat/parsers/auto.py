@@ -95,13 +95,10 @@ class AutoToolParser(ToolParser):
         self.result_tag = self.parser.result_tag
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """See the parser's own."""
         return self.parser.parse(text, tools)
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """See the parser's own."""
         return self.parser.stream(thinking)
 
     def opens_thought(self, prompt: str) -> bool:
-        """See the parser's own."""
         return self.parser.opens_thought(prompt)

@@ -107,12 +107,10 @@ class BlockParser(ToolParser):
         return None
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """See `ToolParser.stream`."""
         calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
         return BlockStream(calls, glue, dict(self.thoughts), thinking, self.bare_begins)
 
     def opens_thought(self, prompt: str) -> bool:
-        """See `ToolParser.opens_thought`."""
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.thoughts))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
@@ -218,7 +216,6 @@ class JsonBlockParser(BlockParser):
     arguments: ClassVar[tuple[str, ...]] = ("arguments",)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         begin = skip_space(text, start)
         end = json_end(text, begin)
         if end is not None:
@@ -236,6 +233,42 @@ class JsonBlockParser(BlockParser):
     def read_calls(self, body: str) -> Found:
         """The calls of one block's JSON."""
         return read_each(body, lambda value: call_of(value, self.names, self.arguments))
+
+
+class HeadedJsonParser(BlockParser):
+    """Blocks of a head that names the function, and the JSON of its arguments, which decides where the block ends.
+
+    `head` has what names the function as its only group; `head_form` is how to begin a block; `fence`: what may stand
+    between the JSON and the closing tag.
+    """
+
+    head: ClassVar[re.Pattern[str]]
+    head_form: ClassVar[str]
+    fence: ClassVar[str] = ""
+
+    def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
+        """The call of a block; raises `Unreadable`."""
+        raise NotImplementedError
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        head = self.head.match(text, start)
+        if head is not None:
+            begin = skip_space(text, head.end())
+            end = json_end(text, begin)
+            after = len(text) if end is None else skip_space(text, end)
+            if self.fence and text.startswith(self.fence, after):
+                after = skip_space(text, after + len(self.fence))
+            closing = next((each for each in self.closing if text.startswith(each, after)), None)
+            if closing is not None:
+                return Block(after + len(closing), [attempt(self.read_call, head[1], text[begin:end], tools)])
+        body, end = until(text, start, self._ends, self.closing)
+        if body is None:
+            return Block(end, [Malformed(f"it is not closed; end it with {self.closing[0]}")])
+        head = self.head.match(body)
+        if head is None:
+            return Block(end, [Malformed(f"it must begin with {self.head_form}")])
+        arguments = body[head.end() :].strip().removesuffix(self.fence)
+        return Block(end, [attempt(self.read_call, head[1], arguments, tools)])
 
 
 def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:

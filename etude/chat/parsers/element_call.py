@@ -135,7 +135,6 @@ class ElementBlockParser(BlockParser):
     alone: ClassVar[re.Pattern[str]]
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         if tag == self.opening[0]:
             return self._read_calls(text, start, tools)
         head = self.alone.match(text, start - len(tag))

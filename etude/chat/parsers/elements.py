@@ -145,11 +145,9 @@ class DeepseekV32ToolParser(ElementBlockParser):
     alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """See `BlockParser.parse`."""
         return super().parse(text.replace(f"{_DSML}tool_calls>", f"{_DSML}function_calls>"), tools)
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """See `ToolParser.stream`."""
         return BlockStream((*self.opening, f"<{_DSML}tool_calls>"), (), dict(self.thoughts), thinking)
 
 

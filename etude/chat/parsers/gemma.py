@@ -50,7 +50,6 @@ class GemmaToolParser(BlockParser):
     stop_tokens = ("<|tool_response>", "<start_function_response>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         closing = _CLOSING[tag]
         if tag != _CODE:
             try:

@@ -59,7 +59,6 @@ class Glm4MoeToolParser(BlockParser):
     stop_tokens = ("<|observation|>", "<|user|>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         name = _NAME.match(text, start)
         call, end = _ELEMENTS.read_call(text, name and name[1], start if name is None else name.end(), tools)
         return Block(end, [call if name else Malformed("the function's name must come first, alone in its line")])

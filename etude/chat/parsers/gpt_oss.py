@@ -60,7 +60,6 @@ class GptOssToolParser(ToolParser):
         return replace(said, reasoning="\n".join(filter(None, thoughts)))
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """See `ToolParser.stream`."""
         return HarmonyStream()
 
 

@@ -64,7 +64,6 @@ class Phi4ToolParser(JsonBlockParser):
     special_tokens = ("<|tool_call|>", "<|/tool_call|>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         is_word = tag == _WORD and not text.startswith("[", start)
         return None if is_word else super().read_block(text, tag, start, tools)
 
@@ -130,7 +129,6 @@ class XlamToolParser(BareParser, JsonBlockParser):
     bare = LIST_OF_CALLS
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         if tag.startswith("`") and not _LIKE_A_CALL.match(text, start):
             return None
         return super().read_block(text, tag, start, tools)

@@ -49,7 +49,6 @@ class Llama3JsonToolParser(BareParser):
         return [*pieces, *waiting]
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         if tag == _BRACE:
             return self._read_among_words(text, start - len(tag))
         found: Found = []

@@ -30,7 +30,6 @@ class MistralToolParser(BlockParser):
     special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         begin = skip_space(text, start)
         if text.startswith(("[", "{"), begin) and not text.startswith(self.opening[0], begin):
             end = json_end(text, begin)

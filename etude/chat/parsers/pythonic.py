@@ -32,7 +32,6 @@ class PythonicToolParser(BareParser):
     bare = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         begin = skip_space(text, start)
         end = _bracket_end(text, begin) if text.startswith("[", begin) else None
         if end is not None:
@@ -92,7 +91,6 @@ class Olmo3ToolParser(BlockParser):
     closing = ("</function_calls>",)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         found: Found = []
         position = skip_space(text, start)
         while head := _HEAD.match(text, position):

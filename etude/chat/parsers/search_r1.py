@@ -44,7 +44,6 @@ class SearchR1ToolParser(BlockParser):
         return replace(as_response(pieces), result_tag="information" if "<search>" in text else None)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
         body, end = until(text, start, self._ends, (_CLOSING[tag],))
         if body is None:
             return Block(end, [Malformed(f"it is not closed; end it with {_CLOSING[tag]}")])

@@ -23,7 +23,7 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, MissingExtraError, one_line
 from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.router import connect
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
+from etude.inference.served import Answer, ServedEngine, checkpoint_folder, validate_answer, version_spans
 from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 from etude.inference.vllm.server import VLLMServerEngine, check_loaded, check_same, sampling_fields
 from etude.registry import did_you_mean
@@ -97,7 +97,7 @@ class VLLMEngine(ServedEngine):
                 from vllm.v1.engine.async_llm import AsyncLLM
 
                 try:
-                    with _unheard_interrupts():
+                    with _interrupts_blocked():
                         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
                 except (ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
                     raise ConfigError(f"{KEY}.engine_kwargs.vllm: {one_line(error)}") from error
@@ -136,7 +136,7 @@ class VLLMEngine(ServedEngine):
         spans = version_spans(
             [{"version": s.version, "start": s.start, "end": s.end} for s in done.weight_versions or ()]
         )
-        return checked_output(Answer(ids, log_probs, done.finish_reason, spans), params, version, "vLLM")
+        return validate_answer(Answer(ids, log_probs, done.finish_reason, spans), params, version, "vLLM")
 
     async def _abort(self, name: str) -> None:
         await (await self._started()).abort(name)
@@ -199,7 +199,7 @@ def _end(reference: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def _unheard_interrupts() -> Iterator[None]:
+def _interrupts_blocked() -> Iterator[None]:
     """Processes started inside ignore interrupts: after a Ctrl-C the trainer finishes its step, for which it needs the
     engine, and ends them itself. An interrupt in the meantime is delivered afterwards."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal again

@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import Answer, ServedEngine, check_count, checked_output, checkpoint_folder, version_spans
+from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
 from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
@@ -101,7 +101,7 @@ class VLLMServerEngine(ServedEngine):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
         if adapter:  # the server's versions are of the weights below it
             read = replace(read, versions=None)
-        return checked_output(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url)
 
     async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
         """A completion of the pieces of a stream, as it would be without one."""

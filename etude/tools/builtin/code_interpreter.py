@@ -17,7 +17,6 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from pydantic import Field, field_validator, model_validator
 
@@ -37,9 +36,9 @@ from etude.sandbox import (
     SandboxRequestError,
     UnknownSessionError,
 )
-from etude.sandbox.echo import echoing
+from etude.sandbox.echo import with_echo
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -94,7 +93,7 @@ class _Trajectory:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class SandboxFusionTool(BaseTool):
+class SandboxFusionTool(StatefulTool[_Trajectory]):
     """The argument is `code`; a schema of your own may also have `language`, and `timeout` up to `default_timeout`."""
 
     schema = _SCHEMA
@@ -110,15 +109,12 @@ class SandboxFusionTool(BaseTool):
         self._client: SandboxClient | None = None
         self._here = ConcurrencyLimit(self._options.num_workers)
         self._everywhere: Limiter | None = None
-        self._trajectories: dict[str, _Trajectory] = {}
         if self._options.sandbox_fusion_url is not None:
             self._sandbox()  # report an invalid address now
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory."""
-        instance_id = instance_id or str(uuid4())
-        self._trajectories[instance_id] = _Trajectory()
-        return instance_id, ToolResponse()
+    async def begin(self, **create_kwargs: Any) -> _Trajectory:
+        """No interpreter yet."""
+        return _Trajectory()
 
     @rollout_trace_op
     async def execute(
@@ -138,7 +134,7 @@ class SandboxFusionTool(BaseTool):
             return await self._run_cell(instance_id, code, limits)
         request = RunRequest(code=code, language=language, limits=limits)
         if language is Language.PYTHON:
-            request = echoing(request)
+            request = with_echo(request)
         async with self._permits():
             try:
                 result = await self._sandbox().run(request)
@@ -151,14 +147,14 @@ class SandboxFusionTool(BaseTool):
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Ends a trajectory, and its interpreter."""
-        trajectory = self._trajectories.pop(instance_id, None)
+        trajectory = self._instance_dict.pop(instance_id, None)
         if trajectory is not None and trajectory.session is not None:
             await self._sandbox().close_session(trajectory.session)
 
     async def _run_cell(
         self, instance_id: str, code: str, limits: Limits
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        trajectory = self._trajectories.setdefault(instance_id, _Trajectory())
+        trajectory = self._instance_dict.setdefault(instance_id, _Trajectory())
         async with trajectory.lock, self._permits():
             result = await self._cell_of(trajectory, code, limits)
             if not result.session_alive:

@@ -16,11 +16,11 @@ from pydantic import Field
 
 from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
-from etude.options.types import Count, Positive
+from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import StatefulTool, function_schema
-from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
-from etude.tools.options import ToolOptions, read_options
+from etude.tools.builtin.video import VideoOptions, read_frames, require_av, video_seconds
+from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
 
 _SCHEMA = function_schema(
@@ -86,19 +86,6 @@ def trajectory_of(instance_id: str, tool_name: str) -> str:
     return instance_id.removesuffix(f":{tool_name}")
 
 
-class VideoOptions(ToolOptions):
-    """Limits shared by the video tools in their `config`."""
-
-    max_seconds: Positive = 7200.0
-    max_pixels: Count = 40_000_000
-    decode_seconds: Positive = 60.0
-    num_workers: Count = 4
-
-    def to_limits(self) -> VideoLimits:
-        """The limits of a video."""
-        return VideoLimits(self.max_seconds, self.max_pixels, self.decode_seconds)
-
-
 class FrameExtractionOptions(VideoOptions):
     """`config` of `execute_frame_extraction`."""
 
@@ -152,7 +139,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
                 f"{where}: num_frames may be from 1 to {self._options.max_frames} and resolution from 1 to "
                 f"{self._options.max_resolution}, not {num_frames} and {resolution}"
             )
-        seconds = await self._threads.run(video_seconds, video_path, self._options.to_limits())
+        seconds = await self._threads.run(video_seconds, video_path, self._options)
         return _Clip(str(video_path), seconds, num_frames, resolution)
 
     @rollout_trace_op
@@ -166,7 +153,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         """
         clip = self._instance_dict[instance_id]
         times = self._times(clip, parameters)
-        images = await self._threads.run(read_frames, clip.path, times, clip.resolution, self._options.to_limits())
+        images = await self._threads.run(read_frames, clip.path, times, clip.resolution, self._options)
         references = [FrameReference(clip.path, seconds) for seconds in times]
         first = FRAMES.add(trajectory_of(instance_id, self.name), references)
         lines = [f"Frame {first + n} at {seconds:.2f} s" for n, seconds in enumerate(times)]

@@ -19,8 +19,8 @@ from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import StatefulTool, function_schema
-from etude.tools.builtin.frame_extraction import FRAMES, VideoOptions, trajectory_of
-from etude.tools.builtin.video import read_frames, require_av
+from etude.tools.builtin.frame_extraction import FRAMES, trajectory_of
+from etude.tools.builtin.video import VideoOptions, read_frames, require_av
 from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
 
@@ -90,8 +90,8 @@ class FrameModelTool(StatefulTool[dict[str, Any]]):
         state = self._instance_dict[instance_id]
         number, frame = FRAMES.get(trajectory_of(instance_id, self.name), parameters.get("frame"))
         asked = self.asked(parameters)
-        limits = self._options.to_limits()
-        [image] = await self._threads.run(read_frames, frame.path, [frame.seconds], state["resolution"], limits)
+        given = frame.path, [frame.seconds], state["resolution"]
+        [image] = await self._threads.run(read_frames, *given, self._options)
         try:
             said = await self._threads.run(self._call_model, image, {**state["arguments"], **asked})
             text = self.report(await said if inspect.isawaitable(said) else said, image)

@@ -17,7 +17,7 @@ from etude.json_service import JsonService
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool, function_schema
-from etude.tools.builtin.web_search import checked_query
+from etude.tools.builtin.web_search import check_query
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -106,7 +106,7 @@ class SearchTool(BaseTool):
             raise ToolError("Error: 'query_list' must be a list with at least one query")
         if len(queries) > self._options.max_queries:
             raise ToolError(f"Error: a call may have {self._options.max_queries} queries, not {len(queries)}")
-        return [checked_query(query, self._options.max_query_chars) for query in queries]
+        return [check_query(query, self._options.max_query_chars) for query in queries]
 
     def _found(self, answer: Any, count: int) -> list[list[Any]]:
         found = answer.get("result") if isinstance(answer, dict) else None

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import DataError, MissingExtraError, one_line
+from etude.options.types import Count, Positive
+from etude.tools.options import ToolOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 _CONTAINERS = frozenset({"mov", "mp4", "m4a", "3gp", "mj2", "matroska", "webm", "avi", "flv", "mpegts", "mpeg", "ogg"})
 
 
-@dataclass(frozen=True)
-class VideoLimits:
-    """`max_seconds` of duration, `max_pixels` of a frame, `decode_seconds` of work for one call."""
+class VideoOptions(ToolOptions):
+    """`config` that the video tools share: `max_seconds` of duration, `max_pixels` of a frame, `decode_seconds` of work for
+    one call, which `num_workers` do at once."""
 
-    max_seconds: float = 7200.0
-    max_pixels: int = 40_000_000
-    decode_seconds: float = 60.0
+    max_seconds: Positive = 7200.0
+    max_pixels: Count = 40_000_000
+    decode_seconds: Positive = 60.0
+    num_workers: Count = 4
 
 
 def require_av() -> Any:
@@ -44,7 +46,7 @@ def require_av() -> Any:
     return av
 
 
-def video_seconds(path: str | Path, limits: VideoLimits) -> float:
+def video_seconds(path: str | Path, limits: VideoOptions) -> float:
     """The duration of a video.
 
     Raises:
@@ -54,7 +56,7 @@ def video_seconds(path: str | Path, limits: VideoLimits) -> float:
         return video.seconds
 
 
-def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: VideoLimits) -> list[Image]:
+def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: VideoOptions) -> list[Image]:
     """The frame at each of `times` (seconds, ascending), its longer side at most `longest` pixels.
 
     Raises:
@@ -65,7 +67,7 @@ def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: 
 
 
 @contextmanager
-def _open(path: str | Path, limits: VideoLimits) -> Iterator[_Video]:
+def _open(path: str | Path, limits: VideoOptions) -> Iterator[_Video]:
     """An open video; every error of the decoder within the block is a `DataError` that names the file."""
     av = require_av()
     path = Path(path).expanduser()
@@ -82,7 +84,7 @@ def _open(path: str | Path, limits: VideoLimits) -> Iterator[_Video]:
 
 
 class _Video:
-    def __init__(self, container: Any, limits: VideoLimits, name: str) -> None:
+    def __init__(self, container: Any, limits: VideoOptions, name: str) -> None:
         self._container, self._limits, self._name = container, limits, name
         self._deadline = time.monotonic() + limits.decode_seconds
         formats = set(container.format.name.split(","))

@@ -135,7 +135,7 @@ class WebSearchTool(StatefulTool[SearchState]):
             ToolError: the query is empty or too long, or the service rejects it.
             InfrastructureError: the service's answer is missing or invalid.
         """
-        query = checked_query(parameters.get("query"), self._options.max_query_chars)
+        query = check_query(parameters.get("query"), self._options.max_query_chars)
         wanted = min(max_results or self._options.max_results, self._options.max_results)
         arguments = {self._options.query_key: query, self._options.count_key: wanted}
         if self._options.method == "GET":
@@ -168,7 +168,7 @@ class WebSearchTool(StatefulTool[SearchState]):
         return "Search results:\n" + "\n".join(f"{n}. {title}: {text}" for n, (title, text) in enumerate(pairs, 1))
 
 
-def checked_query(query: object, max_chars: int) -> str:
+def check_query(query: object, max_chars: int) -> str:
     """`query` without surrounding space.
 
     Raises:

@@ -16,7 +16,7 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
 from etude.options.types import Count, Flag, Text
 from etude.registry import did_you_mean
 from etude.schemas import OpenAIFunctionToolSchema
-from etude.tools.config_file import beside, read_data_file
+from etude.tools.config_file import read_data_file, resolve_path
 from etude.tools.function_tool import read_schema
 from etude.tools.mcp.connection import pool_of, run_in_loop
 from etude.tools.mcp.options import McpServer
@@ -92,7 +92,7 @@ def _remembered(servers: Sequence[McpServer], selection: McpSelection, folder: P
     path, prefix = str(selection.tool_schemas_path), selection.prefix
     if len(servers) > 1 and not prefix:
         raise ConfigError(f"{where}: tool_schemas_path of several servers needs prefix: true, to tell whose they are")
-    content = read_data_file(beside(folder, path))
+    content = read_data_file(resolve_path(folder, path))
     if not isinstance(content, list):
         raise ConfigError(f"{where}: {path}: expected a list of schemas, as  etude tools schema  prints it")
     found = []

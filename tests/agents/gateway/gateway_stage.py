@@ -97,15 +97,6 @@ def answer(choice):
     return choice.message.model_dump()
 
 
-async def until(holds):
-    """Returns once `holds()`."""
-    for _ in range(500 * PATIENCE):
-        if holds():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not come to that")
-
-
 def roll(name, script=None, *, engine=None, rows=1, **given):
     """(results, engine) of rows that the agent `name` rolls out."""
     engine = engine or Recorder(script or (lambda *_: says("5")))

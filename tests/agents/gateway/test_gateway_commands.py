@@ -1,14 +1,13 @@
 """Agents that are commands: their environment, their endings, and what they leave behind."""
 
-import asyncio
 import os
-import pathlib
 import signal
 import sys
 
 import pytest
 from agents_stage import says
-from gateway_stage import PROGRAM, roll, until
+from gateway_stage import PROGRAM, roll
+from wait_stage import is_running, until
 
 from etude.agents.gateway import check_openai_agent
 from etude.errors import ConfigError, EtudeError
@@ -49,14 +48,6 @@ def test_a_file_that_is_no_program_is_told_at_once(loop_of, tmp_path):
         roll(loop_of(command=[str(plain)]))
 
 
-def runs(pid):
-    """Whether the process has not ended; it may still wait for somebody to reap it."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
 def test_what_a_command_leaves_behind_holds_nobody_up(loop_of, leaves, tmp_path):
     child = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
@@ -75,7 +66,7 @@ def test_what_a_command_leaves_behind_holds_nobody_up(loop_of, leaves, tmp_path)
     if leaves:
         os.kill(pid, signal.SIGKILL)
     else:
-        asyncio.run(until(lambda: not runs(pid)))
+        until(lambda: not is_running(pid))
 
 
 def test_a_command_may_say_much_and_read_nothing(loop_of):

@@ -306,7 +306,7 @@ def test_turns_share_the_pixels_of_an_image_that_was_read_twice():
     assert all(each.images[n] is first.images[n] for each in others for n in (0, 1))
 
 
-@pytest.mark.parametrize("stage", ["looked_at", "read_pictures"])
+@pytest.mark.parametrize("stage", ["read_image_sizes", "read_pictures"])
 def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypatch, stage):
     reading = asyncio.Event()
     work = getattr(gateway_session, stage)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gateway_sequences import AND, NAMING, Labelling, chat_of, said
 
-from etude.agents.gateway.messages import History, answered, plain_messages
+from etude.agents.gateway.messages import History, match_answers, plain_messages
 from etude.agents.validation import check_sampled
 from etude.trainer.metrics import tool_metrics
 
@@ -92,10 +92,20 @@ def test_a_thought_that_a_client_edits_begins_a_sequence(thoughts, continues, tu
 
 
 def test_positions_of_answers():
-    assert answered([calling("a", "b"), tool("b", ""), tool("a", ""), tool("c", ""), USER]) == [None, 1, 0, None, None]
-    assert answered([calling("a", "a"), tool("a", ""), tool("a", ""), tool("a", "")]) == [None, 0, 1, 1]
-    assert answered([calling("a"), calling("b"), tool("a", "")]) == [None, None, None]  # of the message before it only
-    assert answered([tool("a", ""), {"role": "tool", "content": ""}]) == [None, None]
+    assert match_answers([calling("a", "b"), tool("b", ""), tool("a", ""), tool("c", ""), USER]) == [
+        None,
+        1,
+        0,
+        None,
+        None,
+    ]
+    assert match_answers([calling("a", "a"), tool("a", ""), tool("a", ""), tool("a", "")]) == [None, 0, 1, 1]
+    assert match_answers([calling("a"), calling("b"), tool("a", "")]) == [
+        None,
+        None,
+        None,
+    ]  # of the message before it only
+    assert match_answers([tool("a", ""), {"role": "tool", "content": ""}]) == [None, None]
 
 
 @given(st.permutations(range(4)), st.lists(st.text(min_size=1), min_size=4, max_size=4, unique=True))

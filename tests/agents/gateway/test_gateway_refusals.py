@@ -8,8 +8,9 @@ import aiohttp
 import openai
 import pytest
 from agents_stage import CHAT, TOKENIZER, Recorder, says
-from gateway_stage import ECHO, USER, answer, native, served, session, talk, until
+from gateway_stage import ECHO, USER, answer, native, served, session, talk
 from starlette.testclient import TestClient
+from wait_stage import until_async
 
 from etude.agents.gateway import SessionRules, serving
 from etude.agents.gateway.server import SessionStore, create_app
@@ -409,7 +410,7 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
         body = {"model": "m", "messages": [USER], "n": n, "max_tokens": 800}
         if hang_up == "cancelled":
             task = asyncio.ensure_future(stage.chat([USER], n=n, max_tokens=800))
-            await until(lambda: len(open_requests(engine)) == n)
+            await until_async(lambda: len(open_requests(engine)) == n)
             task.cancel()
         else:
             host, _, rest = stage.url.removeprefix("http://").partition("/")
@@ -417,9 +418,9 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
             text = json.dumps(body).encode()
             head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stage.key}\r\n"
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
-            await until(lambda: len(open_requests(engine)) == n)
+            await until_async(lambda: len(open_requests(engine)) == n)
             writer.close()
-        await until(lambda: not open_requests(engine) and not stage.session.under_way)
+        await until_async(lambda: not open_requests(engine) and not stage.session.under_way)
         assert list(engine._rows) == ["s"]
         assert stage.session.trajectories()[0].segments == []
         made = await stage.chat([USER], max_tokens=4)  # and the session goes on
@@ -431,7 +432,7 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
 def test_closing_a_session_ends_what_is_under_way():
     async def work(stage):
         task = asyncio.ensure_future(refused(stage.chat([USER], n=2, max_tokens=800)))
-        await until(lambda: len(open_requests(stage.engine)) == 2)
+        await until_async(lambda: len(open_requests(stage.engine)) == 2)
         await stage.session.close()
         assert open_requests(stage.engine) == []
         return (await task).code
@@ -442,7 +443,7 @@ def test_closing_a_session_ends_what_is_under_way():
 def test_what_was_sampled_when_the_session_ended_is_not_recorded():
     async def work(stage):
         asking = asyncio.ensure_future(refused(stage.chat([USER])))
-        await until(lambda: stage.session.under_way)
+        await until_async(lambda: stage.session.under_way)
         [sampling] = stage.session._at_work
         sampling.add_done_callback(lambda _: stage.session.end())
         return (await asking).code, stage.session.recording.turns

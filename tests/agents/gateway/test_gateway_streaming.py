@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 from agents_stage import CHAT, TOKENIZER, Recorder, call, says
-from gateway_stage import ECHO, USER, answer, native, talk, until
+from gateway_stage import ECHO, USER, answer, native, talk
 from test_gateway_answers import joined
 from test_gateway_dialects import MESSAGES_ECHO, RESPONSES_ECHO, TURNS, anthropics
+from wait_stage import until_async
 
 from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import ChatRequest
@@ -278,7 +279,7 @@ def test_a_client_that_hangs_up_midway_ends_its_request(path):
                 if "The" in line:
                     break
             assert not stage.engine.ended
-        await until(lambda: stage.engine.ended and not stage.session.under_way)
+        await until_async(lambda: stage.engine.ended and not stage.session.under_way)
         assert not stage.session.recording.turns
         assert not stage.session.broken.done()
 

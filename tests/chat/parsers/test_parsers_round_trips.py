@@ -59,7 +59,7 @@ def read(style, text, tools):
 
 
 @pytest.mark.parametrize("label", FORMATS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(calls=CALLS)
 def test_what_was_written_is_read(label, calls):
     style = FORMATS[label]
@@ -71,7 +71,7 @@ def test_what_was_written_is_read(label, calls):
 
 
 @pytest.mark.parametrize("label", FORMATS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(calls=CALLS, share=st.floats(0, 1))
 def test_a_call_cut_short_is_never_lost_and_never_another_call(label, calls, share):
     style = FORMATS[label]
@@ -138,7 +138,7 @@ def test_calls_in_a_thought_that_ends_the_turn_are_told(label, calls, closing):
 ANSWERS = st.dictionaries(NAMES.filter(lambda name: name != "name"), VALUES, min_size=1, max_size=3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(answer=ANSWERS, name=NAMES, words=st.sampled_from(["", "Here: ", "</think>", "a {b} "]))
 def test_a_call_inside_an_answer_that_is_json_is_none(answer, name, words):
     quoted = {"answer": answer, "calls": [{"name": name, "parameters": answer}], "of": {"arguments": {}, "name": name}}
@@ -147,7 +147,7 @@ def test_a_call_inside_an_answer_that_is_json_is_none(answer, name, words):
     assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text.strip())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(calls=CALLS, words=st.sampled_from(["Let me look. ", "Of {x} ", '{"a": 1} ']))
 def test_calls_among_words_hold_any_text(calls, words):
     written = " and ".join(json.dumps({"id": "c", "name": n, "parameters": g}, ensure_ascii=False) for n, g in calls)
@@ -210,7 +210,7 @@ MARKS = [
 @pytest.mark.parametrize(
     "name", sorted({style.name for style in FORMATS.values()} | {"search_r1", "rl_factory_calls_first"})
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(pieces=st.lists(st.sampled_from(PIECES) | st.sampled_from(MARKS) | st.text(max_size=5), max_size=12))
 def test_no_turn_breaks_a_parser(name, pieces):
     parsed = ToolParser.get_tool_parser(name).parse("".join(pieces), schemas([("f", {"a": "x", "b": [1]}), ("g", {})]))

@@ -43,7 +43,7 @@ def merged(said):
 
 
 @pytest.mark.parametrize("label", FORMATS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(calls=CALLS, before=st.lists(WORDS, max_size=4), thought=st.lists(WORDS, max_size=4), data=st.data())
 def test_words_and_thoughts_come_out_and_calls_do_not(label, calls, before, thought, data):
     style = FORMATS[label]
@@ -67,7 +67,7 @@ def test_words_and_thoughts_come_out_and_calls_do_not(label, calls, before, thou
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if tags_of(name)])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), thinking=st.booleans())
 def test_whatever_a_model_writes_what_is_certain_stays(name, data, thinking):
     parts = data.draw(st.lists(st.sampled_from(tags_of(name)) | WORDS, max_size=8))
@@ -119,7 +119,7 @@ def test_harmony_says_its_final_channel_and_holds_calls():
     assert not ToolParser.get_tool_parser("gpt_oss").stream().feed(" to=functions.f<|channel|>commentary")
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_harmony_streams_what_is_read_however_it_is_cut(data):
     messages = data.draw(st.lists(st.tuples(st.sampled_from(["analysis", "final", "commentary"]), WORDS), max_size=4))

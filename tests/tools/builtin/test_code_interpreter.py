@@ -185,7 +185,7 @@ class TestStateful:
         assert await said(stateful, "x = 20", first) == NOTHING
         assert await said(stateful, "print('hi')\nx + 1", first) == "hi\n21"
         assert "NameError" in await said(stateful, "x", second)
-        session = stateful._trajectories[first].session
+        session = stateful._instance_dict[first].session
         for instance in (first, second):
             await stateful.release(instance)
         with pytest.raises(KeyError):
@@ -222,7 +222,7 @@ class TestStateful:
         stateful = tool(stateful=True)
         instance, _ = await stateful.create()
         await said(stateful, "x = 1", instance)
-        await stateful._sandbox().close_session(stateful._trajectories[instance].session)  # as one idle for long is
+        await stateful._sandbox().close_session(stateful._instance_dict[instance].session)  # as one idle for long is
         for _ in range(3):  # `max_retries` calls again
             with pytest.raises(InfrastructureError, match="the trajectory has lost its interpreter"):
                 await said(stateful, "print(2)", instance)
