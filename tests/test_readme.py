@@ -2,20 +2,26 @@
 
 Blocks of `python` are executed, lines of `bash` blocks that begin with `etude` or `python` are run, a `console` block that
 begins with `$ etude` shows what that command says, and a block after `<!-- file: NAME -->` is saved under that name.
+`<!-- printed: … -->` stands before what the commands above print, with other numbers; … stands for what is left out.
 `<!-- not run: REASON -->` exempts the block that follows, `<!-- soak: REASON -->` in all but the soak tests. A translation
 (NAME.zh.md) shows the blocks of its original: tests/test_translations.py.
 """
 
 import io
 import logging
+import os
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -72,7 +78,7 @@ def execute(block: Block, page: Path, names: dict[str, object], soak: bool = Fal
     if kind == "file":
         Path(value).parent.mkdir(parents=True, exist_ok=True)
         Path(value).write_text(block.body, encoding="utf-8")
-    elif kind == "not run" or (kind == "soak" and not soak):
+    elif kind in ("not run", "printed") or (kind == "soak" and not soak):
         assert value, "an exemption needs its reason"
     elif block.language == "python":
         # Line numbers of the page, so that a traceback points into it.
@@ -122,10 +128,50 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_the_snippets_of_a_page_run(page, empty_folder):
+def test_the_snippets_of_a_page_run(page, empty_folder, capfd):
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
+        if block.mark.startswith("printed: "):
+            printed = list(map(without_numbers, capfd.readouterr().out.splitlines()))
+            for line in block.body.splitlines():
+                parts = [re.escape(part.strip(" ·")) for part in without_numbers(line).split("…")]
+                assert any(re.match(".*".join(parts), each) for each in printed), (page.name, line, printed)
         execute(block, page, names)
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"-?\d[\d.,]*(?:e[+-]?\d+)?", "N", " ".join(line.split()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_commands_that_are_not_run_exist_with_their_options(page):
+    for block in blocks(page):
+        exempt = block.language == "bash" and block.mark.startswith(("not run", "soak"))
+        for line in block.body.replace("\\\n", " ").splitlines() if exempt else ():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["etude"]:
+                missing = unknown_words(words[1:])
+                assert not missing, f"{page.name}: {line.strip()}: no {missing}"
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """The first words that name no command, or the options that its command lacks."""
+    command: click.Command = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words[0])
+        if found is None:
+            return words[:1]
+        command, words = found, words[1:]
+    options = {"-h", "--help"} | {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
+
+
+def test_the_stages_that_the_readme_shows_are_the_quickstarts():
+    [shown, *_] = [block.body for block in blocks(ROOT / "README.md") if block.language == "console"]
+    source = (ROOT / "etude" / "quickstart" / "stages.py").read_text(encoding="utf-8")
+    stages = [line.removeprefix("== ") for line in shown.splitlines() if line.startswith("== ")]
+    assert len(stages) == 6
+    assert [stage for stage in stages if f'"{stage}"' not in source] == []
 
 
 @pytest.mark.soak
@@ -231,6 +277,27 @@ def test_every_key_that_a_page_names_exists():
     assert named > 20
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_make_installs_a_small_pytorch_without_a_gpu_and_says_why_it_failed(gpu, tmp_path):
+    """With a Python that only keeps what it was asked for."""
+    programs, pip = tmp_path / "programs", tmp_path / "venv" / "bin" / "python"
+    for path, script in ((pip, f'echo "$@" >> {tmp_path}/asked; exit 1'), (programs / "nvidia-smi", "exit 0")):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    if not gpu:
+        (programs / "nvidia-smi").unlink()
+        if shutil.which("nvidia-smi"):
+            pytest.skip("this machine has a GPU")
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    command = ["make", "-C", str(ROOT), "quickstart", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "error: pip could not install Étude: is a package index reachable?" in done.stdout
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert ["whl/cpu torch" in line for line in asked] == ([False] if gpu else [True, False])
+
+
 def test_a_failing_snippet_fails(empty_folder):
     page = Path("page.md")
     page.write_text("```python\nassert 1 == 2\n```\n")
@@ -241,5 +308,7 @@ def test_a_failing_snippet_fails(empty_folder):
         execute_line(["etude", "trian"])
     with pytest.raises(AssertionError):
         execute(Block("", "console", "$ etude --version\netude, version none\n", 1), page, {})
+    assert unknown_words(["vew", "runs"]) == ["vew"]
+    assert unknown_words(["runs", "compare", "--frm"]) == ["--frm"]
     with pytest.raises(AssertionError, match="needs its reason"):
         execute(Block("not run", "bash", "etude quickstart\n", 1), page, {})

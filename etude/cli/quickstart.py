@@ -54,10 +54,9 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     console.print()
     console.print(table)
     claim = summary["claim"]
-    rise = claim["after"]["value"] - claim["before"]["value"]
-    click.echo(
-        f"{claim['metric']} {rise:+.2f}, claimed {claim['margin']:+.2f}: {'held' if claim['held'] else 'FAILED'}"
-    )
+    change, expected = claim["after"]["value"] - claim["before"]["value"], claim["margin"]
+    failed = "" if claim["held"] else "FAILED: "
+    click.echo(f"{failed}{claim['metric']} changed by {change:+.2f}, expected {expected:+.2f} or better")
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())
     click.echo(f"{total:.0f} s ({cpu:.0f} CPU s)")
     click.echo(f"report       {report}")
