@@ -355,16 +355,14 @@ class _Inspection:
         if None in written.values():
             worker.read_plain_calls()
             written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
-        rows = [self._row_for(name) for name in tools] or [self._train[0]]
+        rows = [self._row_for(name) or self._train[0] for name in tools] or [self._train[0]]
 
         def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
             row = row_number(request_id)
             ids = written[tools[row]] if turn == 0 and tools else None
             return ids or worker.say(_truth(rows[row]))
 
-        batch = worker.roll_out(
-            [row for row in rows if row is not None] if not tools else _filled(rows, self._train), play
-        )
+        batch = worker.roll_out(rows, play)
         for name, rollout in zip(tools or [""], rollouts_of(batch)):
             self._judge(name, calls.get(name, {}), rollout)
         scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts_of(batch))
@@ -374,13 +372,13 @@ class _Inspection:
         """The first row that may use the tool, with its `tools_kwargs` where any has them."""
         from etude.data import active_tools
 
-        usable = None
+        usable: dict[str, Any] | None = None
         for number in range(min(len(self._train), self._rows)):
             row = self._train[number]
             if tool in active_tools(row, list(self._setup.schemas or {})):
                 if tool in (row.get("tools_kwargs") or {}):
                     return row
-                usable = row if usable is None else usable
+                usable = usable or row
         return usable
 
     def _judge(self, tool: str, arguments: Mapping[str, Any], rollout: Rollout) -> None:
@@ -445,10 +443,6 @@ def _import(plugin: str) -> None:
     import_module(plugin)
 
 
-def _filled(rows: Sequence[dict[str, Any] | None], dataset: RLDataset) -> list[dict[str, Any]]:
-    return [dataset[0] if row is None else row for row in rows]
-
-
-def _truth(row: Mapping[str, Any] | None) -> str:
-    truth = ((row or {}).get("reward_model") or {}).get("ground_truth")
+def _truth(row: Mapping[str, Any]) -> str:
+    truth = (row.get("reward_model") or {}).get("ground_truth")
     return "done" if truth is None else str(truth)[:200]
