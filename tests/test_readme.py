@@ -9,11 +9,9 @@ begins with `$ etude` shows what that command says, and a block after `<!-- file
 
 import io
 import logging
-import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,25 +275,16 @@ def test_every_key_that_a_page_names_exists():
     assert named > 20
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_make_installs_a_small_pytorch_without_a_gpu_and_says_why_it_failed(gpu, tmp_path):
-    """With a Python that only keeps what it was asked for."""
-    programs, pip = tmp_path / "programs", tmp_path / "venv" / "bin" / "python"
-    for path, script in ((pip, f'echo "$@" >> {tmp_path}/asked; exit 1'), (programs / "nvidia-smi", "exit 0")):
-        path.parent.mkdir(parents=True)
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-    if not gpu:
-        (programs / "nvidia-smi").unlink()
-        if shutil.which("nvidia-smi"):
-            pytest.skip("this machine has a GPU")
-    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+def test_make_says_why_nothing_could_be_installed(tmp_path):
+    """With a Python whose pip fails."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
     command = ["make", "-C", str(ROOT), "quickstart", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "error: pip could not install Étude: is a package index reachable?" in done.stdout
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert ["whl/cpu torch" in line for line in asked] == ([False] if gpu else [True, False])
 
 
 def test_a_failing_snippet_fails(empty_folder):

@@ -105,7 +105,7 @@ def _gpu(found: Findings) -> str:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
-            fix = "`nvidia-smi` says which CUDA the driver has; pip install torch --index-url https://download.pytorch.org/whl/cuXYZ"
+            fix = "`nvidia-smi` says which CUDA the driver has; install the torch that pytorch.org names for it"
             found.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
         return "none: runs train on the CPU (trainer.device=auto)"
     said = []
