@@ -190,7 +190,7 @@ def test_fine_tuning_goes_on_too(tiny, tmp_path, monkeypatch, caplog):
         return fine_tune(compose("sft", [*settings, f"trainer.default_local_dir={folder}"], root="sft"))
 
     tuned(tmp_path / "whole")
-    loses(monkeypatch, 3, method="_step", trainer=SFTTrainer)
+    loses(monkeypatch, 3, method="_update", trainer=SFTTrainer)
     result = tuned(tmp_path / "run")
     assert f"from {tmp_path}/run/global_step_2 (trainer.max_restarts: 1 of 1)" in logged(caplog)[0]
     assert same(*(load_file(folder / "model.safetensors") for folder in (result, tmp_path / "whole" / "huggingface")))

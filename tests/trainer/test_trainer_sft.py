@@ -224,14 +224,14 @@ KILLER = """
 import os, signal
 from etude.trainer import sft
 
-step = sft.SFTTrainer._step
+step = sft.SFTTrainer._update
 
 def step_or_die(self, rows):
     if self.step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, rows)
 
-sft.SFTTrainer._step = step_or_die
+sft.SFTTrainer._update = step_or_die
 """
 LONG = (
     "trainer.total_training_steps=8",  # more than an epoch of 24 rows, whose order is drawn anew
@@ -263,7 +263,7 @@ def test_a_save_in_the_background_is_of_its_step(tiny, tmp_path, monkeypatch):
     """The first save begins to write only when the second step is done."""
     settings = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
     fine_tune(config(tiny, tmp_path / "whole", *settings))
-    trained, save, step = threading.Event(), TrainWorker.save_checkpoint, SFTTrainer._step
+    trained, save, step = threading.Event(), TrainWorker.save_checkpoint, SFTTrainer._update
 
     def save_late(self, folder):
         assert trained.wait(60)
@@ -276,7 +276,7 @@ def test_a_save_in_the_background_is_of_its_step(tiny, tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(TrainWorker, "save_checkpoint", save_late)
-    monkeypatch.setattr(SFTTrainer, "_step", stepped)
+    monkeypatch.setattr(SFTTrainer, "_update", stepped)
     fine_tune(config(tiny, tmp_path / "run", *settings, "trainer.async_save=true"))
     for number in (1, 2, 3):
         assert same(weights(tmp_path / "run", number), weights(tmp_path / "whole", number))
@@ -313,7 +313,7 @@ def test_every_row_is_learned_in_every_epoch_and_in_another_order(tiny, tmp_path
             row["number"] = number
         seen = []
         monkeypatch.setattr(
-            trainer, "_step", lambda rows, seen=seen: seen.append([row["number"] for row in rows]) or {}
+            trainer, "_update", lambda rows, seen=seen: seen.append([row["number"] for row in rows]) or {}
         )
         monkeypatch.setattr(trainer, "_write", lambda folder: None)
         trainer.fit()
