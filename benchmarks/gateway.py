@@ -24,9 +24,8 @@ from typing import Any
 import aiohttp
 
 from etude.agents import AgentContext, RolloutOptions, TrajectoryClient
-from etude.agents.gateway import GatewaySession
+from etude.agents.gateway import GatewaySession, chat_api
 from etude.agents.gateway.agent import Clients
-from etude.agents.gateway.server import as_object
 from etude.agents.gateway.serving import LocalGateway
 from etude.chat import ChatTemplate, ToolParser
 from etude.inference import SamplingParams, ScriptedEngine
@@ -77,8 +76,8 @@ async def through_session(number: int, turns: int, client: TrajectoryClient) -> 
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
 
     async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-        completion = await session.complete(session.read(json.dumps({"messages": messages}).encode()))
-        return as_object(completion, TOKENIZER)["choices"][0]["message"]
+        completion = await session.complete(session.read(json.dumps({"messages": messages}).encode(), chat_api.CHAT))
+        return chat_api.CHAT.answer(completion, TOKENIZER)["choices"][0]["message"]
 
     await conversation(number, turns, ask)
 

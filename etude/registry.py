@@ -109,9 +109,10 @@ def _same_definition(a: object, b: object) -> bool:
     if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope have one name
         return False
     try:
-        return inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
+        files = [inspect.getsourcefile(item) for item in (a, b)]  # type: ignore[arg-type]
     except TypeError:
         return False
+    return files[0] == files[1] and (files[0] is not None or _where(a) == _where(b))  # without a file: of one module
 
 
 def import_module(target: str) -> ModuleType:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,14 +23,14 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError
 from etude.images import ImageInput
-from etude.inference import SamplingParams, TokenOutput
+from etude.inference import SamplingParams
 from etude.models import ImageReader
 from etude.options import MultiTurnOptions, RolloutOptions
 from etude.registry import Registry, import_beside
 from etude.tools import BaseTool
 from etude.tools.config_file import read_data_file
 from etude.trace import Tracer
-from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
+from etude.trajectory import AgentLoopOutput, StopReason, Trajectory
 
 AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
@@ -208,28 +207,6 @@ class AgentLoopBase(ABC):
 
     def _room(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)
-
-    async def sample_turn(
-        self, trajectory: Trajectory, sampling: SamplingParams
-    ) -> tuple[TokenOutput, StopReason | None]:
-        """Samples the next assistant turn and adds it to the trajectory; returns also the budget that cut it, if one did."""
-        most, reason = self.turn_budget(trajectory)
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            prompt_ids=trajectory.context_ids(),
-            sampling_params=sampling.within(most),
-            images=tuple(trajectory.images) or None,
-        )
-        trajectory.add_time("generate_sequences", time.perf_counter() - started)
-        trajectory.append(
-            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
-        )
-        trajectory.assistant_turns += 1
-        trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
-        if output.stop_reason == "stop":
-            return output, None
-        whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own window ended it
-        return output, reason if whole else StopReason.CONTEXT_LENGTH
 
     def prompt_fits(self, trajectory: Trajectory) -> bool:
         """Whether the prompt is within `data.max_prompt_length` and leaves room for a token."""

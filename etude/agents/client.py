@@ -7,6 +7,7 @@ returns is checked against them (`etude.agents.validation`).
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from etude.inference.types import OnTokens, streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
-from etude.trajectory import KeptIds
+from etude.trajectory import KeptIds, Provenance, StopReason, Trajectory
 
 
 class TrajectoryClient:
@@ -87,6 +88,33 @@ class TrajectoryClient:
         self.histories[-1].add(asked, output, image_digests(shown))
         self._answered += 1
         return output
+
+    async def sample_turn(
+        self,
+        trajectory: Trajectory,
+        sampling: SamplingParams,
+        budget: tuple[int, StopReason],
+        decode: Callable[[Sequence[int]], str],
+    ) -> tuple[TokenOutput, StopReason | None]:
+        """Samples the next assistant turn, within a budget (`turn_budget`), and adds it to the trajectory; returns also how
+        the trajectory ends if the turn was cut."""
+        most, reason = budget
+        started = time.perf_counter()
+        output = await self.generate(
+            prompt_ids=trajectory.context_ids(),
+            sampling_params=sampling.within(most),
+            images=tuple(trajectory.images) or None,
+        )
+        trajectory.add_time("generate_sequences", time.perf_counter() - started)
+        trajectory.append(
+            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
+        )
+        trajectory.assistant_turns += 1
+        trajectory.messages.append({"role": "assistant", "content": decode(output.token_ids)})
+        if output.stop_reason == "stop":
+            return output, None
+        whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own window ended it
+        return output, reason if whole else StopReason.CONTEXT_LENGTH
 
     def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
         recorded.set(

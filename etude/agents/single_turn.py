@@ -22,6 +22,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory
-        _, cut_by = await self.sample_turn(trajectory, SamplingParams.of(sampling_params))
+        sampling, budget = SamplingParams.of(sampling_params), self.turn_budget(trajectory)
+        _, cut_by = await self.server_manager.sample_turn(trajectory, sampling, budget, self.chat.decode)
         trajectory.stop_reason = cut_by or trajectory.stop_reason
         return trajectory

@@ -245,7 +245,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
-        output, data.cut_by = await self.sample_turn(data.trajectory, data.sampling)
+        budget = self.turn_budget(data.trajectory)
+        turn = self.server_manager.sample_turn(data.trajectory, data.sampling, budget, self.chat.decode)
+        output, data.cut_by = await turn
         data.sampled = output.token_ids
         return output
 

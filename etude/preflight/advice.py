@@ -29,7 +29,8 @@ def tool_files(talks: MultiTurnOptions) -> list[str]:
 def tool_file(talks: MultiTurnOptions, name: str) -> str:
     """The file that configures a tool; the key of such files if none names it, as with an MCP server's tools."""
     files = tool_files(talks)
-    naming = (file for file in files if name in Path(file).expanduser().read_text(encoding="utf-8", errors="replace"))
+    paths = {file: Path(file).expanduser() for file in files}  # a dotted module is no file
+    naming = (file for file, path in paths.items() if path.is_file() and name in path.read_text("utf-8", "replace"))
     return files[0] if len(files) == 1 else next(naming, TOOL_FILES)
 
 

@@ -392,7 +392,8 @@ class _Inspection:
             line = f"{where}: {rollout.cause or ending or 'dropped'}"
             self.findings.add_line(Level.ERROR, "rollout", line, _ENDINGS.get(ending, alone))
             return
-        calls, ending = [call for call in trajectory.tool_calls if call.name == tool], trajectory.stop_reason.value
+        calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed one has no name
+        ending = trajectory.stop_reason.value
         if tool and not calls:
             line = f"{where}: a call of it was not run ({ending})"
             fix = _ENDINGS.get(

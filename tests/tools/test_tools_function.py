@@ -186,6 +186,17 @@ def test_a_name_means_one_function():
         function_tool("taken_once")(lambda: 2)
 
 
+def test_functions_without_a_file_are_one_only_within_a_module():
+    made = [{"__name__": f"made_{n}"} for n in (1, 1, 2)]
+    for scope in made:
+        exec("def fileless(a: int) -> int:\n    'Adds.'\n    return a", scope)
+    first, again, other = (scope["fileless"] for scope in made)
+    function_tool(first)
+    function_tool(again)
+    with pytest.raises(ConfigError, match="'fileless' is already registered"):
+        function_tool(other)
+
+
 def test_a_schema_of_another_name():
     with pytest.raises(ConfigError, match="function tool 'mine': its schema says 'yours'"):
         function_tool("mine", schema={"type": "function", "function": {"name": "yours"}})(lambda: 1)
