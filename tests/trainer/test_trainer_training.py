@@ -1,6 +1,7 @@
 """The training loop on a tiny model: the order of a step, its figures, its dumps, and every algorithm it offers."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 
@@ -258,11 +259,19 @@ def test_a_critic_on_the_policys_trunk_learns_where_batches_are_in_another_proce
     keys = ("algorithm.adv_estimator=gae", "critic.share_trunk=true", "trainer.total_training_steps=1")
     train(tiny.config(tmp_path / "here", *keys))
 
-    def run(self, function, *args):
-        sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
-        return self.groups.run(function, *sent)
+    init = PPOTrainer.init_workers
 
-    monkeypatch.setattr(PPOTrainer, "_run", run)
+    def init_workers(self):
+        init(self)
+        run = self.groups.run
+
+        def run_elsewhere(function, *args, **keywords):
+            sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
+            return run(function, *sent, **keywords)
+
+        self.groups = dataclasses.replace(self.groups, run=run_elsewhere)
+
+    monkeypatch.setattr(PPOTrainer, "init_workers", init_workers)
     train(tiny.config(tmp_path / "there", *keys))
     assert same(weights(tmp_path / "here", 1), weights(tmp_path / "there", 1))
 
