@@ -28,7 +28,11 @@ def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tupl
 
     found = find_example(example)
     folder = output_dir.resolve() if output_dir else found.run_folder(seed)
-    summary = Quickstart(found, folder, seed, overrides, _say).run()
+    try:
+        summary = Quickstart(found, folder, seed, overrides, _say).run()
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
+        raise click.exceptions.Exit(130) from None
     from etude.viewer.report import write_report  # draws charts: slow to import, not needed to refuse a wrong argument
 
     title = f"{found.root.replace('_', ' ').capitalize()}, seed {seed}"

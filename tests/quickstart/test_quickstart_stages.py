@@ -160,6 +160,16 @@ def test_a_wrong_override_is_told_before_anything_is_made(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_ctrl_c_between_two_stages_says_what_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Quickstart, "_make_model", interrupt)
+    assert run(cli, ["quickstart", "--output-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on after the last stage that finished\n"
+    assert (tmp_path / "data" / "train.parquet").is_file()
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
