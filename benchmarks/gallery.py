@@ -293,17 +293,17 @@ def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: P
 
 
 def publish(text: str, picture: Path, docs: Path) -> None:
-    """Puts the text between the marks of gallery.md, and the picture beside it.
+    """Puts the text between the marks of gallery.md and its translation, and the picture beside them.
 
     Raises:
-        SystemExit: the page has no marks.
+        SystemExit: a page has no marks.
     """
-    page = docs / "gallery.md"
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{page} has no marks {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+    for page in docs.glob("gallery*.md"):
+        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise SystemExit(f"{page} has no marks {BEGIN} and {END}")
+        page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
     (docs / picture.name).write_bytes(picture.read_bytes())
 
 

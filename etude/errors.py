@@ -77,6 +77,10 @@ class EngineError(InfrastructureError):
     """The inference engine died or refused a request for a reason that is not the model's."""
 
 
+class Stalled(InfrastructureError):
+    """Nothing had progressed for `trainer.stall_timeout`."""
+
+
 class WorkerLost(EtudeError, InfrastructureError):
     """A worker's process died, is silent or stuck; names its role, rank, node and last log lines. Its group is of no use any
     more: the run starts its workers again, from its last checkpoint, or ends (`trainer.max_restarts`)."""

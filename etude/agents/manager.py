@@ -27,10 +27,9 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
-from etude.agents.stalls import Stalled
 from etude.agents.validation import validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
-from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
+from etude.errors import ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import trajectory_seed

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from etude.errors import InfrastructureError
+from etude.errors import Stalled
 
 if TYPE_CHECKING:
     from etude.agents.manager import AgentLoopManager
@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 _LOOKS = 10  # in `seconds`
 _LISTED = 5  # kinds of waits in a report
-
-
-class Stalled(InfrastructureError):
-    """Nothing had progressed for `trainer.stall_timeout`."""
 
 
 class StallWatch:

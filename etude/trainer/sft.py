@@ -221,7 +221,9 @@ class SFTTrainer:
                 with run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
-                raise Interrupted("stopped during a trial; the same command repeats it", interrupts.signal_number) from None
+                raise Interrupted(
+                    "stopped during a trial; the same command repeats it", interrupts.signal_number
+                ) from None
             finally:
                 tracking.close()
                 emit(RunEnded())

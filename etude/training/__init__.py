@@ -2,9 +2,10 @@
 
 from etude.options import OptimOptions
 from etude.training.log_probs import token_log_probs
+from etude.training.loss_scale import LossScale, MicroLoss, count_scored
 from etude.training.optim import OptimizerSet
 from etude.training.partitions import balanced_partitions, token_budget_batches
-from etude.training.policy import LossScale, MicroLoss, PolicyEngine, count_scored
+from etude.training.policy import PolicyEngine
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
 from etude.training.sharding import build_mesh, is_sharded, mesh_shape, shard_model

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from etude.errors import CheckpointError, ConfigError
+from etude.metrics import Mean, Metrics
 from etude.options import OptimOptions
 from etude.training.extra_optimizers import adamw_8bit, schedule_free_adamw
 from etude.training.muon import Muon
@@ -217,3 +218,13 @@ def _adamw(parameters: list[nn.Parameter], o: OptimOptions) -> torch.optim.Optim
     if o.name == "adamw_8bit":
         return adamw_8bit(parameters, o)
     return torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+
+
+def step_metrics(optimizer: OptimizerSet) -> Metrics:
+    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, for non-finite gradients,
+    `skipped_steps`. They are equal on all ranks; the first one reports them."""
+    lr, norm = optimizer.lr, optimizer.step()
+    skipped = float(not math.isfinite(norm))
+    if optimizer.rank:
+        return {}
+    return {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "optimizer_steps": 1.0, "skipped_steps": skipped}

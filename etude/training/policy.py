@@ -7,19 +7,16 @@ gradients are sums.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from etude.algorithms import loss_count
 from etude.errors import ConfigError
-from etude.metrics import Max, Mean, Metric, Metrics, Pooled, add_metrics
+from etude.metrics import Metrics, add_metrics
 from etude.models.experts import Balance, replay_experts, routers
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
@@ -27,79 +24,12 @@ from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
 from etude.training.log_probs import token_log_probs
+from etude.training.loss_scale import LossScale, MicroLoss, weigh
 from etude.training.microbatches import filler, micro_batches
-from etude.training.optim import OptimizerSet
+from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, run_forward
-
-if TYPE_CHECKING:
-    from etude.training.value import ValueEngine
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Counts of the whole mini-batch, for `agg_loss`, and its mode."""
-
-    batch_num_tokens: float
-    global_batch_size: float
-    loss_agg_mode: str = "token-mean"
-
-    @classmethod
-    def of(cls, batch: DataProto, loss_agg_mode: str) -> LossScale:
-        """From the counts in `batch`'s meta_info (`count_scored` of the whole mini-batch); without them, from `batch`
-        itself."""
-        counts = count_scored(batch) | batch.meta_info
-        return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
-
-    def counts(self, micro: DataProto) -> dict[str, Any]:
-        """What `agg_loss` takes of the mini-batch, for its part `micro`."""
-        return {
-            "batch_num_tokens": self.batch_num_tokens,
-            "global_batch_size": self.global_batch_size,
-            "rollout_tokens": micro.batch.get("rollout_tokens", None),
-        }
-
-    def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
-        """A micro-batch's part of a loss: the parts add up to the mini-batch's loss, weighted by its divisor."""
-        count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
-        share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
-        return Mean(float(part.detach()) * count, count * share)
-
-
-def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str, float]:
-    """Scored tokens, and rollouts that have any: the divisors of a loss over the whole `batch`.
-
-    With `main_rows` (rows,), true where a rollout begins, the column `rollout_tokens` is added: the scored tokens of each
-    row's rollout. Without it each row is a rollout.
-    """
-    tokens = batch.batch["response_mask"].sum(dim=1)
-    if main_rows is not None:
-        rollout = main_rows.long().cumsum(dim=0) - 1
-        of_rollouts = torch.zeros_like(tokens).index_add(0, rollout, tokens)
-        batch.batch["rollout_tokens"], tokens = of_rollouts[rollout], of_rollouts
-    return {"batch_num_tokens": float(tokens.sum()), "global_batch_size": float((tokens > 0).sum())}
-
-
-# (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
-# micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
-# these ids (rows, response_len, k), with a gradient; so has one with a critic on the trunk `vpreds` (rows, response_len).
-MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
-
-
-def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
-    """A micro-batch's metrics, bare numbers as means over its scored tokens."""
-    weight = float(response_mask.sum())
-    return {name: m if isinstance(m, Mean | Max | Pooled) else Mean(m * weight, weight) for name, m in metrics.items()}
-
-
-def step_metrics(optimizer: OptimizerSet) -> Metrics:
-    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, for non-finite gradients,
-    `skipped_steps`. They are equal on all ranks; the first one reports them."""
-    lr, norm = optimizer.lr, optimizer.step()
-    skipped = float(not math.isfinite(norm))
-    if optimizer.rank:
-        return {}
-    return {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "optimizer_steps": 1.0, "skipped_steps": skipped}
+from etude.training.value import ValueEngine
 
 
 class PolicyEngine:

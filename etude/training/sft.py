@@ -16,7 +16,8 @@ from etude.images import ImageInput
 from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.training.images import COLUMN
-from etude.training.policy import LossScale, PolicyEngine
+from etude.training.loss_scale import LossScale
+from etude.training.policy import PolicyEngine
 from etude.trajectory import Provenance
 
 Demonstration = Sequence[tuple[Sequence[int], Provenance]]

@@ -13,10 +13,10 @@ from etude.models.packable import enable_packing
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
+from etude.training.loss_scale import LossScale, weigh
 from etude.training.microbatches import filler, micro_batches
-from etude.training.optim import OptimizerSet
+from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
-from etude.training.policy import LossScale, step_metrics, weigh
 from etude.training.sharding import compute_device, count_passes, run_forward
 
 

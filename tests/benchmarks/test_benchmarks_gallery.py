@@ -168,7 +168,8 @@ def test_the_page_gets_table_and_plot_the_same_each_time(gallery, tmp_path, caps
     pytest.importorskip("matplotlib")
     work, docs = tmp_path / "work", tmp_path / "docs"
     docs.mkdir()
-    (docs / "gallery.md").write_text(f"# Gallery\n\n{gallery.BEGIN}\nold\n{gallery.END}\n\nthe end\n")
+    for name in ("gallery.md", "gallery.zh.md"):
+        (docs / name).write_text(f"# Gallery\n\n{gallery.BEGIN}\nold\n{gallery.END}\n\nthe end\n")
     assert not gallery.show(FOUND, (1,), work, [])  # nothing has finished
     base = finish(gallery, work, gallery.Job("base", 1))
     rows = [{"step": 0, "val": 1}, *({"step": step, "reward/success/mean": step / 4} for step in (1, 2, 3, 2))]
@@ -187,6 +188,7 @@ def test_the_page_gets_table_and_plot_the_same_each_time(gallery, tmp_path, caps
         pictures.append((docs / "gallery.svg").read_bytes())
     assert pictures[0] == pictures[1]
     page = (docs / "gallery.md").read_text()
+    assert page == (docs / "gallery.zh.md").read_text()
     assert page.startswith(f"# Gallery\n\n{gallery.BEGIN}\n\nLast measured on ")
     assert page.endswith(f"![Learning curves](gallery.svg)\n\n{gallery.END}\n\nthe end\n")
     assert "old" not in page

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.gateway.dialect import Dialect, Events, EventWriter, Json
-from etude.agents.gateway.recording import Turn
-from etude.agents.gateway.session import Asked, Completion
+from etude.agents.gateway.recording import Asked, Completion, Turn
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 

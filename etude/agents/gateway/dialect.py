@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from etude.agents.gateway.recording import Asked, Completion
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 from etude.registry import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from etude.agents.gateway.session import Asked, Completion
 
 Json: TypeAlias = dict[str, Any]
 Replies: TypeAlias = Mapping[str, Sequence[Json]]

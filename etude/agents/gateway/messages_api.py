@@ -20,8 +20,7 @@ from etude.agents.gateway.dialect import (
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Turn
-from etude.agents.gateway.session import Asked, Completion
+from etude.agents.gateway.recording import Asked, Completion, Turn
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 

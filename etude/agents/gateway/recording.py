@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, edits_thoughts, likeness, match_answers
 from etude.agents.gateway.reading import ReadTurn
+from etude.agents.gateway.wire import ChatRequest
 from etude.agents.tool_messages import malformed_record
 from etude.chat.placeholders import text_of
 from etude.chat.provenance import Run
@@ -86,6 +87,22 @@ class Turn:
     def shown(self) -> tuple[ImageInput, ...]:
         """All images of the path, in order."""
         return tuple([image for turn in self.path() for image in turn.images])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that is sampled, the ids of its prompt, and its name."""
+
+    request: ChatRequest
+    prompt_ids: list[int]
+    name: str
+
+
+@dataclass(frozen=True)
+class Completion(Asked):
+    """The answer to a request: its turns, one per choice."""
+
+    turns: list[Turn]
 
 
 @dataclass

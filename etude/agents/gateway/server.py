@@ -26,8 +26,9 @@ from starlette.types import Receive, Scope, Send
 from etude.agents.gateway.chat_api import CHAT
 from etude.agents.gateway.dialect import Dialect
 from etude.agents.gateway.messages_api import MESSAGES
+from etude.agents.gateway.recording import Completion
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
-from etude.agents.gateway.session import Completion, GatewaySession
+from etude.agents.gateway.session import GatewaySession
 from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle

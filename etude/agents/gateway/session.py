@@ -25,7 +25,7 @@ from etude.agents.gateway.images import ImageHeader, KeptImages, read_image_size
 from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, place_request
 from etude.agents.gateway.reading import ReadTurn, read_turn
-from etude.agents.gateway.recording import Recording, Turn
+from etude.agents.gateway.recording import Asked, Completion, Recording, Turn
 from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
 from etude.bounded import settle
@@ -63,22 +63,6 @@ class SessionRules:
     max_turns: int = 1000
     request_seconds: float | None = None
     max_image_mb: int | None = None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request that is sampled, the ids of its prompt, and its name."""
-
-    request: ChatRequest
-    prompt_ids: list[int]
-    name: str
-
-
-@dataclass(frozen=True)
-class Completion(Asked):
-    """The answer to a request: its turns, one per choice."""
-
-    turns: list[Turn]
 
 
 class GatewaySession:

@@ -9,16 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from etude.agents.gateway.recording import Turn
+from etude.agents.gateway.recording import Asked, Turn
 from etude.chat import ToolParser
 from etude.chat.parsers.streaming import Kind, beginnings, clear_end
 from etude.errors import EtudeError
 from etude.inference.types import OnTokens
-
-if TYPE_CHECKING:
-    from etude.agents.gateway.session import Asked
 
 _MOST_HELD = 64  # tokens without a whole character among them: what follows goes out at the end
 _KEYS: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("content", "content"))
@@ -70,9 +66,8 @@ class _LiveChoice:
         self.stream = parser.stream(thinking)
         self._parser, self._stops, self._beginnings = parser, stops, beginnings(stops)
         self._ids: list[int] = []
-        self._start = self._read = (
-            0  # of the tokens that are decoded again, for what they mean together; of the new ones
-        )
+        self._start = 0  # of the tokens that are decoded again with the new ones, as a character may need both
+        self._read = 0  # tokens whose text is in `_text`
         self._text = ""
         self._sent = 0
         self._stopped = False

@@ -1,0 +1,73 @@
+"""`LossScale`: what makes a micro-batch's loss a part of the mini-batch's, on whichever rank it is computed.
+
+Invariant: the parts of all micro-batches and ranks add up to the loss of the whole mini-batch, however it was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import loss_count
+from etude.metrics import Max, Mean, Metric, Metrics, Pooled
+from etude.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Counts of the whole mini-batch, for `agg_loss`, and its mode."""
+
+    batch_num_tokens: float
+    global_batch_size: float
+    loss_agg_mode: str = "token-mean"
+
+    @classmethod
+    def of(cls, batch: DataProto, loss_agg_mode: str) -> LossScale:
+        """From the counts in `batch`'s meta_info (`count_scored` of the whole mini-batch); without them, from `batch`
+        itself."""
+        counts = count_scored(batch) | batch.meta_info
+        return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
+
+    def counts(self, micro: DataProto) -> dict[str, Any]:
+        """What `agg_loss` takes of the mini-batch, for its part `micro`."""
+        return {
+            "batch_num_tokens": self.batch_num_tokens,
+            "global_batch_size": self.global_batch_size,
+            "rollout_tokens": micro.batch.get("rollout_tokens", None),
+        }
+
+    def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
+        """A micro-batch's part of a loss: the parts add up to the mini-batch's loss, weighted by its divisor."""
+        count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
+        share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
+        return Mean(float(part.detach()) * count, count * share)
+
+
+def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str, float]:
+    """Scored tokens, and rollouts that have any: the divisors of a loss over the whole `batch`.
+
+    With `main_rows` (rows,), true where a rollout begins, the column `rollout_tokens` is added: the scored tokens of each
+    row's rollout. Without it each row is a rollout.
+    """
+    tokens = batch.batch["response_mask"].sum(dim=1)
+    if main_rows is not None:
+        rollout = main_rows.long().cumsum(dim=0) - 1
+        of_rollouts = torch.zeros_like(tokens).index_add(0, rollout, tokens)
+        batch.batch["rollout_tokens"], tokens = of_rollouts[rollout], of_rollouts
+    return {"batch_num_tokens": float(tokens.sum()), "global_batch_size": float((tokens > 0).sum())}
+
+
+# (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
+# micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
+# these ids (rows, response_len, k), with a gradient; so has one with a critic on the trunk `vpreds` (rows, response_len).
+MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
+
+
+def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
+    """A micro-batch's metrics, bare numbers as means over its scored tokens."""
+    weight = float(response_mask.sum())
+    return {name: m if isinstance(m, Mean | Max | Pooled) else Mean(m * weight, weight) for name, m in metrics.items()}
