@@ -236,9 +236,10 @@ def test_reward_models_score_on_ray(tiny, tmp_path, cluster, mode):
     """A classifier in the reward role's ranks or where rollouts end, a language model as judge in each rollout rank."""
     classifier = as_classifier(tiny.model, tmp_path / "classifier", pad="<|endoftext|>")
     judge = rig_judge(tiny.model, tmp_path / "judge")
-    two = (*cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
+    nodes = 2 if mode == "sync" else 1
+    held = (*cluster, f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
     keys = (f"reward_model.model.path={classifier}", f"{ROLLOUT}.mode={mode}", "trainer.deterministic=false")
-    train(tiny.config(tmp_path / "scored", *two, *keys))
+    train(tiny.config(tmp_path / "scored", *held, *keys))
     model, records = RewardModel(classifier), list(read_rollouts(tmp_path / "scored" / "rollouts" / "1.jsonl"))
     for record in records:
         assert record["rewards"]["score_info"]["reward_model"] == pytest.approx(
@@ -247,7 +248,7 @@ def test_reward_models_score_on_ray(tiny, tmp_path, cluster, mode):
     assert len(records) == 8
     if mode == "async":
         keys = ("custom_reward_function.path=etude.rewards.judge", f"reward_model.model.path={judge}")
-        train(tiny.config(tmp_path / "judged", *two, *keys))
+        train(tiny.config(tmp_path / "judged", *held, *keys))
         [step] = metrics(tmp_path / "judged")
         assert step["reward/score/mean"] == pytest.approx(0.7)
         assert step["reward/judge/completion_tokens"] == 2 * step["reward/judge/requests"] > 0
