@@ -11,7 +11,9 @@ from hypothesis import settings
 
 VOCAB = 97
 
-gc.set_threshold(100_000, 50, 100)  # torch's and Transformers' objects are many and stay: a twelfth of all tests' CPU time
+gc.set_threshold(
+    100_000, 50, 100
+)  # torch's and Transformers' objects are many and stay: a twelfth of all tests' CPU time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
 
