@@ -48,13 +48,13 @@ def mbpp_row(code: bool, example: Mapping[str, Any], where: str, split: str, ind
         example.get("extra_import") or "",
     ]
     lines = "".join(f"{line}\n" for line in setup if line)
-    name = _function_under_test(tests[0], str(example.get("code") or ""), where)
+    name = _called(tests[0], str(example.get("code") or ""), where)
     question = f"{text.strip()} The function is called `{name}`."
     source = "google-research-datasets/mbpp"
     return _row(source, question, [lines + test for test in tests], code, example, split, index)
 
 
-def _function_under_test(test: str, solution: str, where: str) -> str:
+def _called(test: str, solution: str, where: str) -> str:
     """Returns the function under test: the outermost call in `test` of a function that the reference solution defines."""
     try:
         nodes, defined = ast.walk(ast.parse(test)), ast.walk(ast.parse(solution))

@@ -41,7 +41,7 @@ def training_row(
     extra: Mapping[str, Any],
     **columns: Any,
 ) -> Row:
-    """Makes a row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs` by tool; `extra` goes to
+    """Makes a row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs`: by tool; `extra`: for
     extra_info."""
     tools = {tool: {"create_kwargs": kwargs} for tool, kwargs in create_kwargs.items()}
     return {
