@@ -92,6 +92,6 @@ class BatchScorer(BoundedScorer):
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """Its `reward_kwargs`: `batch_size` (null: all waiting rows) and `max_wait` in seconds (0.05)."""
+    """Options in `reward_kwargs`: `batch_size` (null: all waiting rows) and `max_wait` in seconds (0.05)."""
 
     takes_batches, runs = True, (BatchScorer, BatchOptions)

@@ -27,7 +27,8 @@ class OverlongBuffer:
 
 @register("dapo", "gdpo")  # verl's gdpo is dapo that also reports each score component, as every manager here does
 class DAPORewardManager(NaiveRewardManager):
-    """Its `reward_kwargs`: `overlong_buffer_cfg`, and `max_resp_len` in tokens (null: `data.max_response_length`)."""
+    """Options in `reward_kwargs`: `overlong_buffer_cfg`, and `max_resp_len` in tokens (null:
+    `data.max_response_length`)."""
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)

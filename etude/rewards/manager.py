@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 class RewardResult(TypedDict):
-    """What `run_single` returns; the entries of `reward_extra_info` are reported beside the score."""
+    """The result of `run_single`; the entries of `reward_extra_info` are reported next to the score."""
 
     reward_score: float
     reward_extra_info: dict[str, Any]
@@ -159,7 +159,7 @@ class RewardManagerBase(AbstractRewardManager):
                 response slice of `attention_mask` is used; without either, every token counts.
             return_dict: also return `reward_extra_info`, each key a list with one entry (or None) per row.
         """
-        import torch  # imported lazily: commands that only check rewards run without it
+        import torch  # imported lazily: `etude.tools` imports this package and needs no torch
 
         results = asyncio.run(self._run_all(data))
         mask = _response_mask(data.batch).bool()

@@ -110,7 +110,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum per assistant
     turn), `rollout_reward_scores` (tool → its `calc_reward`), and then the loop's `extra_fields`.
     """
-    import torch  # imported lazily: commands that only check rewards run without it
+    import torch  # imported lazily: `etude.tools` imports this package and needs no torch
 
     from etude.protocol import DataProto
 
