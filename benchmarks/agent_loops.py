@@ -36,21 +36,21 @@ SETTINGS = (
 
 @ToolParser.register("agent_loops")
 class EveryTurnCalls(ToolParser):
-    """Reads a sum into whatever the model writes."""
+    """Parses a call for a sum from any text the model generates."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every eighth token ends a turn."""
+        """Every eighth token id ends a turn."""
         return tuple(range(10, 1000, 8))
 
     def parse(self, text: str, tools: Any = None) -> ParsedResponse:
-        """One call, of a sum that depends on the text."""
+        """Returns one call, whose sum depends on the text."""
         arguments = json.dumps({"expression": f"{len(text)} + 1"})
         return ParsedResponse(text, [FunctionCall(name="calculator", arguments=arguments)], [])
 
 
 def roll_out(folder: str, prompts: int, threads: int, number: int, ready: Barrier, answers: Any) -> None:
-    """One worker's process: a batch to warm up, then one that is measured."""
+    """A worker's process: runs a warm-up batch, then a measured one."""
     from etude.config import compose
     from etude.quickstart.prepare import TOOLS
     from etude.trainer.rollouts import rollout_batch
@@ -85,7 +85,7 @@ def roll_out(folder: str, prompts: int, threads: int, number: int, ready: Barrie
 
 
 def measure(folder: str, prompts: int, threads: int, processes: int) -> dict[str, float]:
-    """All the processes at once; each rolls out as many rows."""
+    """Runs all processes at once, each with the same number of rows."""
     context = get_context("spawn")
     ready, answers = context.Barrier(processes), context.Queue()
     started = [

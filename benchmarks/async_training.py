@@ -35,7 +35,7 @@ tools:
 
 
 def main() -> None:
-    """Runs what is asked for, then prints the table of everything measured so far."""
+    """Runs the requested runs, then prints the table of everything measured so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--staleness", default="0,1,4")
     parser.add_argument("--seeds", default="1,2,3")
@@ -61,12 +61,12 @@ def main() -> None:
 
 
 def folder_of(work: Path, level: int, seed: int) -> Path:
-    """Where a run is left."""
+    """Returns the folder of a run."""
     return work / f"staleness-{level}" / f"seed-{seed}"
 
 
 def run(work: Path, tools: Path, level: int, seed: int, steps: int) -> None:
-    """One run, unless it has finished."""
+    """Runs one training, unless it has finished."""
     folder = folder_of(work, level, seed)
     if finished(folder, steps):
         return
@@ -95,7 +95,7 @@ def run(work: Path, tools: Path, level: int, seed: int, steps: int) -> None:
 
 
 def rate(work: Path, level: int, seed: int) -> float:
-    """Samples a second: rollouts that steps took, over the steps' time."""
+    """Returns samples per second: the rollouts of all steps over the steps' time."""
     steps = [row for row in metrics(folder_of(work, level, seed)) if row["step"]]
     config = (folder_of(work, level, seed) / "config.yaml").read_text()
     n = next(int(line.split()[1]) for line in config.splitlines() if line.startswith("    n: "))
@@ -103,7 +103,7 @@ def rate(work: Path, level: int, seed: int) -> float:
 
 
 def table(work: Path, levels: list[int], seeds: list[int]) -> str:
-    """Markdown: a row a staleness, medians over seeds with the range."""
+    """Renders a Markdown table with a row per staleness: medians over seeds with the range."""
     lines = [
         "| `max_staleness` | samples/s | against 0 | mean age of a token, steps | greedy success: before → after | "
         "sampled, last five steps | seeds |",

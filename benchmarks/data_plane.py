@@ -39,7 +39,7 @@ from etude.protocol import DataProto
 
 
 def training_batch(nbytes: int, width: int = 4096) -> DataProto:
-    """About `nbytes` of the columns of a training batch."""
+    """Makes a batch with about `nbytes` in the columns of a training batch."""
     rows = max(1, nbytes // (width * (4 * 8 + 2 * 4)))
     ids = torch.randint(0, 50_000, (rows, width))
     columns = {name: ids.clone() for name in ("input_ids", "attention_mask", "position_ids", "response_mask")}
@@ -54,7 +54,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def wire_bytes(value: Any) -> int:
-    """Bytes of `value` in pickle protocol 5, out-of-band buffers included."""
+    """Returns the bytes of `value` in pickle protocol 5, out-of-band buffers included."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)

@@ -38,14 +38,14 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- gallery: begin -->", "<!-- gallery: end -->"
 SLOTS = 2
-GRACE = 120  # seconds in which a stopped run may end its step and save
+GRACE = 120  # seconds for a stopped run to end its step and save
 _TRAINING = {"success": "reward/success/mean", "reward": "reward/total/mean", "tool_use": "rollout/tool_use_rate"}
 
 Summary: TypeAlias = Mapping[str, Any]
 
 
 class Job(NamedTuple):
-    """An example and its seed."""
+    """An example and a seed."""
 
     name: str
     seed: int
@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
 
 def main() -> None:
-    """Runs what is asked for, then writes table and plot of everything in the work folder."""
+    """Runs the requested jobs, then writes the table and plot of everything in the work folder."""
     found = read_examples()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(found), help="comma-separated, or none [all]")
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def read_examples() -> dict[str, Example]:
-    """By name, the package's own first."""
+    """Reads the examples by name, the package's own first."""
     try:
         others = [Example.read(path.parent) for path in sorted((ROOT / "examples").glob("*/example.yaml"))]
     except ConfigError as error:
@@ -86,17 +86,17 @@ def read_examples() -> dict[str, Example]:
 
 
 def folder_of(work: Path, example: Example, seed: int) -> Path:
-    """Where `etude quickstart` leaves a run, started in `work`."""
+    """Returns the folder of a run that `etude quickstart` started in `work`."""
     return work / "runs" / example.root / f"seed-{seed}"
 
 
 def log_of(work: Path, job: Job) -> Path:
-    """What a run says."""
+    """Returns the file with a run's output."""
     return work / "logs" / f"{job.name}-seed-{job.seed}.txt"
 
 
 def read_summary(work: Path, example: Example, seed: int) -> Summary | None:
-    """None before a run has finished."""
+    """Reads a run's summary; None if it has not finished."""
     path = folder_of(work, example, seed) / "summary.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -105,7 +105,7 @@ def read_summary(work: Path, example: Example, seed: int) -> Summary | None:
 
 
 def plan(jobs: Sequence[Job], found: Mapping[str, Example]) -> TopologicalSorter[Job]:
-    """Each after what it starts from and is taught by, where that is among the jobs."""
+    """Orders the jobs: each after the jobs it starts from and is taught by, if they are among `jobs`."""
     sorter: TopologicalSorter[Job] = TopologicalSorter()
     for job in jobs:
         options = found[job.name].options
@@ -116,7 +116,7 @@ def plan(jobs: Sequence[Job], found: Mapping[str, Example]) -> TopologicalSorter
 
 
 def run(jobs: Sequence[Job], found: Mapping[str, Example], work: Path) -> list[Job]:
-    """Runs the jobs that have not finished; returns those that failed. What is running stops with this process."""
+    """Runs the jobs that have not finished; returns those that failed. Running jobs stop when this process does."""
     sorter, waiting, failed = plan(jobs, found), set[Job](), list[Job]()
     running: dict[Job, subprocess.Popen[bytes]] = {}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -151,7 +151,7 @@ def run(jobs: Sequence[Job], found: Mapping[str, Example], work: Path) -> list[J
 
 
 def start(job: Job, work: Path) -> subprocess.Popen[bytes]:
-    """The run of an example, in a session of its own: Ctrl-C reaches it once, through `stop`."""
+    """Starts the run of an example in a new session, so that Ctrl-C reaches it only once, through `stop`."""
     log = log_of(work, job)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "etude.cli.main", "quickstart", "--example", job.name, "--seed", str(job.seed)]
@@ -169,7 +169,7 @@ def start(job: Job, work: Path) -> subprocess.Popen[bytes]:
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Lets them end their step and save; a second Ctrl-C, or `GRACE` seconds, kill them."""
+    """Lets the processes end their step and save; kills them on a second Ctrl-C, or after `GRACE` seconds."""
     if not processes:
         return
     print("stopping after the current step; the same command goes on from there", flush=True)
@@ -185,11 +185,11 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def show(found: Mapping[str, Example], seeds: Sequence[int], work: Path, failed: Sequence[Job]) -> bool:
-    """Writes gallery.md and gallery.svg into `work`; False where nothing has finished."""
+    """Writes gallery.md and gallery.svg into `work`; False if nothing has finished."""
     summaries = {
         Job(name, seed): summary
         for name, example in found.items()
@@ -211,7 +211,7 @@ def show(found: Mapping[str, Example], seeds: Sequence[int], work: Path, failed:
 def table(
     found: Mapping[str, Example], seeds: Sequence[int], summaries: Mapping[Job, Summary], failed: Sequence[Job]
 ) -> str:
-    """Markdown, as in docs/: a row an example, a column a seed."""
+    """Renders a Markdown table, as in docs/, with a row per example and a column per seed."""
     columns = ["example", "shows", "claim", *(f"seed {seed}" for seed in seeds), "CPU s", "claim held"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, example in found.items():
@@ -236,7 +236,7 @@ def table(
 
 
 def cell(summary: Summary) -> str:
-    """The metric of the claim before and after, with 95 % intervals."""
+    """Formats the claim's metric before and after, with 95 % intervals."""
     claim = summary["claim"]
     return " → ".join(
         f"{claim[when]['value']:.2f} ({claim[when]['low']:.2f} to {claim[when]['high']:.2f})"
@@ -245,7 +245,7 @@ def cell(summary: Summary) -> str:
 
 
 def read_curve(folder: Path, metric: str) -> dict[int, float]:
-    """Step → the metric's mean over the rollouts that were trained on."""
+    """Returns step → the metric's mean over the rollouts that were trained on."""
     if metric == "turns":
         dumps = folder / "rollouts"
         return {step: _mean_turns(dumps / f"{step}.jsonl") for step in list_dump_steps(dumps)}
@@ -258,7 +258,7 @@ def _mean_turns(dump: Path) -> float:
 
 
 def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: Path, path: Path) -> None:
-    """Small multiples, one an example: the claim's metric in training, a line a seed, between its two evaluations."""
+    """Draws small multiples, one per example: the claim's metric in training, a line per seed, and its two evaluations."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -293,7 +293,7 @@ def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: P
 
 
 def publish(text: str, picture: Path, docs: Path) -> None:
-    """Puts the text between the marks of gallery.md and its translation, and the picture beside them.
+    """Writes the text between the marks of gallery.md and of its translation, and copies the picture next to them.
 
     Raises:
         SystemExit: a page has no marks.

@@ -46,12 +46,12 @@ PARAMS = SamplingParams(max_tokens=512, stop_token_ids=CHAT.stop_token_ids)
 
 
 def question(number: int, turn: int) -> dict[str, Any]:
-    """What the user says."""
+    """A user message."""
     return {"role": "user", "content": f"What is {number} + {turn}? And what comes next?"}
 
 
 async def engine_alone(number: int, turns: int, client: TrajectoryClient) -> None:
-    """As an agent loop does it."""
+    """Calls the engine as an agent loop does."""
     ids = CHAT.initial_ids([question(number, 0)])
     for turn in range(turns):
         if turn:
@@ -64,7 +64,7 @@ Ask = Callable[[list[dict[str, Any]]], Awaitable[dict[str, Any]]]
 
 
 async def conversation(number: int, turns: int, ask: Ask) -> None:
-    """As an agent does it that sends its whole history each time."""
+    """Holds a conversation as an agent that sends its whole history each time."""
     messages: list[dict[str, Any]] = []
     for turn in range(turns):
         messages.append(question(number, turn))
@@ -72,7 +72,7 @@ async def conversation(number: int, turns: int, ask: Ask) -> None:
 
 
 async def through_session(number: int, turns: int, client: TrajectoryClient) -> None:
-    """Without HTTP."""
+    """Goes through the session, without HTTP."""
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
 
     async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ async def through_session(number: int, turns: int, client: TrajectoryClient) -> 
 
 
 async def through_http(number: int, turns: int, client: TrajectoryClient) -> None:
-    """With a plain HTTP client."""
+    """Uses a plain HTTP client."""
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
     async with LocalGateway.here().opened(session, TOKENIZER) as (url, key):
         headers = {"Authorization": f"Bearer {key}"}
@@ -97,7 +97,7 @@ async def through_http(number: int, turns: int, client: TrajectoryClient) -> Non
 
 
 async def through_openai(number: int, turns: int, client: TrajectoryClient) -> None:
-    """With the client that agents are written with."""
+    """Uses the OpenAI client, which most agents are written with."""
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
     async with LocalGateway.here().opened(session, TOKENIZER) as (url, key):
         openai = Clients.here().asynchronous(url, key)
@@ -113,7 +113,7 @@ WAYS = {"engine": engine_alone, "session": through_session, "http": through_http
 
 
 def measured(way: Callable[..., Awaitable[None]], trajectories: int, turns: int) -> tuple[float, float]:
-    """(CPU seconds, wall seconds) of this process for all conversations at once."""
+    """Returns (CPU seconds, wall seconds) of this process for all conversations at once."""
 
     async def all_of_them() -> tuple[float, float]:
         engine = ScriptedEngine(lambda *_: list(IDS))

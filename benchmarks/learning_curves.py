@@ -26,7 +26,7 @@ from etude.run_folder import METRICS_FILE, read_metrics
 
 _ESTIMATOR, _ACTOR = "algorithm.adv_estimator", "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
-_KEEP = "algorithm.filter_groups.enable=false"  # equal scores have gradients
+_KEEP = "algorithm.filter_groups.enable=false"  # keeps groups of equal scores, which have gradients here
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "rloo": (f"{_ESTIMATOR}=rloo",),
@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         _KEEP,
     ),
 }
-"""What each sets beside the quickstart's own configuration; `{teacher}` is the model that `grpo` made of the same seed."""
+"""Overrides of each algorithm on top of the quickstart's configuration; `{teacher}` is `grpo`'s model of the same seed."""
 GREEDY, SAMPLED = "val-core/etude/arithmetic/reward/mean@1", "reward/success/mean"
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _BEGIN, _END = "<!-- learning curves: begin -->", "<!-- learning curves: end -->"
@@ -82,7 +82,7 @@ CPU seconds are of 60 steps at one thread, beside other programs.
 
 
 def main() -> None:
-    """Runs what is asked for, then writes table and plot of everything measured so far."""
+    """Runs the requested runs, then writes the table and plot of everything measured so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ALGORITHMS), help="comma-separated, or none")
     parser.add_argument("--seeds", default="1,2,3")
@@ -112,12 +112,12 @@ def main() -> None:
 
 
 def folder_of(work: Path, name: str, seed: int) -> Path:
-    """Where a run is left."""
+    """Returns the folder of a run."""
     return work / name / f"seed-{seed}"
 
 
 def run(work: Path, name: str, seed: int, steps: int) -> None:
-    """One run, unless it has finished; before it, what it starts from."""
+    """Runs one training, unless it has finished, after the runs that it starts from."""
     folder = folder_of(work, name, seed)
     if finished(folder, steps):
         return
@@ -147,7 +147,7 @@ def run(work: Path, name: str, seed: int, steps: int) -> None:
 
 
 def warm_up(work: Path, seed: int) -> Path:
-    """Data and the model that all algorithms start from."""
+    """Makes the data and the model that all algorithms start from; returns their folder."""
     folder = work / "start" / f"seed-{seed}"
     ledger = folder / "quickstart.json"
     if ledger.exists() and "warm_up" in json.loads(ledger.read_text())["stages"]:
@@ -166,18 +166,18 @@ def warm_up(work: Path, seed: int) -> Path:
 
 
 def finished(folder: Path, steps: int) -> bool:
-    """Whether the run has its last step, validated."""
+    """Whether the run has validated after its last step."""
     return any(row["step"] == steps and GREEDY in row for row in metrics(folder))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The run's records, a step each; none where it never began."""
+    """Returns the run's records, one per step; empty if it never started."""
     path = folder / METRICS_FILE
     return read_metrics(path) if path.exists() else []
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The curves of a run, step → success, and its CPU seconds; None before its first step."""
+    """Returns the curves of a run (step → success) and its CPU seconds; None before its first step."""
     rows = metrics(folder)
     if not any(row["step"] for row in rows):
         return None
@@ -186,7 +186,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def table(curves: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: a row an algorithm, medians over seeds with the range."""
+    """Renders a Markdown table with a row per algorithm: medians over seeds with the range."""
     lines = [
         "| | set | greedy success: before → after | sampled, last five steps | CPU s | seeds |",
         "|---|---|---|---|---|---|",
@@ -202,7 +202,7 @@ def table(curves: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Median (min to max)."""
+    """Formats the median and the range."""
     if not values:
         return "–"
     middle = f"{statistics.median(values):.2f}"
@@ -210,7 +210,7 @@ def spread(values: list[float]) -> str:
 
 
 def plot(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Small multiples, one an algorithm: sampled success in training (thin, a line a seed) and greedy on validation."""
+    """Draws small multiples, one per algorithm: sampled success in training (thin, by seed), greedy on validation."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -234,7 +234,7 @@ def plot(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def publish(text: str) -> None:
-    """Writes the table between the page's marks, or a section at its end where it has none."""
+    """Writes the table between the page's marks; without marks, appends a section."""
     page = _DOCS / "algorithms.md"
     before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
     if not begin:

@@ -25,7 +25,7 @@ from etude.limits import Limit, cluster_limiter
 
 @ray.remote(num_cpus=0, concurrency_groups={"acquire": 1, "release": 10})
 class Classic:
-    """The peer."""
+    """The baseline: a semaphore in an actor."""
 
     def __init__(self, rate_limit: int) -> None:
         self._semaphore = threading.Semaphore(rate_limit)
@@ -56,7 +56,7 @@ def leased(limiter, latencies: list[float], until: float) -> None:
 
 
 def measure(body, subject, threads: int, seconds: float) -> list[float]:
-    """Latencies of all round trips of `threads` callers; the last entry is the number a second."""
+    """Returns the latencies of all round trips of `threads` callers; the last entry is the round trips per second."""
     found: list[list[float]] = [[] for _ in range(threads)]
     began = time.perf_counter()
     until = began + seconds
@@ -71,7 +71,7 @@ def measure(body, subject, threads: int, seconds: float) -> list[float]:
 
 @ray.remote(num_cpus=0)
 class Echo:
-    """What a message costs that does nothing."""
+    """Measures the cost of a message that does nothing."""
 
     async def ping(self) -> None:
         pass
@@ -79,10 +79,10 @@ class Echo:
 
 @ray.remote(num_cpus=0)
 class Caller:
-    """A process that wants permits while others do too."""
+    """A process that competes with others for permits."""
 
     def hold(self, limit: int, calls: int, seconds: float) -> list[tuple[float, float]]:
-        """When 2 threads of this process held permits (both ends in seconds of `time.time`)."""
+        """Returns when 2 threads of this process held permits: (start, end) in seconds of `time.time`."""
         limiter = cluster_limiter("bench-contended", Limit(max_concurrent=limit))
         spans: list[tuple[float, float]] = []
 
@@ -101,7 +101,7 @@ class Caller:
         return spans
 
     def ping(self, actor, calls: int, pause: float) -> list[float]:
-        """Round trips of bare calls, in seconds."""
+        """Returns the round trips of bare calls, in seconds."""
         found = []
         for _ in range(calls):
             began = time.perf_counter()
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def change_hands(callers: list, rounds: int, hold: float, limit: int = 2, calls: int = 30) -> None:
-    """Prints the last row."""
+    """Measures how long permits lie idle when they change hands, and prints the last row."""
     echo = Echo.options(max_concurrency=1000).remote()
     over, lost, bare = [], [], []
     for _ in range(rounds):

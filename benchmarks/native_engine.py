@@ -97,7 +97,7 @@ def errors(folder: str) -> None:
 
 
 def _log_probs(model: Any, turns: list[Turn]) -> torch.Tensor:
-    """Of all sampled tokens, by a forward of each whole context."""
+    """Returns the log-probs of all sampled tokens, from a full forward over each context."""
     found = []
     for context, out in turns:
         with torch.no_grad():
@@ -111,14 +111,14 @@ def _print_error(name: str, error: torch.Tensor) -> None:
 
 
 class NoAttention:
-    """A layout that costs nothing."""
+    """A layout whose attention costs nothing."""
 
     def attend(self, layer: int, query: Any, key: Any, value: Any, scoring: Any) -> Any:
         return query.transpose(0, 1)
 
 
 def layers(model: Any, compiled: bool) -> None:
-    """One decode step of 64 rows of a Qwen3 model without its attention."""
+    """Times one decode step of 64 rows of a Qwen3 model without its attention."""
     enable_packing(model)
     config, body = model.config, model.model
     heads, kv_heads, dim, eps = (
@@ -179,7 +179,7 @@ SIZES = ((128, 4, 2048), (256, 8, 32000), (512, 8, 2048), (1024, 8, 2048))  # hi
 
 
 def step_threads() -> None:
-    """Wall time of decode steps, and of the longest prefill, with one thread and with two."""
+    """Prints the wall time of decode steps and of the longest prefill, with one thread and with two."""
     for hidden, layer_count, vocabulary in SIZES:
         torch.manual_seed(0)
         heads = max(hidden // 64, 2)
@@ -206,7 +206,7 @@ def step_threads() -> None:
 
 
 def _step_times(model: Any, rows: int, threads: int) -> dict[str, float]:
-    """Seconds of the median decode step and of the prefill of `rows` trajectories with prompts of 32 tokens."""
+    """Returns the seconds of the median decode step and of the prefill of `rows` trajectories with 32-token prompts."""
     engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=rows))
     compute, times = engine._compute, []
 

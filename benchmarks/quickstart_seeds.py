@@ -20,7 +20,7 @@ COLUMNS = ("success_before", "success_after", "greedy_before", "greedy_after", "
 
 
 def run_seed(folder: Path, seed: int) -> dict[str, float]:
-    """The figures of one seed: `COLUMNS`, wall and CPU seconds."""
+    """Runs one seed; returns `COLUMNS`, wall seconds and CPU seconds."""
     target = folder / f"seed-{seed}"
     if not (target / "summary.json").exists():
         command = [
@@ -43,7 +43,7 @@ def run_seed(folder: Path, seed: int) -> dict[str, float]:
 
 
 def table(results: dict[int, dict[str, float]]) -> str:
-    """Markdown: a row a seed, and the medians."""
+    """Renders a Markdown table with a row per seed, and the medians."""
     lines = ["| seed | sampled before → after | greedy before → after | tool use before → after | wall s | CPU s |"]
     lines.append("|---|---|---|---|---|---|")
     median = {name: statistics.median(r[name] for r in results.values()) for name in next(iter(results.values()))}
@@ -54,7 +54,7 @@ def table(results: dict[int, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Parses arguments, runs the seeds, prints the table and whether the promise held."""
+    """Parses arguments, runs the seeds, prints the table and whether the claim held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="*", type=int, default=[41, 42, 43, 44, 45])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))

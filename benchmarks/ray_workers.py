@@ -23,11 +23,11 @@ from etude.quickstart.example import CALCULATOR, find_example
 from etude.quickstart.stages import Quickstart
 from etude.trainer.run import train
 
-START_UP = 2  # steps
+START_UP = 2  # steps that are not measured
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Of this process and its descendants, as far as they live: Étude's, and those of Ray's own processes."""
+    """Returns the CPU seconds of this process and its live descendants: Étude's, and those of Ray's own processes."""
     ours = rays = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
@@ -42,7 +42,7 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def measure(config: Any) -> dict[str, float]:
-    """What a run does and costs."""
+    """Runs a training; returns its losses and rewards, and its time per step."""
     marks: list[tuple[float, ...]] = []
     figures: list[dict[str, float]] = []
 
@@ -64,7 +64,7 @@ def measure(config: Any) -> dict[str, float]:
 
 
 def on_cluster(nodes: int, config: Any) -> dict[str, float]:
-    """`measure` on a cluster of `nodes` raylets on this machine."""
+    """Runs `measure` on a cluster of `nodes` raylets on this machine."""
     if nodes == 1:
         return measure(config)
     import ray

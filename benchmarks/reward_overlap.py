@@ -1,11 +1,11 @@
-"""Scores computed while others still run, beside a batch that waits for its slowest.
+"""Compares scoring each trajectory as it ends with scoring a batch once its slowest has ended.
 
     python benchmarks/reward_overlap.py [--trajectories 64] [--rollout 0.2 1.0] [--score 0.2 2.0] [--seed 0]
 
-Trajectories end at random times, and a synchronous scorer sleeps for random seconds on each. `critical_path` is the latest
-of end + score: nothing can be faster. `naive` scores each the moment that it ends; `naive_lock_step` scores all at once when
-the last has ended (`rollout.mode=sync`); `batch` calls a function of whole batches, one row after another, as verl's
-manager of that name does. One run, one after another; each beside its ratio to the critical path.
+Trajectories end at random times, and a synchronous scorer sleeps for random seconds on each. `critical_path` is the
+latest of end + score: a lower bound. `naive` scores each trajectory the moment it ends; `naive_lock_step` scores all at
+once when the last has ended (`rollout.mode=sync`); `batch` calls a batch function that scores the rows one by one, as
+verl's manager of that name does. One run of each, in sequence, reported with its ratio to the critical path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def trajectory(text: str) -> Trajectory:
 
 
 async def run(ends: list[float], scores: list[float], scorer: TrajectoryScorer, lock_step: bool) -> float:
-    """Seconds until the last score."""
+    """Returns the seconds until the last score."""
     row = {"data_source": "x", "reward_model": {"ground_truth": ""}}
     began = time.perf_counter()
 
@@ -87,7 +87,7 @@ def main() -> None:
                     reward_kwargs={"timeout": 600},
                 )
             )
-            asyncio.run(run([0.0], [0.0], scorer, False))  # imports what a score needs
+            asyncio.run(run([0.0], [0.0], scorer, False))  # warm-up: imports what a score needs
             seconds = asyncio.run(run(ends, scores, scorer, lock_step))
             found[name] = {"seconds": round(seconds, 3), "of_critical_path": round(seconds / path, 3)}
     print(json.dumps(found, indent=1))

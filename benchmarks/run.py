@@ -32,13 +32,13 @@ from side_by_side.environments import PACKAGES, python_of  # noqa: E402
 from side_by_side.results import Measured, Results  # noqa: E402
 from side_by_side.rows import KINDS, Contender, Row, rows  # noqa: E402
 
-_SECONDS = 1800  # of one process
+_TIMEOUT_SECONDS = 1800  # timeout of one process
 _PUBLISHED = HERE / "published.json"
 _BEGIN, _END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 def main() -> None:
-    """Runs what is asked for, then writes tables and plot of everything measured so far."""
+    """Runs the requested rows, then writes the tables and plot of everything measured so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}, or none")
     parser.add_argument("--rows", default="", help="only rows whose name begins with one of these, comma-separated")
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _model(options: argparse.Namespace, work: Path) -> list[str]:
-    """The drivers' arguments that name the checkpoint."""
+    """Returns the drivers' arguments that name the checkpoint."""
     if options.checkpoint is None:
         print("making the model, unless it is there", flush=True)
         checkpoint.make(work / "checkpoint")
@@ -110,7 +110,7 @@ def _measured(row: Row, repetitions: int, pythons: dict[str, Path]) -> Measured:
 
 
 def _run(contender: Contender, python: Path, threads: int) -> dict[str, float]:
-    """The figures that a fresh process reports, and those of the process as a whole."""
+    """Returns the figures that a fresh process reports, and those of the process as a whole."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -128,7 +128,7 @@ def _run(contender: Contender, python: Path, threads: int) -> dict[str, float]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         check=False,
     )
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -160,7 +160,7 @@ def _write(measured: list[Measured], work: Path) -> None:
 
 
 def _publish(measured: list[Measured], page: Path, published: Results) -> None:
-    """Puts rows among those that the page shows, and writes its tables, those of its translation, and its picture again."""
+    """Merges rows into those that the page shows, and rewrites its tables, those of its translation, and its plot."""
     for row in measured:
         published.put_newer(row)
     shown = _ordered(published.load())
@@ -172,7 +172,7 @@ def _publish(measured: list[Measured], page: Path, published: Results) -> None:
 
 
 def _ordered(measured: list[Measured]) -> list[Measured]:
-    """As `rows` has them, whenever they were measured."""
+    """Sorts rows into the order of `rows`."""
     names = [row.name for row in rows(KINDS, [1, 2], ["--checkpoint", ""])]
     return sorted(measured, key=lambda row: names.index(row.name) if row.name in names else len(names))
 

@@ -23,13 +23,13 @@ PROGRAM = "print(1+1)"
 
 
 def bare() -> None:
-    """`python3 -c`, as a shell would start it."""
+    """Runs `python3 -c`, as a shell would start it."""
     finished = subprocess.run([jail.interpreter(), "-c", PROGRAM], capture_output=True, check=True)
     assert finished.stdout == b"2\n"
 
 
 def state() -> tuple[int, int, int, float]:
-    """Of the executor: processes, descriptors of this one, mounts, and MiB resident in all."""
+    """Returns the executor's processes, this process's descriptors, mounts, and resident MiB in total."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     memory = 0
     for process in processes:
@@ -51,7 +51,7 @@ def report(name: str, seconds: list[float], against: float | None = None) -> flo
 
 
 async def latencies(executor: Executor, rounds: int) -> None:
-    """One after the other."""
+    """Measures runs one after the other."""
     session = await executor.session()
     bares, runs, cells = [], [], []
     for _ in range(rounds):
@@ -80,7 +80,7 @@ async def latencies(executor: Executor, rounds: int) -> None:
 
 
 async def throughput(executor: Executor, rounds: int) -> None:
-    """Eight at once."""
+    """Measures eight runs at once."""
 
     async def one() -> None:
         async with limit:
@@ -103,7 +103,7 @@ async def throughput(executor: Executor, rounds: int) -> None:
 
 
 async def flat(executor: Executor, runs: int) -> None:
-    """What many runs leave behind."""
+    """Measures what many runs leave behind."""
     await executor.run(RunRequest(PROGRAM))
     await asyncio.sleep(1)
     before = state()
@@ -116,7 +116,7 @@ async def flat(executor: Executor, runs: int) -> None:
 
 
 async def main() -> None:
-    """Measures all of it."""
+    """Runs all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isolation", default="auto")
     parser.add_argument("--rounds", type=int, default=200)

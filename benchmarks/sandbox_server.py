@@ -32,11 +32,11 @@ HOSTILE = (
     "import os, signal\nos.kill(-1, signal.SIGKILL)\nwhile True: pass",
 )
 FUSION_RUNS = (8.7, 11.1)
-FUSION_BARE = (0.028, 0.045)  # seconds of `python -c` at the same time
+FUSION_BARE = (0.028, 0.045)  # seconds of `python -c` on the machine of those runs
 
 
 def interpreter() -> str:
-    """The interpreter itself, without the start-up of an environment's wrappers."""
+    """Returns the interpreter itself, without the start-up cost of an environment's wrappers."""
     return os.path.realpath(sys.executable)
 
 
@@ -102,7 +102,7 @@ async def latency(http: aiohttp.ClientSession, urls: dict[str, str], rounds: int
 
 
 async def storm(http: aiohttp.ClientSession, url: str, requests: int, at_once: int) -> dict[str, int]:
-    """Every answer is checked against what its program must do."""
+    """Sends all requests and checks every answer against what its program must do."""
     gate = asyncio.Semaphore(at_once)
     counts = {"right": 0, "hostile contained": 0, "wrong": 0}
 
@@ -126,7 +126,7 @@ async def storm(http: aiohttp.ClientSession, url: str, requests: int, at_once: i
 
 
 def state(server: psutil.Process) -> tuple[float, int, int]:
-    """MiB of the server's own process, its descendants, and the mounts of this machine."""
+    """Returns the MiB of the server's own process, the number of its descendants, and the mounts of this machine."""
     with open("/proc/self/mounts", encoding="utf-8") as file:
         mounts = len(file.readlines())
     return server.memory_info().rss / (1 << 20), len(server.children(recursive=True)), mounts
@@ -182,7 +182,7 @@ async def measure(http: aiohttp.ClientSession, urls: dict[str, str], options: ar
         low, high = (ours / (runs * bare) for runs, bare in zip(reversed(FUSION_RUNS), reversed(FUSION_BARE)))
         print(f"  runs in the time of one `python -c`: {ours:.2f}, {low:.1f} to {high:.1f} x its published figures")
     print(f"3. {options.requests} requests, {options.concurrency} at once, 5 % hostile")
-    await storm(http, urls["etude"], options.requests // 10, options.concurrency)  # buffers reach their size
+    await storm(http, urls["etude"], options.requests // 10, options.concurrency)  # warm-up: buffers grow to their size
     before = state(server)
     began = time.perf_counter()
     counts = await storm(http, urls["etude"], options.requests, options.concurrency)

@@ -24,11 +24,11 @@ from house_stage import ACTOR, ROLLOUT, Tiny, metrics  # noqa: E402
 from etude.trainer.run import train  # noqa: E402
 from etude.viewer.scale import Placement, measure, predict  # noqa: E402
 
-WARM_UP = 2  # steps
+WARM_UP = 2  # steps that are not measured
 
 
 def seconds(folder: Path) -> float:
-    """Of a step of a run."""
+    """Returns the median seconds per step of a run."""
     return statistics.median(record["timing_s/step"] for record in metrics(folder)[WARM_UP:])
 
 
@@ -52,7 +52,7 @@ def main() -> None:
             f"trainer.total_training_steps={options.steps}",
             "trainer.deterministic=false",
             "trainer.save_freq=-1",
-            f"{ACTOR}.optim.lr=1e-9",  # it would learn to do without the calculator
+            f"{ACTOR}.optim.lr=1e-9",  # a higher rate would teach it to skip the calculator
         )
         train(tiny.config(folder / name, *common, *keys))
         return seconds(folder / name)

@@ -30,13 +30,13 @@ MIB = 1 << 20
 
 
 def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Returns VmRSS or VmHWM of this process, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def build_model(layers: int) -> Any:
-    """The same on every rank."""
+    """Builds the same model on every rank."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=16_000,
@@ -54,7 +54,7 @@ def build_model(layers: int) -> Any:
 
 
 def batches(steps: int) -> Iterator[DataProto]:
-    """Rows of random tokens, all but the first scored."""
+    """Yields rows of random tokens; all but the first token are trained on."""
     for step in range(steps):
         ids = torch.randint(0, 16_000, (2, 96), generator=torch.Generator().manual_seed(step))
         mask = torch.ones_like(ids)
@@ -64,7 +64,7 @@ def batches(steps: int) -> Iterator[DataProto]:
 
 
 def measure(rank: int, ranks: int, strategy: str, layers: int, folder: str) -> None:
-    """One rank: writes the bytes that it needed into `folder`."""
+    """Runs one rank, which writes its parameter count and peak memory into `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     before = resident("VmRSS")
@@ -75,7 +75,9 @@ def measure(rank: int, ranks: int, strategy: str, layers: int, folder: str) -> N
         shard_model(model, FSDPOptions(), mesh, torch.float32)
     optimizer = OptimizerSet(model, OptimOptions(lr=1e-4), None, rank=rank, world_size=ranks)
     engine = PolicyEngine(model, max_tokens=512, optimizer=optimizer)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak of building it, whole, does not count
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="utf-8"
+    )  # the peak of building the unsharded model does not count
     for batch in batches(2):
         sft_step(engine, batch)
     Path(folder, f"{rank}").write_text(f"{size} {resident('VmHWM') - before}", encoding="utf-8")
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=12)
     given = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # of the ranks: what they free is the system's again
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # makes the ranks return freed memory to the system
     print("| ranks | strategy | parameters | peak a rank |\n|---|---|---|---|")
     for ranks in given.ranks:
         for strategy in ("ddp", "fsdp2") if ranks > 1 else ("ddp",):

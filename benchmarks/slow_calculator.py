@@ -1,6 +1,6 @@
-"""The quickstart's calculator, with answers that take a log-normal time: a plug-in for `async_training.py`.
+"""The quickstart's calculator with log-normal latency: a plug-in for `async_training.py`.
 
-Seconds follow from the trajectory's name, so that all runs of one seed wait for the same calls equally long.
+The latency depends only on the trajectory's name, so that all runs of one seed wait equally long for the same calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from etude.tools.builtin.calculator import Calculator
 
 
 class SlowCalculator(Calculator):
-    """`config.median_seconds` and `config.sigma` (of the logarithm) say how slow."""
+    """Takes its latency from `config.median_seconds` and `config.sigma` (of the logarithm)."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         own = dict(config)
@@ -24,6 +24,6 @@ class SlowCalculator(Calculator):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The calculator's answer, after a while."""
+        """Returns the calculator's answer, after a delay."""
         await asyncio.sleep(self._median * random.Random(instance_id).lognormvariate(0.0, self._sigma))
         return await super().execute(instance_id, parameters, **execute_kwargs)

@@ -1,4 +1,4 @@
-"""`save_svg`: a plot that is the same file each time it is drawn."""
+"""`save_svg`: saves plots reproducibly, the same file each time."""
 
 from __future__ import annotations
 

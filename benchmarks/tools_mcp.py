@@ -49,7 +49,7 @@ async def add(a: int, b: int = 1) -> str:
 
 @contextmanager
 def tool_over(transport: str, folder: Path) -> Iterator[BaseTool]:
-    """The tool, by way of a server of its own."""
+    """Yields the tool, from a server started for this transport."""
     if transport == "in process":
         yield FunctionTool(add)
         return
@@ -73,7 +73,7 @@ def tool_over(transport: str, folder: Path) -> Iterator[BaseTool]:
 
 
 async def measure(tool: BaseTool, calls: int) -> tuple[float, float, float]:
-    """(ms of a call alone, CPU ms a call at once, calls a second at once)"""
+    """Returns (ms of a call alone, CPU ms per concurrent call, concurrent calls per second)."""
     alone = min(calls, 100)
     started = time.perf_counter()
     for number in range(alone):

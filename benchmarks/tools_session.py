@@ -40,7 +40,7 @@ CALL = FunctionCall(name="counter", arguments=ARGUMENTS)
 
 
 class Counter(BaseTool):
-    """A stateful tool that answers at once; all four methods do something."""
+    """A stateful tool that answers immediately; all four methods do something."""
 
     def __init__(self, seconds: float = 0.0, config: dict[str, Any] | None = None) -> None:
         super().__init__(config or {}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
@@ -48,7 +48,7 @@ class Counter(BaseTool):
         self._counts: dict[str, int] = {}
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Starts at 0."""
+        """Starts the count at 0."""
         assert instance_id is not None
         self._counts[instance_id] = 0
         return instance_id, ToolResponse()
@@ -56,18 +56,18 @@ class Counter(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Adds."""
+        """Adds to the count."""
         if self._seconds:
             await asyncio.sleep(self._seconds)
         self._counts[instance_id] += parameters["by"]
         return ToolResponse(text=str(self._counts[instance_id])), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """The count."""
+        """Returns the count."""
         return float(self._counts[instance_id])
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the count."""
+        """Deletes the count."""
         del self._counts[instance_id]
 
 
@@ -78,17 +78,17 @@ async def plain_counter(by: int, note: str = "") -> str:
 
 
 async def bare(tool: BaseTool, name: str, turns: int) -> None:
-    """A trajectory that calls the tool's methods itself."""
+    """A trajectory that calls the tool's methods directly."""
     instance_id, _ = await tool.create(name)
     for _ in range(turns):
-        await asyncio.sleep(0)  # where a model would generate: the trajectories take turns
+        await asyncio.sleep(0)  # where a model would generate: lets other trajectories run
         await tool.execute(instance_id, {"by": 1, "note": "again"})
     await tool.calc_reward(instance_id)
     await tool.release(instance_id)
 
 
 async def through_session(tool: BaseTool, name: str, turns: int) -> None:
-    """The same trajectory through the session."""
+    """The same trajectory through a `ToolSession`."""
     async with ToolSession({"counter": tool}, {"counter": {}}, request_id=name) as session:
         for turn in range(turns):
             await asyncio.sleep(0)
@@ -100,7 +100,7 @@ Trajectory = Callable[[BaseTool, str, int], Awaitable[None]]
 
 
 def cpu_seconds(trajectory: Trajectory, tool: BaseTool, trajectories: int, turns: int) -> float:
-    """CPU time of this process for all trajectories at once."""
+    """Returns the CPU time of this process for all trajectories at once."""
 
     async def all_of_them() -> float:
         gc.collect()
@@ -112,7 +112,7 @@ def cpu_seconds(trajectory: Trajectory, tool: BaseTool, trajectories: int, turns
 
 
 def price(tool: BaseTool, trajectories: int, turns: int, repeats: int) -> tuple[float, float]:
-    """(median CPU seconds bare, median through the session), the two in turns."""
+    """Returns (median CPU seconds bare, median through the session), measured alternately."""
     bares, sessions = [], []
     for _ in range(repeats):
         bares.append(cpu_seconds(bare, tool, trajectories, turns))
@@ -121,7 +121,7 @@ def price(tool: BaseTool, trajectories: int, turns: int, repeats: int) -> tuple[
 
 
 async def overlap(calls: int, seconds: float) -> float:
-    """Wall seconds of one turn of `calls` calls that take `seconds` each."""
+    """Returns the wall seconds of one turn with `calls` calls of `seconds` each."""
     async with ToolSession({"counter": Counter(seconds)}, {"counter": {}}, request_id="overlap") as session:
         started = time.perf_counter()
         await session.execute([CALL] * calls, 0)

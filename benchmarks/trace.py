@@ -21,7 +21,7 @@ from etude.trace import TraceOptions, Tracer, rollout_trace_op, span
 
 
 async def plain(a: int, b: str) -> int:
-    """Nothing."""
+    """Does nothing."""
     return a
 
 
@@ -29,7 +29,7 @@ decorated = rollout_trace_op(plain)
 
 
 async def with_span(a: int, b: str) -> int:
-    """Nothing, in a span."""
+    """Does nothing, inside a span."""
     with span("tool", "nothing") as recorded:
         if recorded is not None:
             recorded.set(arguments=b)
@@ -37,7 +37,7 @@ async def with_span(a: int, b: str) -> int:
 
 
 async def cpu_per_call(function: Callable[[int, str], Awaitable[int]], calls: int) -> float:
-    """Microseconds."""
+    """Returns the CPU microseconds per call."""
     started = time.process_time()
     for _ in range(calls):
         await function(1, "b")
@@ -45,7 +45,7 @@ async def cpu_per_call(function: Callable[[int, str], Awaitable[int]], calls: in
 
 
 async def measure(calls: int, repeats: int, folder: Path) -> None:
-    """Prints a line a way."""
+    """Prints a line per variant."""
     tracer = Tracer.of(TraceOptions("jsonl", path=str(folder / "traces.jsonl")), "benchmark", "trace")
     assert tracer is not None
     figures: dict[str, list[float]] = {name: [] for name in ("plain", "off", "span off", "on (jsonl)")}

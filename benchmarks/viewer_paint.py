@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(browser, url: str, page: str) -> tuple[float, float, float]:
-    """(ms to the first paint, ms until the page is drawn, bytes) in a fresh context."""
+    """Returns (ms to the first paint, ms until the page is drawn, bytes) in a fresh context."""
     context = browser.new_context()
     tab = context.new_page()
     started = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Measurements beside public peers: what `benchmarks/run.py` runs, each part in a process of its own."""
+"""Measurements against public peers: what `benchmarks/run.py` runs, each part in a separate process."""

@@ -39,7 +39,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 @register("endless_agent")
 class EndlessAgentLoop(SingleTurnAgentLoop):
-    """One turn of exactly `TURN_TOKENS`: nothing stops it earlier."""
+    """Samples one turn of exactly `TURN_TOKENS` tokens: no stop token ends it earlier."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""
@@ -48,7 +48,7 @@ class EndlessAgentLoop(SingleTurnAgentLoop):
 
 @register("capped_tool_agent")
 class CappedToolAgentLoop(ToolAgentLoop):
-    """The built-in loop with a limit of `TURN_TOKENS` a turn, as the peers have one."""
+    """The built-in loop with a limit of `TURN_TOKENS` per turn, as in the peers."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""

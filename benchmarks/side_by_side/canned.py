@@ -1,9 +1,9 @@
-"""A model that answers from a script, for measuring what an agent loop costs beside it.
+"""A scripted model, for measuring the overhead of an agent loop.
 
-Every trajectory makes the same calls: `TOOL_TURNS` turns with a tool call, then an answer. A call of the model takes a
-log-normal time around `MEDIAN_SECONDS`, the same for call k of trajectory i whoever asks.
+Every trajectory makes the same calls: `TOOL_TURNS` turns with a tool call, then an answer. A model call takes a
+log-normal time around `MEDIAN_SECONDS`, the same for call k of trajectory i in every contender.
 
-Invariant: needs the tokenizer alone; ids and log-probs are handed out as fresh lists, as an engine does.
+Invariant: needs only the tokenizer; ids and log-probs are returned as fresh lists, as by an engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANSWER = "The answer is 19.<|im_end|>"
 
 
 class Script:
-    """What the model says, and when."""
+    """The model's turns and their latencies."""
 
     def __init__(self, tokenizer: Any, trajectories: int, *, turns: int = TOOL_TURNS, seed: int = 0) -> None:
         def encode(text: str) -> list[int]:
@@ -33,7 +33,7 @@ class Script:
         words = max(1, round((TURN_TOKENS - len(encode(_CALL))) / len(encode(_WORDS))))
         rng = random.Random(seed)
         self.calls, answer = turns + 1, encode(_ANSWER)
-        self._said = [
+        self._turns = [
             [
                 encode(_WORDS * words + "\n" + _CALL.format(rng.randrange(10**6), rng.randrange(10**6)))
                 for _ in range(turns)
@@ -47,7 +47,7 @@ class Script:
         self.asked, self._seed = 0, seed
 
     def prompts(self) -> list[list[dict[str, str]]]:
-        """The prompts of the trajectories, all of them different, as in a batch without groups."""
+        """Returns the prompts of the trajectories, all different, as in a batch without groups."""
         return [
             [{"role": "system", "content": task.SYSTEM}, {"role": "user", "content": f"Task {n}: {q.text}"}]
             for n, q in enumerate(task.questions(len(self.seconds), self._seed))
@@ -55,12 +55,12 @@ class Script:
 
     @property
     def ideal_wall(self) -> float:
-        """Seconds that the longest trajectory waits for the model."""
+        """Seconds that the slowest trajectory waits for the model."""
         return max(map(sum, self.seconds))
 
     async def say(self, trajectory: int, call: int) -> tuple[list[int], list[float]]:
-        """(ids, log-probs) of a trajectory's next turn, after the time that it takes."""
+        """Returns (ids, log-probs) of a trajectory's turn `call`, after its latency."""
         await asyncio.sleep(self.seconds[trajectory][call])
         self.asked += 1
-        ids = self._said[trajectory][call]
+        ids = self._turns[trajectory][call]
         return list(ids), [-0.5] * len(ids)

@@ -22,7 +22,7 @@ _TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def make(folder: Path) -> None:
-    """Writes the checkpoint to `folder`, unless it is there."""
+    """Writes the checkpoint to `folder`, unless it exists."""
     if (folder / task.SYSTEM_FILE).exists():
         return
     work = folder.with_name(f"{folder.name}.work")
@@ -48,7 +48,7 @@ def _untrained(work: Path) -> None:
     write_parquet(rows, work / "demonstrations.parquet")
     write_parquet(etude_run.rows(64, _SEED + 1, task.SYSTEM), work / "trial.parquet")
     template = _TEMPLATE.read_text(encoding="utf-8")
-    # Ordinary text as well: a vocabulary of arithmetic alone would be a few hundred tokens.
+    # Includes ordinary text: a vocabulary of arithmetic alone would be a few hundred tokens.
     texts = [json.dumps(row, ensure_ascii=False) for row in rows[:500]] + [
         path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.parent.glob("*.py"))[:60]
     ]

@@ -1,6 +1,6 @@
-"""The peers' Python environments, made from PyPI the first time they are needed.
+"""The peers' Python environments, installed from PyPI when first needed.
 
-Invariant: a folder that is complete says so in a file, with the packages that it was made from; another list makes it anew.
+Invariant: a complete environment holds a file with the packages it was made from; a changed list rebuilds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DONE = "packages.txt"
 
 
 def python_of(name: str, folder: Path, *, given: Path | None = None) -> Path:
-    """The interpreter of environment `name`: `etude` is the running one, `given` an environment that exists already.
+    """Returns the interpreter of environment `name`: `etude` is the running one, `given` an existing environment.
 
     Raises:
         subprocess.CalledProcessError: the packages could not be installed.

@@ -1,4 +1,4 @@
-"""An Étude trainer for the task, made from a configuration as `etude train` makes it."""
+"""Builds an Étude trainer for the task from a configuration, as `etude train` does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from side_by_side import task
 
 AGENT = Path(__file__).with_name("agent.py")
-latency = task.Latency()  # of the calculator in `agent.py`; a driver may put another one here at any time
+latency = task.Latency()  # of the calculator in `agent.py`; a driver may replace it at any time
 
 
 def rows(count: int, seed: int, system: str, agent: str = "capped_tool_agent") -> list[dict[str, Any]]:
-    """Rows of the task, as Étude's data files hold them."""
+    """Makes rows of the task, in the format of Étude's data files."""
     return [
         {
             "data_source": "benchmark",
@@ -37,8 +37,8 @@ def configuration(
     agent: str = "capped_tool_agent",
     overrides: Sequence[str] = (),
 ) -> Any:
-    """The resolved configuration of a GRPO run over 512 rows in `folder`: `prompts` × 8 answers a step, 3 turns of the
-    model, one optimizer step a batch."""
+    """Returns the resolved configuration of a GRPO run over 512 rows in `folder`: `prompts` × 8 responses per step, 3
+    assistant turns, one optimizer step per batch."""
     from etude.config import compose
     from etude.data import write_parquet
 
@@ -72,7 +72,7 @@ def configuration(
 
 
 def built(config: Any) -> Any:
-    """The `PPOTrainer` of a configuration, its models loaded."""
+    """Builds the `PPOTrainer` of a configuration, with its models loaded."""
     from etude.trainer.ppo import PPOTrainer
     from etude.trainer.setup import prepare
 

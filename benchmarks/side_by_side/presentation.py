@@ -1,4 +1,4 @@
-"""Results as Markdown tables and as a picture."""
+"""Renders results as Markdown tables and as a plot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCALE = {"cpu_a_call": 1e3, "cpu_a_token": 1e6}
 
 
 def tables(rows: Sequence[Measured]) -> str:
-    """A table a row: a line a figure, with every median (and quartiles), and the first contender's ratio to each other."""
+    """Renders a table per row: a line per figure, with medians (and quartiles), and Étude's ratio to each peer."""
     return "\n\n".join(_table(row) for row in rows) + "\n"
 
 
@@ -56,7 +56,7 @@ def _table(row: Measured) -> str:
 
 
 def _circumstances(row: Measured) -> str:
-    """How often, when, and beside how much other work (processes that wanted a core when it began)."""
+    """Formats the repetitions, the date, and the load average at the start."""
     count, known = len(row.readings[row.contenders[0]]), row.conditions
     parts = [f"{count} repetition" if count == 1 else f"{count} repetitions"]
     if "date" in known:
@@ -89,7 +89,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
 
 
-_PICTURED = (
+_PLOTTED = (
     "rollout_cpu",
     "update_cpu",
     "step_cpu",
@@ -101,7 +101,7 @@ _PICTURED = (
 
 
 def plot(rows: Sequence[Measured], path: Path) -> None:
-    """Étude's ratio to each peer, a bar a figure, on a logarithmic axis; whiskers span the quartiles."""
+    """Plots Étude's ratio to each peer, a bar per figure, on a logarithmic axis; the line spans all repetitions."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -130,7 +130,7 @@ def _bars(row: Measured) -> list[tuple[str, str, list[float]]]:
         for figure in row.figures:
             pairs = zip(row.values(ours, figure), row.values(peer, figure))
             ratios = sorted(a / b for a, b in pairs if b)
-            if figure in _PICTURED and ratios:
+            if figure in _PLOTTED and ratios:
                 name = _NAMES.get(figure, figure.removesuffix("_cpu").replace("_", " "))
                 found.append((f"{row.name.replace('_', ' ')} vs {peer}", name, ratios))
     return found

@@ -1,7 +1,7 @@
-"""What is measured: each row runs its contenders in turn, and compares the first with the others.
+"""The rows to measure: each runs its contenders in alternation, and compares the first with the others.
 
-Invariant: the contenders of a row get the same work. A row whose first contender is Étude and that has a target says so in
-`targets`: figure → the largest ratio to the peer that is aimed at.
+Invariant: the contenders of a row get the same work. `targets` of a row whose first contender is Étude: figure → the
+maximum ratio to the peer that is aimed at.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ KINDS = ("step", "rollout", "loop", "update", "dataproto", "startup", "scaling")
 
 @dataclass(frozen=True)
 class Contender:
-    """One program: the environment it runs in, and what `python` gets (a driver's module, or any code)."""
+    """A program: the environment it runs in, and the arguments of `python` (a driver's module, or any code)."""
 
     name: str
     environment: str
@@ -23,7 +23,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison. `figures` are the ones shown; `repetitions` overrides the run's where a contender is very slow."""
+    """A comparison; `figures` are the ones to report."""
 
     kind: str
     name: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def rows(kinds: Sequence[str], threads: Sequence[int], model: Sequence[str]) -> Iterator[Row]:
-    """The rows of some kinds, at some numbers of threads; `model` are the arguments that name the checkpoint."""
+    """Yields the rows of the given kinds and thread counts; `model` are the arguments that name the checkpoint."""
     builders = {
         "step": _step,
         "rollout": _rollout,
@@ -188,13 +188,13 @@ def _scaling(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
         "rollouts of 64, 256 and 1,024 trajectories, two tool turns, one thread; a first one is not counted",
         1,
         tuple(
-            _driver(f"Étude, {count:,}", "etude", "etude_step", *model, "--prompts", count // 8, *_rolled(count // 8))
+            _driver(f"Étude, {count:,}", "etude", "etude_step", *model, "--prompts", count // 8, *_rounds(count // 8))
             for count in (64, 256, 1024)
         ),
         ("cpu_a_token", "sampled_tokens"),
     )
     for prompts in (2, 8, 32, 128):
-        common = (*model, "--prompts", prompts, *_rolled(prompts))
+        common = (*model, "--prompts", prompts, *_rounds(prompts))
         contenders = [_driver("Étude", "etude", "etude_step", *common)]
         if prompts <= 32:
             contenders.append(_driver("TRL 1.16", "trl", "trl_step", *common))
@@ -221,9 +221,9 @@ def _scaling(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
         yield _loop_row("scaling", f"turns_{turns}", "256 trajectories over a model of 20 ms a call", 256, turns, model)
 
 
-def _rolled(prompts: int) -> tuple[object, ...]:
-    """As many rollouts that the smaller ones take about as long as the larger; the first of them is not counted, since it
-    pays for what only a fresh process pays for."""
+def _rounds(prompts: int) -> tuple[object, ...]:
+    """Returns the driver's arguments for rollouts only: more of them for smaller batches, so that all take about as
+    long. The first is not counted, since only a fresh process pays its start-up costs."""
     return "--rollout-only", "--steps", max(2, min(6, 1 + 64 // prompts))
 
 

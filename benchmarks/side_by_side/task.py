@@ -1,7 +1,7 @@
-"""The task that all contenders work on: `(a + b) * c`, one call of a calculator for the sum and one for the product.
+"""The task of all contenders: `(a + b) * c`, with one calculator call for the sum and one for the product.
 
-Invariant: questions follow from their seed alone, and the schema of the tool is one constant, so that all contenders
-render the same prompts. Nothing here needs more than the standard library.
+Invariant: questions depend only on their seed, and the tool's schema is one constant, so that all contenders render the
+same prompts. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = "Solve the problem in steps. Let the calculator do every step."
-SYSTEM_FILE = "benchmark.json"  # in the checkpoint's folder: the system prompt that it was trained with
+SYSTEM_FILE = "benchmark.json"  # in the checkpoint's folder: holds the system prompt that it was trained with
 SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -52,18 +52,18 @@ class Question:
 
 
 def questions(count: int, seed: int) -> list[Question]:
-    """`count` questions."""
+    """Generates `count` questions."""
     rng = random.Random(seed)
     return [Question(rng.randint(1, 49), rng.randint(1, 49), rng.randint(2, 9)) for _ in range(count)]
 
 
 def prompt(question: Question, system: str) -> list[dict[str, str]]:
-    """The messages a policy answers."""
+    """Returns the prompt messages of a question."""
     return [{"role": "system", "content": system}, {"role": "user", "content": question.text}]
 
 
 def demonstration(question: Question, rng: random.Random, system: str) -> list[dict[str, Any]]:
-    """A conversation that solves the question with two calls."""
+    """Returns a conversation that solves the question with two calls."""
     total = question.a + question.b
 
     def turn(words: str, expression: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def demonstration(question: Question, rng: random.Random, system: str) -> list[d
 
 
 def calculate(expression: str) -> str:
-    """The value of `a op b`.
+    """Returns the value of `a op b`.
 
     Raises:
         ValueError: it is something else.
@@ -94,15 +94,15 @@ def calculate(expression: str) -> str:
 
 
 def score(last_words: str, used_tool: bool, answer: str) -> float:
-    """1 where the last turn holds the answer, and 0.25 where a tool ran."""
+    """Returns 1 if the last turn holds the answer, plus 0.25 if a tool ran."""
     return float(answer in last_words) + 0.25 * used_tool
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds a call takes: log-normal around `median`, and the share `failures` of calls that fail.
+    """Latency of a call in seconds: log-normal around `median`; the share `failures` of the calls fail.
 
-    The call's expression and the seed decide both, whoever makes the call and when, so that a run can be replayed.
+    Both depend only on the call's expression and the seed, not on the caller or the time, so that a run can be replayed.
     """
 
     median: float = 0.0
@@ -111,14 +111,14 @@ class Latency:
     seed: int = 0
 
     def draw(self, expression: str) -> tuple[float, bool]:
-        """(seconds, whether it fails) of a call."""
+        """Returns (seconds, whether it fails) for a call."""
         rng = random.Random(f"{self.seed} {expression}")
         seconds = self.median * math.exp(self.sigma * rng.gauss(0, 1))
         return seconds, rng.random() < self.failures
 
 
 def system_prompt(checkpoint: Path, given: str | None) -> str:
-    """The system prompt that goes with a checkpoint: what was given, what its folder says, or this module's."""
+    """Returns the system prompt for a checkpoint: the given one, the one in its folder, or this module's."""
     noted = checkpoint / SYSTEM_FILE
     if given is None and noted.exists():
         return str(json.loads(noted.read_text())["system"])

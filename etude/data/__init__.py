@@ -1,4 +1,4 @@
-"""Rows from files, validated before anything expensive starts, and batches that a checkpoint can resume."""
+"""Datasets: rows from files, validated before anything expensive starts, and batches that a checkpoint can resume."""
 
 from etude.data.dataset import RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet

@@ -1,7 +1,7 @@
-"""`Blobs`: the bytes of a dataset's rows, kept in a file instead of in memory.
+"""`Blobs`: keeps the bytes of a dataset's rows in a file instead of in memory.
 
-Invariant: `restore(store(value))` equals `value`; equal bytes are stored once. The file is temporary and unnamed, so that it
-disappears with the process, however that ends.
+Invariant: `restore(store(value))` equals `value`; equal bytes are stored once. The file is temporary and unnamed, so
+that it disappears with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.errors import DataError, one_line
 
-SMALLEST = 1024  # bytes: less is cheaper to keep as it is
+SMALLEST = 1024  # bytes: smaller values are cheaper to keep in memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BlobReference:
 
 
 class Blobs:
-    """Bytes and `data:` URLs of rows; the file is created when the first is stored."""
+    """Stores bytes and `data:` URLs of rows; the file is created on first use."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -36,7 +36,7 @@ class Blobs:
         self._places: dict[bytes, BlobReference] = {}
 
     def store(self, value: Any) -> Any:
-        """`value` with large bytes and URLs moved to the file, at any depth.
+        """Returns `value` with large bytes and URLs moved to the file, at any depth.
 
         Raises:
             DataError: the file cannot be written.
@@ -52,7 +52,7 @@ class Blobs:
         return value
 
     def restore(self, value: Any) -> Any:
-        """`value` with the stored bytes and URLs put back.
+        """Returns `value` with the stored bytes and URLs put back.
 
         Raises:
             DataError: the file cannot be read.
@@ -69,7 +69,7 @@ class Blobs:
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Raises TypeError if there is a file: a copy would use a file descriptor that is not its own."""
+        """Raises TypeError if there is a file: a copy would share a file descriptor that it does not own."""
         if self._file is not None:
             raise TypeError("a Blobs with a file cannot be copied or pickled: the file belongs to this object alone")
         return type(self), ()
@@ -93,7 +93,7 @@ class Blobs:
         return self._places[key]
 
     def _read(self, place: BlobReference) -> bytes:
-        assert self._file is not None  # a position in it exists
+        assert self._file is not None  # every reference points into an open file
         parts, done = [], 0
         while done < place.size:
             part = os.pread(self._file, place.size - done, place.start + done)

@@ -1,9 +1,9 @@
 """`RLDataset`: the prompts that rollouts start from.
 
 Invariant: every prompt that the dataset holds fits `data.max_prompt_length` tokens, counted with the schemas of the
-tools that its row may use and the tokens of its images, exactly as the rollout will send it; prompts are never truncated.
-All errors in the files are found when the dataset is built, before any model is loaded; only corrupt pixels of an image
-are found when it is first read. Images in rows are kept on disk, not in memory.
+tools that its row may use and the tokens of its images, exactly as the rollout will send it; prompts are never
+truncated. All errors in the files are found when the dataset is built, before any model is loaded, except corrupt pixels
+of an image, which are found when it is first read. Images in rows are kept on disk, not in memory.
 
 Batching and resuming are left to `loader`.
 """
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 class RLDataset:
     """The rows of one or more files as rollout prompts.
 
-    An item has the row's own columns and `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
+    An item has the row's own columns plus `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
     `index` (extra_info.index, else the row's index over all files), `data_source`, `reward_model`, `extra_info`,
-    `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes them).
-    Items are copies: changing one does not change the dataset.
+    `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes
+    them). Items are copies: changing one does not change the dataset.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
@@ -48,13 +48,13 @@ class RLDataset:
         interactions: names of the configured interactions.
         agent_loops: names of the registered agent loops; None: unknown, any name is accepted.
         options: the `data` section.
-        images: how many tokens an image is; None for a text-only model, and then no row may have images.
+        images: counts the tokens of an image; None for a text-only model, whose rows may have no images.
         max_samples: stop after this many rows; -1 for all.
-        rows: instead of those of the files.
-        problems: where given, invalid rows are left out and their errors are added to it.
+        rows: used instead of the rows of the files.
+        problems: if given, invalid rows are skipped and their errors are appended to it.
 
     Raises:
-        DataError: a file or row is invalid, a prompt is too long and not to be filtered out, or no row is left.
+        DataError: a file or row is invalid, a prompt is too long and overlong prompts are not filtered, or no row is left.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RLDataset:
         digest = hashlib.sha256()
         for number, (folder, where, raw) in enumerate(rows):
             try:
-                row, image_tokens, fits = self._checked(raw, folder, where)
+                row, image_tokens, fits = self._check(raw, folder, where)
             except DataError as error:
                 if problems is None:
                     raise
@@ -114,11 +114,11 @@ class RLDataset:
         if self._rows or not problems:
             self._report_overlong()
 
-    def _checked(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
-        """A row, the tokens of each of its images, and whether its prompt fits."""
+    def _check(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
+        """Validates a row; returns it, the tokens of each of its images, and whether its prompt fits."""
         names, key = self._tool_names, self.options.prompt_key
         row = check_row(raw, where, names, key, self._interactions, self._agent_loops)
-        image_tokens = self._placed(row, folder, where)
+        image_tokens = self._place_images(row, folder, where)
         return row, image_tokens, self._fits(row, image_tokens, where)
 
     @property
@@ -135,19 +135,19 @@ class RLDataset:
     def _tool_names(self) -> list[str] | None:
         return None if self.tool_schemas is None else list(self.tool_schemas)
 
-    def _placed(self, row: Row, folder: Path, where: str) -> tuple[int, ...]:
-        """The tokens of each image of `row`, whose prompt gets an image part for it."""
+    def _place_images(self, row: Row, folder: Path, where: str) -> tuple[int, ...]:
+        """Gives the prompt of `row` an image part for each of its images; returns the tokens of each image."""
         refuse_other_media(row, where)
         pictures = place_images(row, self.options.image_key, self.options.prompt_key, folder, where)
         return image_tokens(self._images, pictures, where)
 
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length
-        shown = (image_tokens,) if image_tokens else ()
+        image_args = (image_tokens,) if image_tokens else ()
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
         try:
             self.chat.require_whole(messages, schemas)
-            length = self.chat.prompt_length(messages, schemas, *shown)
+            length = self.chat.prompt_length(messages, schemas, *image_args)
         except DataError as error:
             raise DataError(f"{where}: {one_line(error)}") from error
         if length <= limit:
@@ -179,10 +179,10 @@ class RLDataset:
     def __getitem__(self, number: int) -> Row:
         row = self._blobs.restore(copy.deepcopy(self._rows[number]))
         if self._any_images:
-            row.setdefault("images", None)  # all rows of a data set have the same columns
+            row.setdefault("images", None)  # all items of a dataset have the same columns
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
-        shown = (self._image_tokens[number],) if self._image_tokens[number] else ()
-        ids, extra_info = self.chat.initial_ids(messages, schemas, *shown), row["extra_info"]
+        image_args = (self._image_tokens[number],) if self._image_tokens[number] else ()
+        ids, extra_info = self.chat.initial_ids(messages, schemas, *image_args), row["extra_info"]
         return row | {
             "raw_prompt": messages,
             "raw_prompt_ids": ids,

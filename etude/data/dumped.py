@@ -1,7 +1,7 @@
-"""Rollout dumps as training data: rollouts worth imitating, and pairs of one prompt's rollouts.
+"""Rollout dumps as training data: rollouts to imitate, and preference pairs of rollouts of one prompt.
 
-Invariant: token ids and provenance are the dump's own; nothing is rendered or tokenised again. A rollout of several
-sequences stays together.
+Invariant: token ids and provenance are the dump's own; nothing is re-rendered or re-tokenised. The sequences of a
+rollout stay together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sequences = tuple[list[Run], ...]
 
 @dataclass(frozen=True)
 class DumpedRollout:
-    """A rollout of a dump: where it is, the prompt it answers (in one step of one run), its score and its sequences."""
+    """A rollout of a dump: its location, the prompt it answers (in one step of one run), its score and its sequences."""
 
     place: str
     prompt: tuple[str, str]
@@ -32,16 +32,16 @@ class DumpedRollout:
 
 
 def is_dump(file: str) -> bool:
-    """Whether the first row of a data file is a rollout, and no conversation."""
+    """Whether the first row of a data file is a rollout rather than a conversation."""
     _, row = next(iter(located_rows(file)))
     return "prompt_ids" in row and "segments" in row
 
 
 def read_dumps(files: Sequence[str]) -> list[DumpedRollout]:
-    """The rollouts of dump files, in their order; those without a score or a sampled token are left out.
+    """Reads the rollouts of dump files, in order; those without a score or a sampled token are skipped.
 
     Raises:
-        DataError: a row is no rollout, or has images, of which a dump holds no pixels; names file and row.
+        DataError: a row is not a rollout, or has images, whose pixels a dump does not hold; names file and row.
     """
     return [found for file in files for place, row in located_rows(file) for found in _rollouts(file, place, row)]
 
@@ -74,8 +74,8 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
 def select_rollouts(
     rollouts: Sequence[DumpedRollout], min_score: float | None, max_per_prompt: int | None
 ) -> list[DumpedRollout]:
-    """Rollouts to imitate (rejection sampling): those of at least `min_score`, and of each prompt at most `max_per_prompt`,
-    the best; of equal ones the first.
+    """Selects rollouts to imitate (rejection sampling): those with a score of at least `min_score`, and of these the
+    best `max_per_prompt` of each prompt; ties go to the earlier one.
 
     Raises:
         DataError: none is left.
@@ -89,11 +89,12 @@ def select_rollouts(
 def rank_pairs(
     rollouts: Sequence[DumpedRollout], min_score: float | None, max_per_prompt: int | None
 ) -> list[tuple[DumpedRollout, DumpedRollout]]:
-    """(chosen, rejected) of rollouts of one prompt: the best with the worst, the second-best with the second-worst and so
-    on, as long as their scores differ and the chosen one has at least `min_score`; of a prompt at most `max_per_prompt`.
+    """Pairs the rollouts of each prompt as (chosen, rejected): the best with the worst, the second-best with the
+    second-worst and so on, if their scores differ and the chosen one has at least `min_score`; at most `max_per_prompt`
+    pairs per prompt.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no pair.
     """
     pairs = []
     for group in _ranked(rollouts):
@@ -114,7 +115,7 @@ def _reaches(rollout: DumpedRollout, min_score: float | None) -> bool:
 
 
 def _ranked(rollouts: Sequence[DumpedRollout]) -> list[list[DumpedRollout]]:
-    """The rollouts by prompt, each group from the best to the worst."""
+    """Groups the rollouts by prompt, each group sorted from best to worst."""
     groups: dict[tuple[str, str], list[DumpedRollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.prompt].append(rollout)

@@ -1,6 +1,6 @@
-"""Data files: rows from parquet, JSON lines and JSON, and rows into parquet.
+"""Data files: reads rows from parquet, JSON lines and JSON, and writes rows to parquet.
 
-Invariant: rows are built-in Python types (dict, list, str, numbers, bytes, None), and each comes with its place:
+Invariant: rows are built-in Python types (dict, list, str, numbers, bytes, None), and each comes with its location:
 `file.jsonl:17` (lines count from 1) or `file.parquet: row 17` (rows count from 0). Writes are atomic. What a row must
 contain is left to `rows` and `sft`.
 """
@@ -30,7 +30,7 @@ _BATCH_BYTES = 64 * 2**20
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a .parquet, .jsonl or .json file (a JSON array, or JSON lines).
+    """Reads all rows of a .parquet, .jsonl or .json file (a JSON array, or JSON lines).
 
     Raises:
         DataError: the file is missing, empty, of another kind or malformed; names the file and the line or row.
@@ -39,7 +39,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def located_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a file, read in chunks; raises as `read_rows`."""
+    """Yields (location, row) of a file, reading in chunks where the format allows; raises as `read_rows`."""
     path = _existing(Path(path).expanduser())
     if path.suffix == ".parquet":
         source = _parquet_rows(path)
@@ -80,7 +80,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
-    """Rows to read at once: fewer if they are large, like rows with images."""
+    """Returns how many rows to read at once: fewer if they are large, e.g. with images."""
     groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
     size = sum(group.total_byte_size for group in groups)
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(size, 1)))
@@ -128,7 +128,7 @@ def _decode(text: bytes, where: str) -> object:
 
 
 def plain(value: object) -> Any:
-    """`value` with NumPy arrays and tuples as lists and NumPy scalars as Python numbers, at any depth."""
+    """Converts NumPy arrays and tuples to lists, and NumPy scalars to Python numbers, at any depth."""
     if isinstance(value, Mapping):
         return {key: plain(member) for key, member in value.items()}
     if isinstance(value, np.ndarray):
@@ -139,7 +139,7 @@ def plain(value: object) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the null-valued keys of its dictionaries, at any depth.
+    """Removes the null-valued keys of dictionaries, at any depth.
 
     Arrow gives every row of a file the same fields, so a missing key reads back as null.
     """
@@ -151,7 +151,7 @@ def without_nulls(value: Any) -> Any:
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     """Writes rows to `path` through a temporary file, so that a reader sees the whole file or none.
 
-    Columns are the union of the rows' keys. Parquet cannot hold `{}`: such a key is dropped, except a tool under
+    Columns are the union of the rows' keys. Parquet cannot store `{}`: such a key is dropped, except a tool under
     `tools_kwargs`, whose name matters and which is written as `{create_kwargs: null}`.
 
     Raises:
@@ -186,7 +186,7 @@ def _column(values: list[Any], name: str, path: Path) -> pa.Array | None:
 
 
 def _writable(kind: pa.DataType, name: str) -> pa.DataType | None:
-    """`kind`, the type of the key `name`, without empty structs; None if nothing is left."""
+    """Returns `kind`, the type of the key `name`, without empty structs; None if nothing is left."""
     if pa.types.is_list(kind):
         member = _writable(kind.value_type, name)
         return None if member is None else pa.list_(member)
@@ -200,7 +200,7 @@ def _writable(kind: pa.DataType, name: str) -> pa.DataType | None:
 
 
 def file_list(files: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
-    """One name, several or none, as a tuple."""
+    """Returns one file name, several or none as a tuple."""
     if not files:
         return ()
     return (files,) if isinstance(files, str) else tuple(str(name) for name in files)

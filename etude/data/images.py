@@ -1,12 +1,12 @@
 """The images of a row, and their positions in its prompt.
 
-A row's images are in their own column (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as in verl's
-files and Hugging Face's image feature. Each `<image>` in the prompt's texts is the position of the next one. A row without
-that column may have them in the prompt instead, as parts `{type: image, image: …}`.
+A row's images are in a separate column (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as in verl's
+files and Hugging Face's image feature. Each `<image>` in the prompt's text is the position of the next one. A row
+without that column may have its images inline in the prompt, as parts `{type: image, image: …}`.
 
 Invariant: a row that `place_images` returned has as many image parts in its prompt as images in its column, in the same
-order; relative paths are relative to the data file's folder. Images are opened only for their size: pixels are read when a
-trajectory starts.
+order; relative paths are relative to the data file's folder. Images are opened only for their size: pixels are read when
+a trajectory starts.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
 
 
 def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where: str) -> list[Any]:
-    """The images of `row`, which gets them as a list under `images`; `<image>` in its prompt becomes an image part.
+    """Moves the images of `row` to the column `images`, replaces each `<image>` in its prompt with an image part, and
+    returns the images.
 
     Args:
-        row: as `check_row` returned it; changed in place.
+        row: as `check_row` returned it; modified in place.
         key: the image column; None: no row has images.
         prompt_key: the messages' column.
         folder: base of relative paths.
-        where: the place that errors name.
+        where: location for error messages.
 
     Raises:
         DataError: the column is not a list of images, or the prompt has positions for more or fewer.
     """
     column = None if key is None else row.pop(key, None)
-    inline = _taken_from(row[prompt_key])
+    inline = _take_inline_images(row[prompt_key])
     if inline and column:
         raise DataError(f"{where}: image parts of the prompt name pictures, and so does {key}: give them in one place")
     column, named = (inline, "image part") if inline else (column, key)
@@ -62,7 +63,7 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
     pictures = [_source(each, folder, f"{where}: {named}[{n}]") for n, each in enumerate(column or ())]
     messages = row[prompt_key]
     if column is not None:
-        messages = [_with_parts(message) for message in messages]
+        messages = [_split_markers(message) for message in messages]
     places = sum(map(image_count, messages))
     if places != len(pictures):
         held = "its image parts name" if inline else f"{key or 'data.image_key=null'} holds"
@@ -72,17 +73,18 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
     return pictures
 
 
-def _taken_from(messages: list[Message]) -> list[Any]:
-    """Removes and returns the inline images of `messages`' image parts."""
+def _take_inline_images(messages: list[Message]) -> list[Any]:
+    """Removes and returns the images inside `messages`' image parts."""
     parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
     return [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
 
 
 def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str) -> tuple[int, ...]:
-    """The tokens of each image of a row; `reader` is None where the model reads text only.
+    """Returns the number of tokens of each image of a row; `reader` is None for a text-only model.
 
     Raises:
-        DataError: the model takes no images; one cannot be opened, is too large, or of a shape that the model does not take.
+        DataError: the model takes no images; an image cannot be opened, is too large, or has a shape that the model
+            rejects.
     """
     if not pictures:
         return ()
@@ -93,25 +95,25 @@ def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str
         )
     try:
         return tuple(reader.tokens(image_size(picture, MAX_PIXELS)) for picture in pictures)
-    except (DataError, InfrastructureError) as error:  # nothing is running yet that could be retried
+    except (DataError, InfrastructureError) as error:  # at load time there is nothing to retry
         raise DataError(f"{where}: {one_line(error)}") from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:
-    """An image as `load_image` takes it."""
+    """Normalises an image reference to a form that `load_image` takes."""
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("bytes", "path", "image") if value.get(key)), None)
     if isinstance(value, str) and value and not value.startswith(_ADDRESSES):
         return {"path": str((folder / Path(value).expanduser()).absolute())}
     if isinstance(value, str | bytes) and value:
         return value
-    if hasattr(value, "size") and hasattr(value, "convert"):  # Pillow's, whose text differs from process to process
+    if hasattr(value, "size") and hasattr(value, "convert"):  # a Pillow image, whose repr differs between processes
         return image_url(value)
     raise DataError(f"{where} must be a path, bytes, or an object with one of them, got {type(value).__name__}")
 
 
-def _with_parts(message: Message) -> Message:
-    """`message` with its markers replaced by image parts."""
+def _split_markers(message: Message) -> Message:
+    """Replaces the markers in `message` with image parts."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": list(_parts(content))} if MARKER in content else message

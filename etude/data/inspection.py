@@ -1,7 +1,7 @@
-"""`inspect_file`: what a data file holds, and what a run would stumble over.
+"""`inspect_file`: reports what a data file holds, and the problems that a run would have with it.
 
-Invariant: reads the file once and changes nothing; each row is checked as a run would check it, and every row's first
-problem is kept with its place.
+Invariant: reads the file once and changes nothing; each row is checked as a run would check it, and each row's first
+problem is kept with its location.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHOWN_VALUES = 8
 
 @dataclass
 class Inspection:
-    """What was found; `lengths` in `unit`."""
+    """The result of an inspection; `lengths` are in `unit`."""
 
     file: Path
     kind: str = "prompts"
@@ -45,7 +45,7 @@ class Inspection:
     repeated: int = 0
 
     def lines(self, most: int) -> Iterator[str]:
-        """The report, with at most `most` problems."""
+        """Yields the lines of the report, with at most `most` problems."""
         yield f"{self.file}: {self.rows:,} rows, {self.kind}"
         yield "\ncolumns"
         for name, kinds in self.columns.items():
@@ -74,7 +74,7 @@ class Inspection:
 
 
 def histogram(values: Sequence[int]) -> Iterator[str]:
-    """Quantiles, and bars over ten equal ranges."""
+    """Yields quantiles, then bars over ten equal ranges."""
     ordered = sorted(values)
     at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in _QUANTILES.items()}
     yield "  " + ", ".join(f"{name} {value:,}" for name, value in at.items())
@@ -93,43 +93,43 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 def inspect_file(
     file: Path, *, model: str | None = None, tool_config: Path | None = None, prompt_key: str = "prompt"
 ) -> Inspection:
-    """What `file` holds: prompts, conversations, or a rollout dump.
+    """Inspects `file`: prompts, conversations, or a rollout dump.
 
     Raises:
         DataError: the file cannot be read.
-        ConfigError: the model has no tokenizer here, or the tool configuration is invalid.
+        ConfigError: the model's folder has no tokenizer, or the tool configuration is invalid.
     """
-    found = Inspection(file)
+    report = Inspection(file)
     tools = None if tool_config is None else load_tools(str(tool_config))
     schemas = None if tools is None else {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools}
     chat = None if model is None else _chat_of(model)
-    found.unit = "tokens, tool schemas included" if chat else "characters of the messages"
+    report.unit = "tokens, tool schemas included" if chat else "characters of the messages"
     dump = is_dump(str(file))
     prompts: set[str] = set()
     for where, row in located_rows(file):
-        found.rows += 1
+        report.rows += 1
         for name, value in row.items():
-            found.columns.setdefault(name, Counter())
+            report.columns.setdefault(name, Counter())
             if value is not None:
-                found.columns[name][type(value).__name__] += 1
+                report.columns[name][type(value).__name__] += 1
         try:
             if dump:
-                found.kind, found.unit = "rollouts", "tokens, responses included"
-                found.lengths.append(len(row["prompt_ids"]) + sum(len(part["token_ids"]) for part in row["segments"]))
+                report.kind, report.unit = "rollouts", "tokens, responses included"
+                report.lengths.append(len(row["prompt_ids"]) + sum(len(part["token_ids"]) for part in row["segments"]))
             elif "messages" in row and prompt_key not in row:
-                found.kind = "conversations"
+                report.kind = "conversations"
                 messages = check_messages(row["messages"], f"{where}: messages")
-                found.lengths.append(_length(messages, chat, row.get("tools") or None))
+                report.lengths.append(_length(messages, chat, row.get("tools") or None))
             else:
-                _inspect_prompt(found, row, where, prompt_key, schemas, chat, prompts)
+                _inspect_prompt(report, row, where, prompt_key, schemas, chat, prompts)
         except (DataError, ConfigError, KeyError, TypeError) as error:
             text = one_line(error)
-            found.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
-    return found
+            report.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
+    return report
 
 
 def _inspect_prompt(
-    found: Inspection,
+    report: Inspection,
     row: Row,
     where: str,
     prompt_key: str,
@@ -140,20 +140,20 @@ def _inspect_prompt(
     info = without_nulls(row.get("extra_info") or {})
     for tool, kinds in (info.get("tools_kwargs") or {}).items():
         for kind, values in kinds.items():
-            found.tool_kwargs[f"{tool}.{kind}({', '.join(sorted(values or {}))})"] += 1
-    # without a configuration the row's own tools are taken as given
+            report.tool_kwargs[f"{tool}.{kind}({', '.join(sorted(values or {}))})"] += 1
+    # without a tool configuration, the row's own tools are assumed to exist
     names = list(schemas) if schemas is not None else list(info.get("tools_kwargs") or {})
     interaction = (info.get("interaction_kwargs") or {}).get("name")
     checked = check_row(row, where, names, prompt_key, [interaction] if interaction else ())
     source = checked["data_source"]
-    found.sources[source] += 1
-    found.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
+    report.sources[source] += 1
+    report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
     messages = checked[prompt_key]
     text = str(messages)
-    found.repeated += text in prompts
+    report.repeated += text in prompts
     prompts.add(text)
-    shown = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
-    found.lengths.append(_length(messages, chat, shown))
+    active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
+    report.lengths.append(_length(messages, chat, active))
     scorer_of(source)
     if checked["reward_model"].get("ground_truth") in (None, "", []):
         raise DataError(f"{where}: reward_model.ground_truth is empty: most scorers need it")

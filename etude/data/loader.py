@@ -1,8 +1,8 @@
 """`ResumableLoader`: batches of rows in an order that a checkpoint can resume exactly.
 
-Invariant: the order of an epoch depends only on (seed, epoch, number of rows), or on the sampler's state, which is part of
-the loader's, so that an interrupted run sees the same batches as an uninterrupted one. A batch counts as consumed from the
-moment it is yielded: save the state after the batch has been used.
+Invariant: the order of an epoch depends only on (seed, epoch, number of rows), or on the sampler's state, which is part
+of the loader's state, so that an interrupted run sees the same batches as an uninterrupted one. A batch counts as
+consumed from the moment it is yielded: save the state after the batch has been used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """A dataset; with a `fingerprint` attribute, its content is compared on resume, not only its length."""
+    """A dataset. If it has a `fingerprint` attribute, resuming compares its content, not only its length."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -35,8 +35,8 @@ class ResumableLoader:
     """Iterating yields the remaining batches of the current epoch, and then advances to the next epoch.
 
     `epoch` counts from 0 and `position` is the number of batches already yielded in it. `len()` is the number of batches
-    of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is dropped. With a `sampler` an epoch is as
-    many batches, of the rows that it draws; each row then says its number in the column `dataset_row`.
+    per epoch; with `drop_last` a last batch smaller than `batch_size` is dropped. With a `sampler`, an epoch has the
+    same number of batches, made of the rows that it draws, each with its dataset index in the column `dataset_row`.
 
     Raises:
         ConfigError: `batch_size` or `seed` is invalid.
@@ -64,7 +64,7 @@ class ResumableLoader:
         self.sampler = sampler
         self.epoch = 0
         self.position = 0
-        self._ordered: tuple[int, np.ndarray] | None = None  # the order of the epoch that was last asked for
+        self._ordered: tuple[int, np.ndarray] | None = None  # cached (epoch, order)
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.dataset), self.batch_size)
@@ -81,11 +81,11 @@ class ResumableLoader:
 
     @property
     def number(self) -> int:
-        """How many batches have been yielded since the first epoch began."""
+        """Number of batches yielded since the start of the first epoch."""
         return self.epoch * len(self) + self.position
 
     def batch(self, number: int) -> list[Row]:
-        """The batch that is yielded after `number` others, without a sampler."""
+        """Returns the batch with index `number` over all epochs; a sampler is not used."""
         epoch, position = divmod(number, len(self))
         start = position * self.batch_size
         return [self.dataset[int(row)] for row in self.order(epoch)[start : start + self.batch_size]]
@@ -98,37 +98,37 @@ class ResumableLoader:
         return [self.drawn_row(number) for number in numbers]
 
     def drawn_row(self, number: int) -> Row:
-        """A row of the dataset as a sampler's batch has it."""
+        """Returns a row of the dataset with its index in the column `dataset_row`, as in a sampler's batch."""
         return {**self.dataset[number], ROW_COLUMN: number}
 
     def update(self, batch: DataProto) -> None:
-        """Tells the sampler, if there is one, what came of a batch: scored rollouts of its rows, if any are left."""
-        if self.sampler is not None and len(batch):  # of an empty one from elsewhere not even the columns are there
+        """Passes a scored batch of rollouts to the sampler, if there is one and the batch is not empty."""
+        if self.sampler is not None and len(batch):  # an empty batch may lack the columns
             self.sampler.update(batch)
 
     def endless(self) -> Iterator[list[Row]]:
-        """An endless stream of batches, epoch after epoch."""
+        """Yields batches endlessly, epoch after epoch."""
         while True:
             yield from self
 
     def order(self, epoch: int) -> np.ndarray:
-        """Row indices in the order of `epoch`: (rows,) int64."""
+        """Returns the row indices in the order of `epoch`: (rows,) int64."""
         if self._ordered is None or self._ordered[0] != epoch:
             rows = len(self.dataset)
             self._ordered = epoch, epoch_order(self.seed, epoch, rows) if self.shuffle else np.arange(rows)
         return self._ordered[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position and what the order depends on, as numbers and strings."""
+        """Returns the position, the sampler's state, and the settings that the order depends on."""
         drawn = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
         return {"epoch": self.epoch, "position": self.position, **drawn} | self._settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state` was taken.
+        """Resumes from `state`.
 
         Raises:
             ConfigError: a setting that the order depends on differs; names its key.
-            DataError: the dataset is not the one of the state.
+            DataError: the dataset differs from the one of the state.
         """
         for key, now in self._settings().items():
             if key.startswith("data.") and state.get(key) != now:

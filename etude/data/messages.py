@@ -1,8 +1,8 @@
 """Chat messages in data files.
 
-Invariant: a message list that `check_messages` returns can be given to a chat template: known roles, content that is
+Invariant: a message list returned by `check_messages` can be passed to a chat template: known roles, content that is
 text or a list of text and image parts, tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a
-template takes a null for a value). Matching image parts to images, inline (`image`) or not, is left to `images`.
+template treats null as a value). Matching image parts to images, inline (`image`) or not, is left to `images`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(value: object, where: str, *, images: bool = False) -> list[Message]:
-    """The messages in `value`; `where` names the file, row and column for errors, `images` allows image parts.
+    """Validates and normalises the messages in `value`; `where` names the file, row and column for errors, `images`
+    allows image parts.
 
     Raises:
-        DataError: not a non-empty list of {role, content}, an unknown role, content that is not text, a bad tool call.
+        DataError: not a non-empty list of {role, content}, an unknown role, content that is not text, or a bad tool call.
     """
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise DataError(f"{where} must be a non-empty list of {{role, content}} messages, got {found}")
-    return [_checked_message(message, f"{where}[{number}]", images) for number, message in enumerate(value)]
+    return [_check_message(message, f"{where}[{number}]", images) for number, message in enumerate(value)]
 
 
-def _checked_message(value: object, where: str, images: bool) -> Message:
+def _check_message(value: object, where: str, images: bool) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{where} must be a {{role, content}} message, got {type(value).__name__}")
     message: Message = without_nulls(value)
@@ -39,13 +40,13 @@ def _checked_message(value: object, where: str, images: bool) -> Message:
     if role not in ROLES:
         raise DataError(f"{where} has the unknown role {role!r}{did_you_mean(str(role), ROLES)}")
     if message.get("tool_calls"):
-        message["tool_calls"] = _checked_calls(message["tool_calls"], where)
+        message["tool_calls"] = _check_calls(message["tool_calls"], where)
         message.setdefault("content", "")
     else:
         message.pop("tool_calls", None)
     content = message.get("content")
     if isinstance(content, list) and content:
-        parts = [_checked_part(part, f"{where} ({role})", images) for part in content]
+        parts = [_check_part(part, f"{where} ({role})", images) for part in content]
         plain = all(part["type"] == "text" for part in parts)
         message["content"] = "".join(part["text"] for part in parts) if plain else parts
     elif not isinstance(content, str):
@@ -53,7 +54,7 @@ def _checked_message(value: object, where: str, images: bool) -> Message:
     return message
 
 
-def _checked_part(value: object, where: str, images: bool) -> dict[str, Any]:
+def _check_part(value: object, where: str, images: bool) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(value, dict) and kind == "text" and isinstance(value.get("text"), str):
         return {"type": "text", "text": value["text"]}
@@ -63,13 +64,13 @@ def _checked_part(value: object, where: str, images: bool) -> dict[str, Any]:
     raise DataError(f"{where}: a part of 'content' must be {allowed}, got {kind or type(value).__name__}")
 
 
-def _checked_calls(value: object, where: str) -> list[dict[str, Any]]:
+def _check_calls(value: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise DataError(f"{where}.tool_calls must be a list, got {type(value).__name__}")
-    return [_checked_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(value)]
+    return [_check_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(value)]
 
 
-def _checked_call(value: object, where: str) -> dict[str, Any]:
+def _check_call(value: object, where: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where} must be {{type: function, function: {{name, arguments}}}}")

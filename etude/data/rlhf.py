@@ -1,6 +1,6 @@
-"""`RLHFDataset`: `RLDataset` built like verl's, from files, a tokenizer and the `data` section.
+"""`RLHFDataset`: `RLDataset` with verl's constructor: files, a tokenizer and the `data` section.
 
-Invariant: the same rows, checks and items as `RLDataset`'s; verl's keys without effect here are logged once.
+Invariant: the same rows, checks and items as `RLDataset`; keys of verl's that have no effect here are logged once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TOOL_FILES = {"tool_config_path": load_tools, "function_tool_path": load_functi
 
 
 class RLHFDataset(RLDataset):
-    """The prompts of `data_files`; the tools whose schemas count are those of `config.tool_config_path`, if set.
+    """The prompts of `data_files`; their lengths include the schemas of the tools in `config.tool_config_path`, if set.
 
     Args:
         data_files: .parquet, .jsonl or .json, one or several.
         tokenizer: with a chat template.
-        config: the `data` section; other keys of verl's are listed in a warning.
+        config: the `data` section; verl's other keys are listed in a warning.
         processor: of a vision-language model; None if rows have no images.
         max_samples: stop after this many rows; -1 for all.
 
@@ -49,7 +49,7 @@ class RLHFDataset(RLDataset):
     ) -> None:
         given = {str(key): config[key] for key in config if config[key] is not None}
         files = {key: given.pop(key) for key in _TOOL_FILES if key in given}
-        known = {field.name for field in fields(DataOptions)} - {"sampler", "custom_cls"}  # the run's own
+        known = {field.name for field in fields(DataOptions)} - {"sampler", "custom_cls"}  # handled by the run
         if unread := sorted(given.keys() - known - {"sampler", "custom_cls"}):
             logger.warning("RLHFDataset: no effect here: %s", ", ".join(f"data.{key}" for key in unread))
         options = DataOptions(**{key: value for key, value in given.items() if key in known})
@@ -71,7 +71,7 @@ class RLHFDataset(RLDataset):
 def _image_reader(processor: Any) -> Any:
     if processor is None:
         return None
-    from etude.models import ImageReader  # imported here: reading rows needs no torch
+    from etude.models import ImageReader  # imported lazily: reading rows needs no torch
 
     return ImageReader(processor)
 
@@ -88,14 +88,14 @@ def custom_rows(
     tools: Mapping[str, Any],
     max_samples: int,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `data.custom_cls`, made as verl makes it: `cls(data_files, tokenizer, config, processor, max_samples)`.
+    """Yields the rows of `data.custom_cls`, made as in verl: `cls(data_files, tokenizer, config, processor, max_samples)`.
 
-    `tools` are further keys of its `config`. An item may have its messages in `raw_prompt`, as verl's datasets do, and its
+    `tools` are extra keys of its `config`. An item may have its messages in `raw_prompt`, as in verl's datasets, and its
     images in `multi_modal_data`, or in `images` whatever `data.image_key` is.
 
     Raises:
-        ConfigError: there is no such class, or it cannot be made.
-        DataError: an item is no row; names its number.
+        ConfigError: there is no such class, or its constructor fails.
+        DataError: an item is not a row; names its number.
     """
     key, given = f"{options.custom_cls.path}:{options.custom_cls.name}", options.custom_cls
     cls = import_object(key)
@@ -117,7 +117,7 @@ def custom_rows(
 
 
 def _as_row(item: dict[str, Any], options: DataOptions) -> dict[str, Any]:
-    """An item of verl's or of ours with the columns of a file."""
+    """Converts an item of verl's datasets, or of ours, to the columns of a file."""
     if "raw_prompt" not in item:
         return item
     row = {options.prompt_key: item["raw_prompt"], **item}

@@ -4,12 +4,12 @@ A row is `data_source, prompt [{role, content}], images?, ability, reward_model 
 extra_info {index, split, need_tools_kwargs, tools_kwargs {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
 release_kwargs}}, tool_selection?, interaction_kwargs?, …}`. Other columns are kept unchanged.
 
-Invariant: a row that `check_row` returned names only tools that exist and are active for it, and its `tools_kwargs`
-and `interaction_kwargs` hold no null-valued key: Arrow pads rows with nulls, so a null there means "not given" and a
-tool's own default applies. Prompt lengths are left to `dataset`.
+Invariant: a row returned by `check_row` names only tools that exist and are active for it, and its `tools_kwargs` and
+`interaction_kwargs` hold no null-valued key: Arrow pads rows with nulls, so a null there means "not given" and the
+tool's default applies. Prompt lengths are left to `dataset`.
 
 `interaction_kwargs` without a name, as verl's tool scripts write them, select the interaction `gsm8k`, as in verl; if no
-interaction is configured at all they are dropped.
+interaction is configured they are dropped.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def check_row(
     interactions: Sequence[str] = (),
     agent_loops: Sequence[str] | None = None,
 ) -> Row:
-    """`row` validated and normalised: with `extra_info` and `reward_model`, without nulls under the kwargs.
+    """Returns `row` validated and normalised: with `extra_info` and `reward_model`, without nulls under the kwargs.
 
     Args:
-        row: as it was read.
-        where: the place that errors name, such as `train.parquet: row 17`.
+        row: as read from the file.
+        where: location for error messages, such as `train.parquet: row 17`.
         tool_names: the configured tools; None if tools are turned off, and then the rows' tool settings are dropped.
         prompt_key: the column that holds the messages.
         interactions: the configured interactions.
@@ -71,7 +71,7 @@ def check_row(
 
 
 def active_tools(row: Mapping[str, Any], tool_names: Sequence[str]) -> list[str]:
-    """The configured tools that a row may use, in order: those in its `extra_info.tool_selection`, or all."""
+    """Returns the configured tools that a row may use, in order: those in its `extra_info.tool_selection`, or all."""
     selection = (row.get("extra_info") or {}).get("tool_selection")
     return [name for name in tool_names if selection is None or name in selection]
 

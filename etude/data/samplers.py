@@ -1,7 +1,7 @@
-"""Samplers: which rows the next batch has, where that is not a new random order each epoch.
+"""Samplers: choose the rows of the next batch, instead of a new random order each epoch.
 
-Invariant: what a sampler draws follows from its state alone, which a checkpoint holds: a resumed run draws what an
-uninterrupted one would have drawn. `update` sees each training batch once, after it was scored and before the next is drawn.
+Invariant: what a sampler draws depends only on its state, which a checkpoint holds: a resumed run draws the same rows as
+an uninterrupted one. `update` sees each training batch once, after it is scored and before the next one is drawn.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 ROW_COLUMN = "dataset_row"
-"""The column of a batch with each rollout's row in the dataset, where rows are drawn by a sampler."""
+"""Column of a batch with each rollout's row index in the dataset, present if a sampler draws the rows."""
 
 
 class Sampler:
-    """`data_source` is the dataset, `data_config` the `data` section, as verl hands them over."""
+    """Base class. `data_source` is the dataset and `data_config` the `data` section, as in verl."""
 
     def __init__(self, data_source: RLDataset, data_config: Any) -> None:
         self.data_source, self.data_config = data_source, data_config
 
     def draw(self, count: int) -> Sequence[int]:
-        """The rows of the next batch."""
+        """Returns the row indices of the next batch."""
         raise NotImplementedError
 
     def update(self, batch: DataProto) -> None:
-        """Learns from a scored batch; `row_success(batch)` has its rows."""
+        """Learns from a scored batch; `row_success(batch)` gives the success rate of each of its rows."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `draw` depends on, as JSON."""
+        """Returns what `draw` depends on, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from that state."""
+        """Restores that state."""
 
 
 SAMPLERS: Registry[type[Sampler]] = Registry("sampler")
@@ -54,11 +54,11 @@ register = SAMPLERS.register
 
 @register("curriculum")
 class CurriculumSampler(Sampler):
-    """Draws rows by what is left to learn from them: weight p (1 - p), with the row's success rate p.
+    """Draws rows by how much is left to learn from them: weight p (1 - p), where p is the row's success rate.
 
-    A row that was never drawn weighs as one with p = 1/2; none weighs less than `data.sampler.floor` of that, so that rows
-    which have become easy, or were too hard, come again. p is a moving average over the row's visits (half of it the last).
-    A batch has no row twice. Foster et al., "Learning to Reason at the Frontier of Learnability" (2025).
+    A row never drawn has the weight of p = 1/2; no weight is below `data.sampler.floor` of that, so that rows that have
+    become easy, or were too hard, are drawn again. p is a moving average over the row's visits (the last one counts
+    half). A batch has no row twice. Foster et al., "Learning to Reason at the Frontier of Learnability" (2025).
     """
 
     def __init__(self, data_source: RLDataset, data_config: Any) -> None:
@@ -67,7 +67,7 @@ class CurriculumSampler(Sampler):
         self._draws = 0
 
     def draw(self, count: int) -> Sequence[int]:
-        """Weighted, without replacement (Efraimidis and Spirakis 2006)."""
+        """Samples by weight without replacement (Efraimidis and Spirakis 2006)."""
         rng = np.random.default_rng([self.data_config.seed, self._draws])
         self._draws += 1
         keys = np.log(rng.random(len(self.data_source))) / self._weights()
@@ -80,16 +80,16 @@ class CurriculumSampler(Sampler):
         return weights
 
     def update(self, batch: DataProto) -> None:
-        """Moves the rates of the batch's rows."""
+        """Updates the success rates of the batch's rows."""
         for row, rate in row_success(batch).items():
             self._rates[row] = (self._rates.get(row, rate) + rate) / 2
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates, and the number of draws."""
+        """Returns the success rates and the number of draws."""
         return {"draws": self._draws, "rates": {str(row): rate for row, rate in self._rates.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from these."""
+        """Restores the success rates and the number of draws."""
         self._draws = state["draws"]
         self._rates = {int(row): rate for row, rate in state["rates"].items()}
 
@@ -98,8 +98,8 @@ class CurriculumSampler(Sampler):
 class MixtureSampler(Sampler):
     """Draws from each `data_source` in proportion to `data.sampler.weights`, whatever their sizes.
 
-    After any number of rows a source has its share to within one row. Each source's rows come in an order of
-    its own, which is new each time they are through. A source without a weight has 1; 0 leaves it out.
+    After any number of rows, each source is within one row of its share. Each source has its own order of rows,
+    reshuffled on every pass. A source without a weight has weight 1; 0 leaves it out.
 
     Raises:
         ConfigError: a weight is negative or names no source, or none is positive.
@@ -117,12 +117,12 @@ class MixtureSampler(Sampler):
             raise ConfigError(f"data.sampler.weights must not be negative, and one must be positive: {weights}")
         self._shares = {source: weight / sum(weights.values()) for source, weight in weights.items() if weight}
         self._drawn = dict.fromkeys(self._shares, 0)
-        self._orders: dict[str, tuple[int, np.ndarray]] = {}  # of the epoch that a source is in
+        self._orders: dict[str, tuple[int, np.ndarray]] = {}  # source → (epoch, order)
 
     def draw(self, count: int) -> Sequence[int]:
-        """Each row from the source whose next one is due first, among those behind their share: the deadlines of Baruah et
-        al., "Proportionate Progress" (1996), which are always met. (To take the one furthest behind lets several sources of
-        like weight, due at once, fall more than a row behind.)"""
+        """Takes each row from the source with the earliest deadline among those below their share: the deadlines of
+        Baruah et al., "Proportionate Progress" (1996), which are always met. (Taking the source furthest below its share
+        lets several sources of similar weight, due at once, fall more than a row short.)"""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> int:
@@ -138,17 +138,17 @@ class MixtureSampler(Sampler):
         return rows[self._orders[source][1][place]]
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows each source has given."""
+        """Returns how many rows each source has supplied."""
         return {"drawn": dict(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from these."""
+        """Restores the number of rows drawn from each source."""
         self._drawn = dict(state["drawn"])
 
 
 class IteratedSampler(Sampler):
-    """A sampler written for verl: iterated, epoch after epoch; it may have `update(batch)`, `state_dict` and
-    `load_state_dict`. One without a state is iterated again up to where it was."""
+    """Adapts a sampler written for verl: it is iterated epoch after epoch, and may have `update(batch)`, `state_dict`
+    and `load_state_dict`. One without a state is fast-forwarded on resume."""
 
     def __init__(self, data_source: RLDataset, data_config: Any, made: Any) -> None:
         super().__init__(data_source, data_config)
@@ -165,21 +165,21 @@ class IteratedSampler(Sampler):
                 raise ConfigError(f"data.sampler: {type(self._made).__name__} gave no row")
 
     def draw(self, count: int) -> Sequence[int]:
-        """The next rows of the iteration."""
+        """Returns the next rows of the iteration."""
         return [next(self._rows) for _ in range(count)]
 
     def update(self, batch: DataProto) -> None:
-        """Hands it on."""
+        """Passes the batch on to the wrapped sampler."""
         if hasattr(self._made, "update"):
             self._made.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's own state, or how far it was."""
+        """Returns the wrapped sampler's state, if it has one, and how many rows it has drawn."""
         own = self._made.state_dict() if hasattr(self._made, "state_dict") else None
         return {"drawn": self._drawn, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the wrapped sampler's state, or fast-forwards it."""
         if state["own"] is not None:
             self._made.load_state_dict(state["own"])
             self._drawn = state["drawn"]
@@ -188,10 +188,10 @@ class IteratedSampler(Sampler):
 
 
 def open_sampler(options: DataOptions, dataset: RLDataset) -> Sampler | None:
-    """The configured sampler over `dataset`; None where rows come in a random order each epoch, or as they stand.
+    """Creates the configured sampler over `dataset`; None if rows come in file order or in a random order each epoch.
 
     Raises:
-        ConfigError: there is no such sampler, or it cannot be made; names the key.
+        ConfigError: there is no such sampler, or its constructor fails; names the key.
     """
     given = options.sampler
     if given.class_name is None:
@@ -214,7 +214,7 @@ def open_sampler(options: DataOptions, dataset: RLDataset) -> Sampler | None:
 
 
 def row_success(batch: DataProto) -> dict[int, float]:
-    """Mean score of each dataset row's rollouts in a scored batch, each held to [0, 1]."""
+    """Returns the mean score of each dataset row's rollouts in a scored batch, each score clamped to [0, 1]."""
     scores: dict[int, list[float]] = defaultdict(list)
     totals = batch.batch["token_level_scores"].sum(dim=1).clamp(0, 1).tolist()
     for row, score in zip(batch.non_tensor_batch[ROW_COLUMN].tolist(), totals):

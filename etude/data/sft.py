@@ -1,7 +1,7 @@
-"""`SFTDataset`: demonstrations to imitate.
+"""`SFTDataset`: demonstrations for supervised fine-tuning.
 
-Invariant: an item's `messages` end with an assistant message and can be given to a chat template; its `tools` are
-OpenAI dictionaries or None; its `images`, if it has any, are as many as the image parts of its messages. Tokens, masks and
+Invariant: an item's `messages` end with an assistant message and can be passed to a chat template; its `tools` are
+OpenAI dictionaries or None; its `images`, if any, are as many as the image parts of its messages. Tokens, masks and
 lengths are left to `etude.chat` and the SFT trainer.
 """
 
@@ -25,7 +25,7 @@ class SFTDataset:
 
     `tools` is a list of OpenAI dictionaries, or that list as JSON text (a column of different schemas does not fit one
     Arrow type). Arguments of tool calls may be objects or JSON text; items have objects. Nulls are Arrow's padding and
-    are dropped, except inside JSON text. Images are as in rows of `RLDataset`; their bytes are kept in a file.
+    are dropped, except inside JSON text. Images are as in the rows of `RLDataset`; their bytes are kept in a file.
 
     Raises:
         DataError: a file or row is invalid; names the file and the row.
@@ -37,7 +37,7 @@ class SFTDataset:
             raise DataError("no data file is named: set data.train_files")
         self._blobs = Blobs()
         self._rows = [
-            self._blobs.store(_checked_demonstration(row, where, image_key, Path(name).expanduser().parent))
+            self._blobs.store(_check_demonstration(row, where, image_key, Path(name).expanduser().parent))
             for name in self.files
             for where, row in located_rows(name)
         ]
@@ -53,21 +53,21 @@ class SFTDataset:
         return (self[number] for number in range(len(self)))
 
 
-def _checked_demonstration(row: Mapping[str, Any], where: str, image_key: str | None, folder: Path) -> Row:
+def _check_demonstration(row: Mapping[str, Any], where: str, image_key: str | None, folder: Path) -> Row:
     if "messages" not in row:
         raise DataError(f"{where}: no column 'messages' (columns: {', '.join(row)})")
     refuse_other_media(row, where)
     messages = check_messages(row["messages"], f"{where}: messages", images=True)
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: messages must end with an assistant message, not {messages[-1]['role']}")
-    made = {"messages": messages, "tools": _checked_tools(row.get("tools"), f"{where}: tools")}
+    made = {"messages": messages, "tools": _check_tools(row.get("tools"), f"{where}: tools")}
     if image_key is not None:
         made[image_key] = row.get(image_key)
     place_images(made, image_key, "messages", folder, where)
     return made
 
 
-def _checked_tools(value: object, where: str) -> list[dict[str, Any]] | None:
+def _check_tools(value: object, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,4 +1,4 @@
-"""Scoring: what a finished rollout is worth. Pure scorers by data source, reward managers, the trajectory scorer."""
+"""Rewards of finished rollouts: pure scorers by data source, reward managers, and the trajectory scorer."""
 
 from etude.rewards.batch import BatchRewardManager
 from etude.rewards.dapo import DAPORewardManager
@@ -18,7 +18,7 @@ from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge
 from etude.rewards.view import TrajectoryView
 
 BUILTIN_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "rate_limited", "remote")
-"""Those that score by the row's data source."""
+"""Managers that score by the row's data source."""
 default_compute_score = compute_score  # its name in verl.utils.reward_score
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""`AlgebraProcesses`: symbolic equality in child processes with a hard limit of CPU time and memory.
+"""`AlgebraProcesses`: symbolic equality in child processes with hard limits on CPU time and memory.
 
-Invariant: `equal` returns within its limits from any thread; what exceeds them is killed and replaced, so that there are
-never more children than at the start. They are started on demand, reused, and end with their parent (their standard input
-closes). What "equal" means is left to math-verify (`algebra_child.py`).
+Invariant: `equal` returns within its limits from any thread; a child that exceeds them is killed and replaced, so there
+are never more than `limit` children. Children start on demand, are reused, and exit with their parent (their standard
+input closes). What "equal" means is left to math-verify (`algebra_child.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from etude.errors import InfrastructureError
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 ANSWER_SECONDS = 3.0
-_CHILD_SECONDS = 60.0  # wall seconds after which the child itself is taken for stuck
-_REMEMBERED = 4096  # verdicts: a group of rollouts mostly repeats few answers
+_CHILD_SECONDS = 60.0  # wall-clock seconds after which the child itself counts as hung
+_CACHE_SIZE = 4096  # cached verdicts: the rollouts of a group mostly repeat a few answers
 _CHILD = Path(__file__).with_name("algebra_child.py")
 
 
@@ -48,7 +48,7 @@ class _Child:
             )
 
     def ask(self, question: bytes) -> bytes:
-        """The verdict (`1`, `0`, or `?` for undecided); empty when the child is dead or stuck: it must then be killed."""
+        """Returns the verdict (`1`, `0`, or `?` for undecided); empty if the child is dead or hung, and must be killed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(question)
@@ -66,7 +66,7 @@ class _Child:
                     pipe.close()
 
     def _line(self, seconds: float) -> bytes:
-        """The child's next line (a few bytes, written at once); empty if it dies or after `seconds`."""
+        """Returns the child's next line (a few bytes, written at once); empty if it dies or `seconds` pass."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poller = select.poll()  # unlike select(), takes descriptors above 1023
@@ -75,18 +75,18 @@ class _Child:
 
 
 class AlgebraProcesses:
-    """At most `limit` children, which spend at most `seconds` of CPU time on a question; it waits for a free one."""
+    """A pool of at most `limit` children with at most `seconds` of CPU time per question; callers wait for a free child."""
 
     def __init__(self, limit: int | None = None, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
         self._permits = threading.Semaphore(limit or min(4, os.cpu_count() or 1))
         self._free: queue.LifoQueue[_Child] = queue.LifoQueue()
-        self._verdict = functools.lru_cache(_REMEMBERED)(self._ask)
+        self._verdict = functools.lru_cache(_CACHE_SIZE)(self._ask)
         atexit.register(self.close)
 
     def equal(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
-        """Whether a reading of `ours` is mathematically equal to one of `theirs`; False if undecided after `seconds`.
-        Readings are texts with LaTeX between `$`, or prose.
+        """Whether any reading of `ours` is mathematically equal to any of `theirs`; False if undecided after `seconds`.
+        A reading is prose, or text with LaTeX between `$`.
 
         Raises:
             InfrastructureError: no child could be started.

@@ -1,8 +1,8 @@
 """The child process of `algebra.py`: answers one question per line of standard input with `1`, `0` or `?` (undecided).
 
-Invariant: nothing but `ready` and these is written to the parent, whatever the libraries print. This process imports the
-libraries once and asks nothing of them itself: a fork of it does, which is killed at its limit of CPU seconds or memory and
-forked again within milliseconds. It imports nothing of this package, so that it stays small and starts fast.
+Invariant: nothing but `ready` and these verdicts is written to the parent, whatever the libraries print. This process
+imports the libraries once but answers no question itself: a fork of it does, with limits on CPU time and memory, and is
+replaced within milliseconds when it dies. It imports nothing from this package, so that it stays small and starts fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
-WALL_FACTOR = 8  # times the CPU seconds: for a question that sleeps, or a machine that does not get to it
+WALL_FACTOR = 8  # wall-clock limit in multiples of the CPU limit: for calls that block, or an overloaded machine
 
 
 class Worker:
-    """A fork that answers questions."""
+    """A forked process that answers questions."""
 
     def __init__(self) -> None:
         asked, self._ask = os.pipe()
@@ -37,7 +37,7 @@ class Worker:
         os.close(answered)
 
     def ask(self, question: str, seconds: float) -> bytes:
-        """`1` or `0`; empty if it died, or did not answer in time: then it must be ended."""
+        """Returns `1` or `0`; empty if the worker died or timed out: it must then be ended."""
         try:
             os.write(self._ask, question.encode())
         except OSError:
@@ -46,7 +46,7 @@ class Worker:
         return os.read(self._answer, 1) if ready else b""
 
     def end(self) -> None:
-        """Kills and reaps it."""
+        """Kills and reaps the worker."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._ask)
@@ -58,19 +58,17 @@ def _serve(questions: Any, answers: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in questions:
         ours, theirs, seconds = json.loads(line)
-        signal.setitimer(
-            signal.ITIMER_PROF, seconds
-        )  # SIGPROF, which nothing handles, ends this process even in C code
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # an unhandled SIGPROF kills this process even inside C code
         try:
             verdict = equal(ours, theirs)
-        except Exception:  # sympy may raise anything on malformed input, which is not equal
+        except Exception:  # sympy may raise anything on malformed input: not equal
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(answers, b"1" if verdict else b"0")
 
 
 def equal(ours: list[str], theirs: list[str]) -> bool:
-    """Whether any reading of a prediction means what any reading of the reference does."""
+    """Whether any reading of the prediction is equivalent to any reading of the reference."""
     from math_verify import verify
 
     references = [_parse(text) for text in theirs]
@@ -87,7 +85,7 @@ def _parse(text: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
     from sympy import Basic, I  # type: ignore[import-untyped]
 
-    formula = text.startswith("$") and text.endswith("$")  # which is read as a whole, or not at all
+    formula = text.startswith("$") and text.endswith("$")  # parsed as a whole or not at all
     kinds = [LatexExtractionConfig()] if formula else [LatexExtractionConfig(), ExprExtractionConfig()]
     found = parse(text, kinds, parsing_timeout=None)
     for number, each in enumerate(found):
@@ -98,7 +96,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_solved(relation: Any) -> bool:
-    """Whether `relation` is a solution (x ≥ 5) and not a question (2x - 4 ≥ 6), which algebra could solve for the model."""
+    """Whether `relation` is a solution (x ≥ 5) rather than a problem (2x - 4 ≥ 6), which sympy would solve."""
     parts = getattr(relation, "_unsorted_args", None) or [relation]
     if not all(getattr(each, "is_Relational", False) for each in parts):
         return True  # not a relation
@@ -109,11 +107,11 @@ def _is_solved(relation: Any) -> bool:
 
 
 def main() -> None:
-    """Serves until standard input closes."""
+    """Answers questions until standard input closes."""
     sys.path[:] = json.loads(sys.argv[1])
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    equal(["$x+1$"], ["$1+x$"])  # imports all that a question needs, before the first fork
+    equal(["$x+1$"], ["$1+x$"])  # triggers every lazy import before the first fork
     worker = Worker()
     print("ready", file=parent, flush=True)
     for line in sys.stdin:

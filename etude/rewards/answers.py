@@ -1,9 +1,10 @@
-r"""`answers_equal`: whether two answers, LaTeX or plain, mean the same.
+r"""`answers_equal`: whether two answers, LaTeX or plain text, mean the same.
 
-Invariant: it always returns, from any thread, whatever the model wrote. Equal texts, words and single numbers are decided
-here, exactly; the rest is symbolic algebra, in which a short expression can hang inside one C call, so it runs in a process
-that is killed at its limit (see `algebra.py`), and an answer undecided by then is wrong. What names several answers
-("5 or 7") is their set, never one of them. A relation stands for a set only when solved: to echo the question earns nothing.
+Invariant: it always returns, from any thread, whatever the model wrote. Identical texts, words and single numbers are
+compared here, exactly; everything else is symbolic algebra, in which a short expression can hang inside one C call, so
+it runs in a process that is killed at its limit (see `algebra.py`), and an answer undecided by then counts as wrong. An
+answer that names several values ("5 or 7") is their set, never one of them. A relation stands for a set only when
+solved: echoing the question earns nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SYMBOLS = {
     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
     "°": r"^\circ ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
-_SPELLINGS = [  # as models write them → as LaTeX does
+_SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*"), ","),  # thousands
     (re.compile(r"\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
@@ -47,7 +48,7 @@ _UNIT = re.compile(  # after a number or a closing bracket, at the end
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
 _CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
-_NOT_UNITS = re.compile(  # nor two letters that may be two variables
+_NOT_UNITS = re.compile(  # words, and pairs of letters that may be two variables
     r"\b(?:and|or|is|are|was|not|no|nor|never|but|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
     r"|hundredths?|thousandths?|millionths?|sqrt|sin|cos|tan|log)\b|\A\s*(?:squared|cubed|factorial|ln)\b"
     r"|\b(?!(?:cm|mm|km|nm|dm|ft|in|kg|mg|ml|cl|dl|lb|oz|mi|yd|hr|ms|ns|us|hz|kw|kj|pa|kb|mb|gb|tb|am|pm|of|at|by|an|on)\b)"
@@ -75,7 +76,7 @@ _algebra = AlgebraProcesses()
 
 
 def answers_equal(prediction: str, ground_truth: str) -> bool:
-    """Whether two answers mean the same; False for one of more than 1,000 characters.
+    """Whether two answers mean the same; False if either is longer than 1,000 characters.
 
     Raises:
         InfrastructureError: the process for symbolic algebra cannot be started.
@@ -113,24 +114,24 @@ def _normalise(text: str) -> str:
 
 
 def _power(found: re.Match[str]) -> str:
-    opened = found[1] if found[1] and not found[3] else ""  # a unit follows within the same braces
+    opened = found[1] if found[1] and not found[3] else ""  # a unit follows inside the same braces
     return rf"\times 10^{{{_MAGNITUDES[found[2].lower()]}}}{opened}"
 
 
 def _tight(text: str) -> str:
-    """For comparison: without the spaces that mean nothing ("1 1/2" is not "11/2")."""
+    """Removes dollar signs and insignificant spaces for comparison ("1 1/2" is not "11/2")."""
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+|(?<!\\)\$", "", text)
 
 
 def _words(text: str) -> str:
-    """An answer in words, or the letter of an option, in lower case; empty if it is anything else."""
+    """Returns an answer in words, or the letter of an option, in lower case; empty for anything else."""
     bare = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().").casefold()
     worded = re.fullmatch(r"[^\W_]+(?:[\s-]+[^\W_]+)*", bare) and not bare[:1].isdigit()
     return " ".join(bare.split()) if worded else ""
 
 
 def _bare(text: str) -> str:
-    """`text` without the dollars around it, currency, a unit, or the prose before a last "answer is"."""
+    """Strips the dollar signs around `text`, currency, a unit, and the prose before a final "answer is"."""
     if "$" in text and (inner := re.fullmatch(r"\$([^$]+)\$", text)):
         text = inner[1].strip()
     elif not _DELIMITED.search(_CURRENCY.sub("", text)) and _WORDS.search(text) and not _DENIED.search(text):
@@ -152,7 +153,7 @@ def _variable(text: str) -> str | None:
 
 
 def _readings(text: str, other: str) -> list[str]:
-    """What `text` may say, for `AlgebraProcesses.equal`."""
+    """Returns the possible readings of `text` for `AlgebraProcesses.equal`."""
     if _DELIMITED.search(_CURRENCY.sub("", text)) and not re.fullmatch(r"\$[^$]+\$", text):
         return [text]
     bare = _SEVERAL.sub(

@@ -1,11 +1,13 @@
-"""The reward manager `batch`: one call for many trajectories, for functions that gain by it (a model's forward pass).
+"""The reward manager `batch`: one call for many trajectories, for functions that benefit from batching (a model's
+forward pass).
 
-A function that declares `solution_strs` gets lists, as in verl: `data_sources, solution_strs, ground_truths, extra_infos`,
-and `trajectories`; it returns a list of numbers or dicts. Another is called for each row of a batch at once.
+A function that declares `solution_strs` gets lists, as in verl: `data_sources, solution_strs, ground_truths,
+extra_infos`, and `trajectories`; it returns a list of numbers or dicts. Any other function is called once per row, all
+rows of a batch concurrently.
 
-Each batch holds what has ended by the time that it is `batch_size`, or `max_wait` seconds after its first: with
-`rollout.mode=sync` all trajectories, otherwise those that ended together. Where rows do not gain by it, `naive` is better:
-it waits for nobody.
+A batch is flushed when it holds `batch_size` rows, or `max_wait` seconds after its first row: with `rollout.mode=sync`
+it holds all trajectories, otherwise those that ended close together. Where batching brings nothing, use `naive`, which
+never waits for other rows.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class BatchOptions:
 
 
 class BatchScorer(BoundedScorer):
-    """A scorer that is called for several rows at once; `timeout` is that of the call."""
+    """Calls a scorer for several rows at once; `timeout` applies to each call."""
 
     def __init__(self, scorer: Scorer, timeout: float, given: BatchOptions) -> None:
         super().__init__(scorer, timeout)
@@ -54,7 +56,7 @@ class BatchScorer(BoundedScorer):
         return await future
 
     def _flush(self, loop: asyncio.AbstractEventLoop, first: asyncio.Future[Score] | None = None) -> None:
-        """Scores what waits; as a timer only if `first` still waits."""
+        """Scores the waiting rows; when called by a timer, only if `first` is still waiting."""
         waiting = self._waiting.get(loop, [])
         if not waiting or (first is not None and waiting[0][1] is not first):
             return
@@ -84,12 +86,12 @@ class BatchScorer(BoundedScorer):
     async def _one(self, row: dict[str, Any]) -> Any:
         try:
             return await super()._run(row)
-        except Exception as error:  # of this row alone
+        except Exception as error:  # fails this row only
             return error
 
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """Its `reward_kwargs`: `batch_size` (null: all that wait) and `max_wait` seconds (0.05)."""
+    """Options in `reward_kwargs`: `batch_size` (null: all waiting rows) and `max_wait` in seconds (0.05)."""
 
     takes_batches, runs = True, (BatchScorer, BatchOptions)

@@ -1,14 +1,15 @@
-"""Scoring of function calls in the style of the Berkeley Function-Calling Leaderboard: syntax trees against accepted values.
+"""Scoring of function calls as in the Berkeley Function-Calling Leaderboard: syntax trees against accepted values.
 
 Ground truths (or the JSON text of one):
 
-    [{"f": {"city": ["Paris", "paris"], "unit": ["C", ""]}}, …]   calls in any order; "" means: may be left out
+    [{"f": {"city": ["Paris", "paris"], "unit": ["C", ""]}}, …]   calls in any order; "" makes an argument optional
     ["f(city='Paris')", …]                                        one accepted value each
-    []                                                            the right answer is no call
-    "any"                                                         at least one call, whichever
+    []                                                            no call is expected
+    "any"                                                         at least one call, to any function
 
-Invariant: nothing is executed or evaluated; every call must be matched and none be left over. A number may be written as an
-integer where a float is accepted, not the reverse; texts are compared without case, spaces and punctuation, as BFCL does.
+Invariant: nothing is executed or evaluated; every expected call must be matched and no call may be left over. An integer
+is accepted where a float is expected, not the reverse; strings are compared ignoring case, spaces and punctuation, as
+BFCL does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from etude.chat.parsers.json_call import Unreadable
 from etude.chat.parsers.literal import parse_expression, read_literal
 from etude.errors import DataError
 
-MAX_CHARS = 50_000  # characters of a solution's end that are parsed
+MAX_CHARS = 50_000  # characters that are parsed, from a solution's end
 MAX_CALLS = 100
 _FORMATS = ("hermes", "pythonic", "llama3_json")
 _IGNORED = re.compile(r"[ ,./\-_*^'\"]")
@@ -34,10 +35,11 @@ Call = tuple[str, dict[str, Any]]
 
 
 def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> dict[str, Any]:
-    """`score` and `acc` (1.0 if the calls are exactly those of `ground_truth`, else 0.0), `matched` and `calls` (counts).
+    """Returns `score` and `acc` (1.0 if the calls are exactly those of `ground_truth`, else 0.0) and the counts
+    `matched` and `calls`.
 
-    The calls are those that the agent loop read, if `trajectory` has any, else those in the text (Hermes, pythonic or
-    JSON, in a fence or not).
+    The calls are those that the agent loop parsed, if `trajectory` has any, else those in the text (Hermes, pythonic or
+    JSON, fenced or not).
 
     Raises:
         DataError: `ground_truth` has none of the forms above.
@@ -45,7 +47,7 @@ def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) 
     wanted = _read_ground_truth(ground_truth)
     calls = _calls_of(solution_str, trajectory)
     if wanted is None:
-        right = bool(calls) and all(name for name, _ in calls)  # a malformed one has no name
+        right = bool(calls) and all(name for name, _ in calls)  # a malformed call has no name
         matched = int(right)
     else:
         matched = _count_matches(wanted, calls)
@@ -75,7 +77,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _read_ground_truth(given: Any) -> list[Call] | None:
-    """The wanted calls, each argument a list of accepted values; None for "any"."""
+    """Returns the expected calls, each argument with a list of accepted values; None for "any"."""
     if given == "any":
         return None
     if isinstance(given, str):
@@ -88,12 +90,12 @@ def _read_ground_truth(given: Any) -> list[Call] | None:
         given = [given] if given else []
     if not isinstance(given, Sequence):
         raise DataError(f"ground_truth of function calls must be a list of calls, not a {type(given).__name__}")
-    return [_wanted(call) for part in given for call in (part if isinstance(part, list) else [part])]
+    return [_read_call(call) for part in given for call in (part if isinstance(part, list) else [part])]
 
 
-def _wanted(call: Any) -> Call:
+def _read_call(call: Any) -> Call:
     if isinstance(call, str):
-        return _written(call)
+        return _parse_call(call)
     if not isinstance(call, Mapping) or len(call) != 1:
         raise DataError(f"ground_truth of function calls: {str(call)[:80]!r} is not {{name: {{argument: [values]}}}}")
     ((name, arguments),) = call.items()
@@ -102,7 +104,7 @@ def _wanted(call: Any) -> Call:
     return str(name), dict(arguments)
 
 
-def _written(text: str) -> Call:
+def _parse_call(text: str) -> Call:
     try:
         node = parse_expression(text)
         if not isinstance(node, ast.Call):
@@ -115,7 +117,7 @@ def _written(text: str) -> Call:
 
 
 def _count_matches(wanted: list[Call], calls: list[Call]) -> int:
-    """The most wanted calls that can each have a call of their own: a maximum matching, by augmenting paths."""
+    """Returns the size of a maximum matching between expected and actual calls, found by augmenting paths."""
     fits = [[n for n, call in enumerate(calls) if _is_call(call, each)] for each in wanted]
     taken: dict[int, int] = {}  # call → wanted
 
@@ -135,7 +137,7 @@ def _is_call(call: Call, wanted: Call) -> bool:
     (name, arguments), (right_name, accepted) = call, wanted
     if name.replace(".", "_") != right_name.replace(".", "_"):
         return False
-    if any(key.isdigit() for key in accepted):  # written without names: by position
+    if any(key.isdigit() for key in accepted):  # positional arguments: compare by position
         arguments = {str(n): value for n, value in enumerate(arguments.values())}
         accepted = {str(n): values for n, values in enumerate(accepted.values())}
     return _are_arguments(arguments, accepted)
@@ -145,7 +147,7 @@ def _are_arguments(given: Mapping[str, Any], accepted: Mapping[str, Any]) -> boo
     if any(key not in accepted for key in given):
         return False
     for key, values in accepted.items():
-        if not values:  # nothing is accepted but nothing
+        if not values:  # no accepted values: only a missing or empty argument matches
             if given.get(key):
                 return False
         elif key not in given:

@@ -9,7 +9,7 @@ _BRACE_STEP = {"{": 1, "}": -1}
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}` with balanced braces; None if there is none or the last is unfinished."""
+    r"""Returns the content of the last `\boxed{…}` with balanced braces; None if it is missing or unfinished."""
     start = None
     for match in _BOXED.finditer(text):
         start = match.end()

@@ -1,7 +1,7 @@
 """Scoring of multiple-choice questions: the letter of the chosen option.
 
-Invariant: the answer is searched in the last `<answer>…</answer>` if there is one, else in the whole text, and a letter that
-starts a sentence ("A man walks in") is never taken for a choice, unless nothing follows it.
+Invariant: the answer is taken from the last `<answer>…</answer>` if there is one, else from the whole text; a letter
+that starts a sentence ("A man walks in") is never taken for a choice, unless nothing follows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 
 def extract_choice(text: str) -> str | None:
-    """The chosen letter in upper case; None if there is none."""
+    """Returns the chosen letter in upper case; None if there is none."""
     text = text[-MAX_CHARS:]
     marked = _ANSWER.findall(text)
     if marked:
@@ -31,7 +31,7 @@ def extract_choice(text: str) -> str | None:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 for the reference choice, else 0.0; other references than a letter are compared as text, ignoring case."""
+    """1.0 for the reference choice, else 0.0; a reference of more than a letter is compared as text, ignoring case."""
     reference = str(ground_truth).strip()
     if _LETTER.fullmatch(reference):
         return float(extract_choice(solution_str) == reference.upper())

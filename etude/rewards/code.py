@@ -1,10 +1,10 @@
 """Scoring of programs: a solution's code is run against the problem's tests in the sandbox.
 
-Invariant: a score is about the program. When the sandbox fails there is no score: `SandboxError`, an infrastructure failure,
-is raised. Tests of one solution run in parallel; after repeated time-outs the remaining tests are not run.
+Invariant: a score is about the program. A sandbox failure never yields a score: it raises `SandboxError`, an
+infrastructure failure. Tests of one solution run in parallel; after repeated timeouts the remaining tests are skipped.
 
-The sandbox is the embedded one, or the server that the environment variable `ETUDE_SANDBOX_URL` names
-(`ETUDE_SANDBOX_TOKEN`: its bearer token). For other options name this function in the configuration:
+The sandbox is the embedded one, or the server named by the environment variable `ETUDE_SANDBOX_URL`
+(`ETUDE_SANDBOX_TOKEN`: its bearer token). To set other options, name this function in the configuration:
 `custom_reward_function.path=etude.rewards.code` with `custom_reward_function.reward_kwargs`.
 """
 
@@ -23,12 +23,12 @@ from etude.sandbox import Language, Limits, SandboxClient
 
 TIMEOUT = 10.0
 MAX_CASES = 10
-"""Default number of tests that count towards a fraction: some problems have thousands."""
+"""Default number of tests in a fraction: some problems have thousands."""
 MAX_TIMEOUTS = 3
-"""After this many time-outs, the remaining tests count as timed out."""
+"""After this many timeouts, the remaining tests count as timed out."""
 MAX_CODE_CHARS = 200_000
 CASES_AT_ONCE = 4
-"""Parallel tests per solution, so that no solution blocks others."""
+"""Concurrent tests per solution, so that no solution blocks the others."""
 
 URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
 _FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -39,7 +39,7 @@ _clients_lock = threading.Lock()
 
 
 def extract_code(text: str) -> str:
-    """The last block fenced as Python after the last thought, else the last fenced block, else the whole text."""
+    """Returns the last block fenced as Python after `</think>`, else the last fenced block, else the whole text."""
     text = text.rpartition("</think>")[2]
     blocks = [(match.group(1).strip().lower(), match.group(2)) for match in _FENCE.finditer(text)]
     if not blocks:
@@ -59,8 +59,8 @@ async def score_code(
     max_cases: int | None = None,
     language: str = "python",
 ) -> dict[str, Any]:
-    """`score` (0 to 1), `acc` (1.0 if every test passed), `passed` and `total`, and the first `verdict` that is not
-    `passed`, if any.
+    """Returns `score` (0 to 1), `acc` (1.0 if every test passed), `passed` and `total`, and `verdict`, the first one
+    that is not `passed`, if any.
 
     `mode`: "fraction" of the first `max_cases` (default 10) tests, or "all" of them (default: of all) or nothing.
     `timeout`: seconds for each test.
@@ -100,7 +100,7 @@ async def score_code(
 async def _judge_all(
     client: SandboxClient, code: str, cases: list[Case], limits: Limits, language: Language, stop_at_first: bool
 ) -> list[Verdict]:
-    """The verdict on each case, in order; a case that was not run has the verdict that made it unnecessary."""
+    """Returns the verdict of each case, in order; a skipped case gets the verdict that made it unnecessary."""
     slots = asyncio.Semaphore(CASES_AT_ONCE)
     enough: list[Verdict] = []
 
@@ -128,8 +128,8 @@ def compute_score(
     max_cases: int | None = None,
     language: str = "python",
 ) -> dict[str, Any]:
-    """As `score_code`, for threads without an event loop. `url`: of the sandbox server; None for `ETUDE_SANDBOX_URL`,
-    and without that for the embedded sandbox."""
+    """Like `score_code`, for threads without an event loop. `url`: the sandbox server; None for `ETUDE_SANDBOX_URL`, or
+    the embedded sandbox if that is not set."""
     url = url or os.environ.get(URL_VARIABLE) or None
     work = score_code(
         solution_str,
@@ -145,13 +145,13 @@ def compute_score(
 
 
 def score_all_tests(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """As `compute_score`, all tests or nothing: how HumanEval and MBPP count."""
+    """Like `compute_score`, all tests or nothing: how HumanEval and MBPP are scored."""
     return compute_score(solution_str, ground_truth, mode="all")
 
 
 def _client(url: str | None, token: str | None) -> SandboxClient:
     with _clients_lock:
         if (url, token) not in _clients:
-            workers = None if url else max(4, 2 * (os.cpu_count() or 1))  # tests of bad programs mostly time out
+            workers = None if url else max(4, 2 * (os.cpu_count() or 1))  # they mostly wait for programs to time out
             _clients[url, token] = SandboxClient(url, token=token if url else None, workers=workers)
         return _clients[url, token]

@@ -1,7 +1,7 @@
-"""Runs inside the sandbox, never in this process: a solution, then one test of it.
+"""Runs a solution and then one test of it: inside the sandbox, never in this process.
 
-Standard input holds one line of JSON: `secret`, `kind`, and the test. The result of the test is one line on standard output
-that begins with the secret: a solution that exits early cannot have printed it.
+Standard input holds one line of JSON: `secret`, `kind`, and the test. The result of the test is one line on standard
+output that begins with the secret: a solution that exits early cannot have printed it.
 """
 
 import json
@@ -13,13 +13,13 @@ SOLUTION = ".solution.py"
 
 
 def main() -> None:
-    """Runs the solution and the test; anything that goes wrong is an exception."""
+    """Runs the solution and the test; any failure is an exception."""
     job = json.loads(sys.stdin.readline())
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(SOLUTION, "rb") as file:
         source = file.read()
     os.unlink(SOLUTION)
-    module = types.ModuleType("solution")  # its behaviour as a main program is not tested
+    module = types.ModuleType("solution")  # not `__main__`, so that code under that guard does not run
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["solution"] = module
     exec(compile(source, "<solution>", "exec"), module.__dict__)
@@ -41,7 +41,7 @@ def _function(module: types.ModuleType, name: str):  # type: ignore[no-untyped-d
 
 
 def _plain(value):  # type: ignore[no-untyped-def]
-    """`value` as JSON data: tuples and sets as lists, keys as text."""
+    """Converts `value` to JSON data: tuples and sets become lists, keys become strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

@@ -1,12 +1,12 @@
-"""`read_cases`: verl's ground truths as tests of a program; `judge`: one test of one solution, run in the sandbox.
+"""`read_cases` parses verl's ground truths as tests of a program; `judge` runs one test of one solution in the sandbox.
 
     {"inputs": [...], "outputs": [...]}                   standard input and output
     {"inputs": [...], "outputs": [...], "fn_name": "f"}   arguments and value of a function, or of a method of `Solution`
     {"assert_case": [...]}                                statements that must hold after the solution has run
 
-Invariant: a case that exists can be run; the arguments of a call are a list, or a text with one JSON value per line. A
-verdict is about the solution; a sandbox that fails raises. The reference answer never enters the sandbox, but for asserts,
-which are code. A program that exits early, whatever its status, has not passed a call or an assert.
+Invariant: every case can be run; the arguments of a call are a list, or text with one JSON value per line. A verdict is
+about the solution; a sandbox failure raises. The reference answer never enters the sandbox, except in asserts, which are
+code. A program that exits early, with whatever status, has not passed a call or an assert.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from etude.errors import DataError
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
 
 SOLUTION = ".solution.py"
-RELATIVE, ABSOLUTE = 1e-5, 1e-8  # between numbers that are printed, as in verl's prime_code
-MIN_ROOM = 1 << 16  # bytes of output beyond the expected ones that are still compared
+RELATIVE, ABSOLUTE = 1e-5, 1e-8  # tolerances for comparing numbers, as in verl's prime_code
+MIN_ROOM = 1 << 16  # bytes of output accepted beyond the expected length
 _HARNESS = Path(__file__).with_name("code_harness_program.py")
 
 
@@ -57,7 +57,7 @@ Case = StdioCase | CallCase | AssertCase
 
 
 def read_cases(ground_truth: object) -> list[Case]:
-    """The cases of a ground truth: a mapping, or the JSON text of one.
+    """Parses the cases of a ground truth: a mapping, or the JSON text of one.
 
     Raises:
         DataError: it has none of the three forms, or no case.
@@ -131,12 +131,12 @@ def _expected(wanted: Any) -> Any:
 
 
 def _text(given: Any) -> str:
-    """A list is its lines, as some data sets write them."""
+    """Returns `given` as text; a list is joined with newlines, since some datasets store a text as its lines."""
     return "\n".join(map(str, given)) if _is_list(given) else str(given)
 
 
 def _is_list(value: object) -> bool:
-    """Parquet gives arrays where JSON had lists."""
+    """Whether `value` is a list; Parquet returns arrays where JSON had lists."""
     return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or hasattr(value, "tolist")
 
 
@@ -179,7 +179,7 @@ async def judge(client: SandboxClient, solution: str, case: Case, limits: Limits
         return failed
     found = _report(result.stdout, secret)
     if found is None:
-        return Verdict.RUNTIME_ERROR  # it ended before the test did
+        return Verdict.RUNTIME_ERROR  # it exited before the test finished
     return Verdict.PASSED if isinstance(case, AssertCase) else _verdict(_is_value(found, case.expected))
 
 
@@ -217,13 +217,13 @@ def _verdict(right: bool) -> Verdict:
 
 
 def _report(stdout: str, secret: str) -> str | None:
-    """The harness's result, as JSON; None if it did not get that far."""
+    """Returns the harness's result as JSON text; None if the program ended before it."""
     lines = [line.removeprefix(secret) for line in stdout.splitlines() if line.startswith(secret)]
     return lines[-1] if lines else None
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs agree, up to whitespace at the ends of lines and of the text, and the last digits of numbers."""
+    """Whether two outputs agree, ignoring trailing whitespace of lines and text, and rounding of numbers."""
     ours, theirs = _lines(printed), _lines(expected)
     return ours == theirs or (len(ours) == len(theirs) and all(map(_same_line, ours, theirs)))
 
@@ -238,7 +238,7 @@ def _same_line(ours: str, theirs: str) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    """Whether two numbers agree up to rounding; False for two integers, which must be identical."""
+    """Whether two numbers in text agree up to rounding; False for two integers, which must be identical."""
     if max(len(ours), len(theirs)) > 400 or (ours.lstrip("+-").isdigit() and theirs.lstrip("+-").isdigit()):
         return False
     try:
@@ -248,7 +248,7 @@ def _close(ours: str, theirs: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a function's value is the expected one, or the only element of the list that some data sets wrap it in."""
+    """Whether a function's value equals the expected one, or the only element of the list that some datasets wrap it in."""
     if _equal(found, expected):
         return True
     return isinstance(expected, list) and len(expected) == 1 and _equal(found, expected[0])

@@ -1,4 +1,4 @@
-"""The reward manager `dapo`: the score, less a penalty for answers close to the maximum length (see `overlong.py`)."""
+"""The reward manager `dapo`: the score minus a penalty for responses close to the maximum length (see `overlong.py`)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class OverlongBuffer:
     log: Flag = key("Reports `overlong_reward` and `overlong` beside the score.", default=False)
 
 
-@register("dapo", "gdpo")  # verl's gdpo is its dapo that keeps every component of the score, as all managers here do
+@register("dapo", "gdpo")  # verl's gdpo is dapo that also reports each score component, as every manager here does
 class DAPORewardManager(NaiveRewardManager):
-    """Its `reward_kwargs`: `overlong_buffer_cfg`, and `max_resp_len` in tokens (null: `data.max_response_length`)."""
+    """Options in `reward_kwargs`: `overlong_buffer_cfg`, and `max_resp_len` in tokens (null:
+    `data.max_response_length`)."""
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -47,7 +48,7 @@ class DAPORewardManager(NaiveRewardManager):
             raise ConfigError(f"{KEY}.overlong_buffer_cfg.len must be from 1 to max_resp_len tokens: {limits}")
 
     async def run_single(self, data: DataProto) -> RewardResult:
-        """As `NaiveRewardManager`, less the penalty; the length is that of the whole response, tools' answers included."""
+        """Scores as the base class, minus the penalty; tool responses count towards the response's length."""
         result = await super().run_single(data)
         if self.buffer is None:
             return result

@@ -1,8 +1,9 @@
-"""Which function scores a row: the one registered for its data source, or the user's, one or several with weights.
+"""Selects the function that scores a row: the one registered for its data source, the user's own, or a weighted sum of
+several.
 
-Invariant: every scorer returned here takes the documented arguments `data_source, solution_str, ground_truth, extra_info`,
-and `trajectory`, by keyword, whichever of them its function declares. Running it (threads, processes, time limits, errors)
-is left to the reward managers.
+Invariant: every scorer loaded here accepts the documented arguments `data_source, solution_str, ground_truth,
+extra_info`, and `trajectory`, by keyword, whichever of them its function declares. Execution (threads, processes,
+timeouts, errors) is left to the reward managers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from etude.rewards.view import TrajectoryView
 
 Score = float | Mapping[str, Any]
 Scorer = Callable[..., Score | Awaitable[Score]]
-"""Called with `data_source, solution_str, ground_truth, extra_info, trajectory` by keyword; returns a number or a mapping
-with the key `score`, or an awaitable of one. One with the attribute `batched` gets lists and returns a list."""
+"""Called with `data_source, solution_str, ground_truth, extra_info, trajectory` by keyword; returns a number, a mapping
+with the key `score`, or an awaitable of either. A scorer with the attribute `batched` takes lists and returns a list."""
 
 SCORERS: Registry[Callable[..., Score]] = Registry("data source")
 SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
@@ -44,13 +45,13 @@ SCORERS.register("openai/openai_humaneval", "humaneval", "google-research-datase
 SCORERS.register("bfcl", "gorilla-llm/Berkeley-Function-Calling-Leaderboard")(bfcl.compute_score)
 
 FAMILIES: Mapping[str, Callable[..., Score]] = {"aime": math_dapo.compute_score, "bfcl_": bfcl.compute_score}
-"""Scorers of all data sources that begin with a text."""
+"""Scorers by prefix, for every data source that begins with it."""
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = {f"{name}s": name for name in (*ARGUMENTS[:3], "extra_info", "trajectory")} | {
     "trajectories": "trajectory"
 }
-"""What a function of whole batches declares, as verl's `batch` manager calls it → what each entry of that list is."""
+"""Parameter of a batch function, named as in verl's `batch` manager → the row argument that its list holds."""
 
 
 def compute_score(
@@ -75,12 +76,12 @@ ANSWERS: Mapping[Callable[..., Score], Callable[[str], str | None]] = {
     choice.compute_score: choice.extract_choice,
     qa.compute_score: qa.extract_answer,
 }
-"""Scorer that returns a number → what reads the answer that it judges."""
+"""Scorer that returns a number → function that extracts the answer it scores."""
 
 
 def score_row(**arguments: Any) -> Score:
-    """`compute_score`, whose numbers come with `acc` and `pred`, the answer that was read: None where there was none. What
-    the managers call without a function of the user's."""
+    """Like `compute_score`, but adds to a plain number `acc` and `pred`, the parsed answer (None if there is none). The
+    managers call it if the user has no function of their own."""
     result = compute_score(**arguments)
     read = ANSWERS.get(scorer_of(arguments["data_source"]))
     if read is None or isinstance(result, Mapping):
@@ -89,9 +90,9 @@ def score_row(**arguments: Any) -> Score:
 
 
 def sees_trajectory(scorer: Callable[..., object]) -> bool:
-    """Whether `scorer` asks for the argument `trajectory` by name."""
+    """Whether `scorer` declares the parameter `trajectory`."""
     if scorer is score_row or isinstance(user_function(scorer), UserFunction | WeightedSum):
-        return True  # they pass on what is asked for
+        return True  # they pass on only what their functions declare
     try:
         return "trajectory" in inspect.signature(scorer).parameters
     except (TypeError, ValueError):
@@ -102,7 +103,7 @@ _sees_trajectory = functools.cache(sees_trajectory)
 
 
 def scorer_of(data_source: str) -> Callable[..., Score]:
-    """The function registered for `data_source`.
+    """Returns the function registered for `data_source`.
 
     Raises:
         ConfigError: there is none.
@@ -124,12 +125,12 @@ _NONE: Mapping[str, Any] = {}
 
 class UserFunction:
     """A user's scorer: the function `name` of `path`, called with those of the documented arguments that it declares and
-    `reward_kwargs`. Pickled as these, so that other processes load it again."""
+    with `reward_kwargs`. Pickles as its path and settings, so that other processes import it again."""
 
     def __init__(
         self, path: str, name: str, reward_kwargs: Mapping[str, Any], key: str, offered: Mapping[str, Any] = _NONE
     ) -> None:
-        """`offered`: further arguments, for a function that declares them and has none in `reward_kwargs`."""
+        """`offered`: further arguments, passed if the function declares them and `reward_kwargs` does not set them."""
         self._made_of = (path, name, dict(reward_kwargs), key, dict(offered))
         where = f"'{name}' of {path} ({key})"
         function: Any = import_object(f"{path}:{name}")
@@ -145,7 +146,7 @@ class UserFunction:
         self._accepted = named | (set(ARGUMENTS) if takes_any and not self.batched else set())
 
     def __call__(self, **arguments: Any) -> Any:
-        """What the function returns; for a coroutine function an awaitable."""
+        """Returns the function's result; for a coroutine function, an awaitable."""
         return self._function(**{key: arguments[key] for key in self._accepted if key in arguments}, **self._extra)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,21 +160,21 @@ def load_compute_score(
     key: str = "custom_reward_function",
     offered: Mapping[str, Any] = _NONE,
 ) -> Scorer:
-    """The user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
+    """Loads the user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
 
-    It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`), and `trajectory`
-    if it names it; a function of whole batches declares their plurals. What is `offered` it gets if it declares it, such as
-    `reward_model`.
+    It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`), and
+    `trajectory` if it names it; a batch function declares their plurals. It gets those of the `offered` arguments, such
+    as `reward_model`, that it declares.
 
     Raises:
-        ConfigError: the file or function does not exist, is not callable, requires an argument that is not provided,
-            or does not take one of `reward_kwargs`.
+        ConfigError: the file or function does not exist, is not callable, requires an argument that is not provided, or
+            does not accept one of `reward_kwargs`.
     """
     function = UserFunction(path, name, reward_kwargs or {}, key, offered)
     if not function.is_async:
         return function
 
-    async def scorer(**arguments: Any) -> Score:  # a manager of the documents asks inspect.iscoroutinefunction
+    async def scorer(**arguments: Any) -> Score:  # verl-style managers call inspect.iscoroutinefunction on it
         result: Score = await function(**arguments)
         return result
 
@@ -182,14 +183,14 @@ def load_compute_score(
 
 
 def user_function(scorer: Any) -> Any:
-    """The `UserFunction` behind a scorer of `load_compute_score`; any other scorer itself."""
+    """Returns the `UserFunction` wrapped by `load_compute_score`; any other scorer unchanged."""
     return getattr(scorer, "function", scorer)
 
 
 class WeightedSum:
-    """Several scorers as one: `score` is Σ weight · score, beside each one's own by its name.
+    """Combines several scorers: `score` is Σ weight · score, and each function's own score is reported under its name.
 
-    What else a function returns is named `{name}/{key}`; `acc` is the first one that a function returns.
+    Other values that a function returns are reported as `{name}/{key}`; `acc` is the first one that a function returns.
     """
 
     def __init__(self, functions: Sequence[tuple[str, float, Scorer]]) -> None:
@@ -197,10 +198,10 @@ class WeightedSum:
         self.taken = {name: value for *_, each in functions for name, value in getattr(each, "taken", _NONE).items()}
 
     def __call__(self, **arguments: Any) -> Score | Awaitable[Score]:
-        """The sum; an awaitable where a function is asynchronous.
+        """Returns the sum, or an awaitable of it if any function is asynchronous.
 
         Raises:
-            InfrastructureError: a function failed, or returned no finite number; names it.
+            InfrastructureError: a function failed, or returned no finite number; the message names it.
         """
         results = [self._call(name, function, arguments) for name, _, function in self._functions]
         return self._awaited(results) if any(map(inspect.isawaitable, results)) else self._sum(results)
@@ -210,7 +211,7 @@ class WeightedSum:
             try:
                 return await result if inspect.isawaitable(result) else result
             except Exception as error:
-                raise _named(name, error) from error
+                raise _name_failure(name, error) from error
 
         names = [name for name, *_ in self._functions]
         return self._sum(await asyncio.gather(*map(one, names, results)))
@@ -219,7 +220,7 @@ class WeightedSum:
         try:
             return function(**arguments)
         except Exception as error:
-            raise _named(name, error) from error
+            raise _name_failure(name, error) from error
 
     def _sum(self, results: Sequence[Any]) -> Score:
         total, own, parts, acc = 0.0, dict[str, Any](), dict[str, float](), dict[str, Any]()
@@ -237,10 +238,10 @@ class WeightedSum:
 
 
 COMPONENTS = "reward_components"
-"""The entry of a score's details with the weighted reward of each function, whose sum is the score."""
+"""Key in a score's details that holds the weighted reward of each function; the score is their sum."""
 
 
-def _named(name: str, error: Exception) -> Exception:
+def _name_failure(name: str, error: Exception) -> Exception:
     if isinstance(error, ConfigError | ModuleNotFoundError):
         return error
     return InfrastructureError(f"the reward '{name}' failed: {describe_error(error)}")
@@ -251,12 +252,12 @@ def load_rewards(
     offered: Mapping[str, Any] = _NONE,
     further: Sequence[tuple[str, float, Scorer]] = (),
 ) -> WeightedSum:
-    """`custom_reward_function.rewards` as one scorer, with the `further` ones of the sum, each (label, weight, scorer);
-    `offered` as in `load_compute_score`.
+    """Loads `custom_reward_function.rewards` as one scorer, together with the `further` ones of the sum, each (label,
+    weight, scorer); `offered` as in `load_compute_score`.
 
     Raises:
-        ConfigError: an entry is not `{path, name, weight, label, reward_kwargs}`, two have one label, or as
-            `load_compute_score`.
+        ConfigError: an entry is not `{path, name, weight, label, reward_kwargs}` or scores batches, two entries share a
+            label, or as `load_compute_score`.
     """
     functions: list[tuple[str, float, Scorer]] = []
     for number, entry in enumerate(entries):
@@ -278,11 +279,11 @@ def load_rewards(
 def declared_arguments(
     function: Callable[..., object], where: str, given: Sequence[str], extra: Mapping[str, Any], extra_key: str
 ) -> tuple[set[str], bool]:
-    """Those of the `given` arguments that `function` declares by name, and whether it takes any beside. It is called with
-    `extra`, the values of the key `extra_key`, too.
+    """Returns which of the `given` arguments `function` declares by name, and whether it takes `**kwargs`. `extra` holds
+    the values of the key `extra_key`, with which it is also called.
 
     Raises:
-        ConfigError: it requires another argument, or does not take one of `extra`; begins with `where`.
+        ConfigError: it requires another argument, or does not accept one of `extra`; the message begins with `where`.
     """
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-r"""Scoring of geometry problems (Geometry3K): the answer as mathematics, and the format of the solution.
+r"""Scoring of geometry problems (Geometry3K): the answer, compared as mathematics, and the format of the solution.
 
 The format is right if the solution begins with `<think>`, closes it, and gives a `\boxed{…}` after it.
 """
@@ -11,7 +11,7 @@ _FORM = ("</think>", "\\boxed{", "}")
 
 
 def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    r"""(1 - `format_score`) for the right answer plus `format_score` for the format.
+    r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
 
@@ -24,7 +24,7 @@ def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, 
 
 
 def has_form(solution: str) -> bool:
-    """Whether `solution` thinks first and then boxes an answer."""
+    """Whether `solution` begins with a closed `<think>` block and then boxes an answer."""
     position = len("<think>") if solution.startswith("<think>") else -1
     for piece in _FORM:
         if position < 0:

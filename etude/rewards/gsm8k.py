@@ -12,14 +12,14 @@ from typing import Literal
 
 Method = Literal["strict", "flexible"]
 
-_TAIL = 300  # characters: the answer is at the end, and the search stays cheap on long texts
+_TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(r"####[ \t]*\$?[ \t]*(-?\$?[0-9.,]{1,100})")
 _NUMBER = re.compile(r"-?\$?[0-9][0-9.,]{0,99}|-?\.[0-9]{1,99}")
 
 
 def extract_answer(text: str, method: Method = "strict") -> str | None:
-    """The answer in `text` without thousands separators and currency signs, or None when there is none.
+    """Returns the answer in `text` without thousands separators and currency signs; None if there is none.
 
     Raises:
         ValueError: `method` is neither "strict" nor "flexible".
@@ -41,7 +41,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right number, `format_score` for another number, 0.0 when no answer was found."""
+    """Returns `score` for the right number, `format_score` for another number, 0.0 if there is no answer."""
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0

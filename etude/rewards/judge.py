@@ -1,5 +1,5 @@
-"""A language model as judge: `compute_score` by a rubric, `rank_group` by comparing answers in pairs, `order_group` by
-ranking them at once.
+"""LLM as a judge: `compute_score` scores by a rubric, `rank_group` compares answers in pairs, `order_group` ranks all
+answers of a group in one request.
 
     custom_reward_function:
       path: etude.rewards.judge
@@ -7,9 +7,9 @@ ranking them at once.
 
 Without `base_url` the judge is the language model of `reward_model.model.path`, in this process.
 
-Invariant: a score is a number that the judge wrote, within the scale; what cannot be read is asked again, then it is an
-infrastructure failure, never a 0. An answer cannot end the quotation that it stands in. Requests are bounded in number, time
-and size; equal questions are asked once, at the same time too.
+Invariant: a score is a number that the judge wrote, within the scale. An unreadable reply is retried, then it is an
+infrastructure failure, never a 0. A quoted answer cannot close the tag around it. Requests are bounded in number, time
+and size; identical prompts are sent once, even when asked concurrently.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ ORDER_TEMPLATE = f"""You rank answers to a question.
 Rank them {_BY_RUBRIC}
 {{{{"ranking": [the numbers of all answers, the best first]}}}}."""
 RUBRIC = "Is the answer correct, complete and helpful? Where a reference is given, it is right."
-MAX_CHARS = 50_000  # characters of an answer that the judge is shown, from its end
-_REMEMBERED = 10_000
+MAX_CHARS = 50_000  # the judge sees at most this many characters of an answer, its last ones
+_CACHE_SIZE = 10_000
 _NUMBER = r"(-?\d{1,9}(?:\.\d{1,9})?)"
 _OUT_OF = r"(?: ?/ ?\d{1,9})?"
 _SCORE = re.compile(
@@ -87,25 +87,26 @@ _TAG = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0
 
 
 def read_score(text: str, low: float, high: float) -> float | None:
-    """The last score in a judge's words, as JSON, in `<score>`, or at their end; None without one from `low` to `high`."""
-    found = _SCORE.findall(text[-MAX_CHARS:].strip())  # the last of all forms: an earlier one may quote the answer's
-    if not found:
+    """Returns the last score in a judge's reply: as JSON, in `<score>`, or as text at its end; None if it is missing or
+    not from `low` to `high`."""
+    matches = _SCORE.findall(text[-MAX_CHARS:].strip())  # the last one counts: earlier ones may be quotations
+    if not matches:
         return None
-    value = float(next(filter(None, found[-1])))
+    value = float(next(filter(None, matches[-1])))
     return value if low <= value <= high else None
 
 
 def read_preference(text: str) -> float | None:
-    """1.0 if the judge prefers A, 0.0 if B, 0.5 for a tie; None if it does not say."""
-    found = _BETTER.findall(text[-MAX_CHARS:])
-    return {"A": 1.0, "B": 0.0, "tie": 0.5}[found[-1]] if found else None
+    """Returns 1.0 if the judge prefers A, 0.0 for B, 0.5 for a tie; None if the reply has no verdict."""
+    matches = _BETTER.findall(text[-MAX_CHARS:])
+    return {"A": 1.0, "B": 0.0, "tie": 0.5}[matches[-1]] if matches else None
 
 
 def read_ranking(text: str, count: int) -> list[int] | None:
-    """The last ranking of answers 1 to `count` in a judge's words, the best first; None without a whole one."""
-    found = _RANKING.findall(text[-MAX_CHARS:])
+    """Returns the last ranking of answers 1 to `count` in a judge's reply, best first; None without a complete one."""
+    matches = _RANKING.findall(text[-MAX_CHARS:])
     try:
-        ranking = [int(number) for number in found[-1].split(",")] if found else []
+        ranking = [int(number) for number in matches[-1].split(",")] if matches else []
     except ValueError:
         return None
     return ranking if sorted(ranking) == list(range(1, count + 1)) else None
@@ -113,7 +114,7 @@ def read_ranking(text: str, count: int) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model said; `is_cut`: it was longer than it may be; `fault`: why there is no text, although it costs."""
+    """A model's reply. `is_cut`: truncated at the token limit; `fault`: why it has no text, although tokens are billed."""
 
     text: str
     is_cut: bool
@@ -123,25 +124,25 @@ class Completion:
 
 
 class ChatModel(Protocol):
-    """A model that answers conversations: behind an endpoint, or in this process. `judges` keeps those that ask it."""
+    """A model that answers chat messages, behind an endpoint or in this process. `judges` caches the judges that use it."""
 
     judges: dict[Endpoint, Judge]
 
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int | None, seed: int
     ) -> Completion:
-        """Its answer, of at most `max_tokens` tokens (None: its own limit).
+        """Generates a reply of at most `max_tokens` tokens (None: the model's own limit).
 
         Raises:
-            InfrastructureError: there is none.
+            InfrastructureError: no reply could be obtained.
         """
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the judge is, and how it is asked: `votes` answers to each question, at most `concurrency` requests at once,
-    each tried up to `retries` times more, within `seconds` each. Prices are those of a million tokens; `extra_body`: JSON
-    of further fields of a request (`response_format`, `reasoning_effort` …)."""
+    """Endpoint and request settings of a judge: `votes` replies to each prompt, at most `concurrency` concurrent
+    requests, up to `retries` retries with a timeout of `seconds` per attempt. Prices are per million tokens;
+    `extra_body` is JSON with extra request fields (`response_format`, `reasoning_effort` …)."""
 
     base_url: str = ""
     model: str = ""
@@ -158,7 +159,7 @@ class Endpoint:
 
 
 class HttpModel:
-    """The model behind an OpenAI-compatible endpoint."""
+    """A model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.judges: dict[Endpoint, Judge] = {}
@@ -187,7 +188,7 @@ class HttpModel:
         }
         try:
             answer = await self._service.request("POST", seconds=self._endpoint.seconds, body=body)
-        except ToolError as error:  # such as a prompt beyond the judge's context
+        except ToolError as error:  # e.g. the prompt exceeds the judge's context window
             raise InfrastructureError(f"{self._service.host}: {error}") from error
         reported = answer.get("usage") if isinstance(answer, Mapping) else None
         given = (reported.get(name) if isinstance(reported, Mapping) else None for name in _TOKENS)
@@ -205,7 +206,7 @@ _TOKENS = ("prompt_tokens", "completion_tokens")
 
 
 class Judge:
-    """Asks a model; what it costs is counted (see `usage`)."""
+    """Asks a model for verdicts; the tokens and cost are counted (see `usage`)."""
 
     def __init__(self, endpoint: Endpoint, model: ChatModel) -> None:
         if not 1 <= endpoint.votes <= 100:
@@ -213,34 +214,35 @@ class Judge:
         if min(endpoint.prompt_price, endpoint.completion_price) < 0:
             raise ConfigError("judge: prices of a million tokens cannot be negative")
         self.endpoint, self._model = endpoint, model
-        self._known: OrderedDict[tuple[bytes, int], Future[Any]] = OrderedDict()  # by hash: prompts are long
+        self._cache: OrderedDict[tuple[bytes, int], Future[Any]] = OrderedDict()  # keyed by hash: prompts are long
 
     async def ask(self, prompt: str, read: Callable[[str], float | None]) -> float:
-        """The median over `votes` of what `read` finds in the judge's answers to `prompt`; raises as `vote`."""
+        """Returns the median of `votes` verdicts, each parsed by `read` from a reply to `prompt`; raises as `vote`."""
         return statistics.median(await gather(self.vote(prompt, vote, read) for vote in range(self.endpoint.votes)))
 
     async def vote(self, prompt: str, vote: int, read: Callable[[str], T | None]) -> T:
-        """What `read` finds in the judge's answer to `prompt`; `vote` numbers several answers.
+        """Returns the verdict that `read` parses from the reply to `prompt`; `vote` numbers several replies to one
+        prompt.
 
         Raises:
-            InfrastructureError: the model failed, or its answers could not be read, in all of `retries` + 1 attempts.
+            InfrastructureError: the model failed, or its reply could not be parsed, in all of `retries` + 1 attempts.
         """
         key = hashlib.sha256(prompt.encode(errors="surrogatepass")).digest(), vote
-        asked: Future[T] = Future()  # not of one event loop: several may share a judge
-        while (known := self._known.setdefault(key, asked)) is not asked:
+        asked: Future[T] = Future()  # thread-safe: several event loops may share a judge
+        while (pending := self._cache.setdefault(key, asked)) is not asked:
             with contextlib.suppress(_Unanswered):
-                found: T = await asyncio.shield(asyncio.wrap_future(known))
+                value: T = await asyncio.shield(asyncio.wrap_future(pending))
                 usage.count(cached=1)
-                return found
+                return value
         try:
             value = await self._ask_until_read(prompt, vote, read)
         except BaseException as error:
-            self._known.pop(key, None)  # first: who waits may ask again
+            self._cache.pop(key, None)  # removed first, so that waiting callers can ask again
             asked.set_exception(error if isinstance(error, InfrastructureError) else _Unanswered())
             raise
         asked.set_result(value)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        if len(self._cache) > _CACHE_SIZE:
+            self._cache.popitem(last=False)
         return value
 
     async def _ask_until_read(self, prompt: str, vote: int, read: Callable[[str], T | None]) -> T:
@@ -273,20 +275,20 @@ class Judge:
             completion_tokens=answer.completion_tokens,
             cost=cost / 1e6,
         )
-        if answer.is_cut or answer.fault:  # what was cut may be a quotation of the answer, and no verdict
+        if answer.is_cut or answer.fault:  # what looks like a verdict may be a truncated quotation of the answer
             raise InfrastructureError(answer.fault or "its answer is longer than max_tokens")
         return answer.text.rpartition("</think>")[2]
 
 
 class _Unanswered(Exception):
-    """Who asked was cancelled, or failed in a way of its own: the next one asks."""
+    """The caller that sent the request was cancelled or failed with another error: the next waiting caller resends it."""
 
 
 _http_model = functools.lru_cache(maxsize=64)(HttpModel)
 
 
 def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
-    """The one with these options, at their `base_url` or else on `reward_model`."""
+    """Returns the judge with these options, shared between calls: at their `base_url`, or else on `reward_model`."""
     body = {"extra_body": json.dumps(dict(options["extra_body"]))} if "extra_body" in options else {}
     try:
         endpoint = Endpoint(**{**options, **body})
@@ -299,9 +301,9 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
     return model.judges.setdefault(endpoint, Judge(endpoint, model))
 
 
-def _quote(text: object, most: int = MAX_CHARS) -> str:
-    """`text` as it stands in a prompt: it cannot open or close the prompt's own tags."""
-    return _TAG.sub("<\u200b", str(text)[-most:])
+def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags; keeps its last `max_chars`."""
+    return _TAG.sub("<\u200b", str(text)[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
@@ -324,12 +326,12 @@ async def compute_score(
     high: float = 10.0,
     **endpoint: Any,
 ) -> dict[str, Any]:
-    """`score` from 0 to 1: the judge's, from `low` to `high`, by `rubric`; `judge` is what it gave, `judge_tokens` and
-    `judge_cost` what that took. `reward_model`: the judge where there is no `base_url`; further keywords are those of
-    `Endpoint`.
+    """Returns `score` in [0, 1], the judge's grade by `rubric` rescaled from [`low`, `high`]; `judge`, the grade itself;
+    and `judge_tokens` and `judge_cost`, what it used. `reward_model` is the judge where there is no `base_url`; further
+    keywords are fields of `Endpoint`.
 
     Raises:
-        InfrastructureError: the endpoint failed, or did not judge.
+        InfrastructureError: the endpoint failed, or its reply held no verdict.
         ConfigError: an option is invalid.
     """
     if not low < high:
@@ -360,9 +362,9 @@ async def rank_group(
     template: str = PAIR_TEMPLATE,
     **endpoint: Any,
 ) -> list[dict[str, Any]]:
-    """For `reward_manager=batch` with `rollout.mode=sync`: each answer's share of wins against the others to its question,
-    each pair asked in both orders, which cancels a judge's liking for the first. An answer alone gets 0.5. Keywords and
-    errors are those of `compute_score`."""
+    """Scores each answer by its win rate against the other answers to its question (`reward_manager=batch` with
+    `rollout.mode=sync`). Each pair is compared in both orders, which cancels the judge's position bias. A single answer
+    scores 0.5. Keywords and errors are those of `compute_score`."""
     judge = _judge(endpoint, reward_model)
 
     async def compare(a: int, b: int, asked: Mapping[str, str]) -> Shares:
@@ -389,8 +391,8 @@ async def order_group(
     template: str = ORDER_TEMPLATE,
     **endpoint: Any,
 ) -> list[dict[str, Any]]:
-    """As `rank_group`, by one request for all answers to a question, which are shuffled: the share of the others that the
-    judge ranks below, a mean over `votes`."""
+    """Like `rank_group`, with one request per vote that ranks all answers to a question, shuffled: an answer scores the
+    share of the others that the judge ranks below it, averaged over `votes`."""
     judge = _judge(endpoint, reward_model)
 
     async def order(rows: list[int], asked: Mapping[str, str], vote: int) -> Shares:
@@ -407,13 +409,13 @@ async def order_group(
 
 
 Shares = list[tuple[int, float]]
-"""Rows, each with its share of wins in one comparison."""
+"""(row, share of wins) of the rows in one comparison."""
 
 
 def _groups(
     truths: Sequence[Any], infos: Sequence[Mapping[str, Any] | None], trajectories: Sequence[Any]
 ) -> Iterator[tuple[list[int], dict[str, str]]]:
-    """The rows of each question that has several answers, and what a prompt says of the question."""
+    """Yields the rows of each question that has several answers, and the prompt fields that describe the question."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (truth, info, seen) in enumerate(zip(truths, infos, trajectories)):
         groups.setdefault((_question(info, seen), json.dumps(truth, default=str)), []).append(row)
@@ -423,7 +425,7 @@ def _groups(
 
 
 def _mean_shares(count: int, comparisons: Sequence[Shares]) -> list[dict[str, Any]]:
-    """The score of each row: the mean of its shares, 0.5 without any."""
+    """Returns the score of each row: the mean of its shares, 0.5 without any."""
     shares: list[list[float]] = [[] for _ in range(count)]
     for row, share in (each for comparison in comparisons for each in comparison):
         shares[row].append(share)

@@ -1,7 +1,7 @@
-"""A penalty for answers longer than asked for, or of another length.
+"""A penalty for responses longer than a target length, or of any other length.
 
-Source: L1 (arXiv:2503.04697), whose reward is less α · |n_target - n| ("exact"), or less α for each token over n_target
-("max"). Here the penalty is in [-1, 0], and counts what the model wrote, not what tools answered.
+Source: L1 (arXiv:2503.04697), whose reward subtracts α · |n_target - n| ("exact"), or α per token over n_target ("max").
+Here the penalty is in [-1, 0] and counts sampled tokens only, not tool responses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from etude.errors import ConfigError
 
 
 def compute_score(trajectory: Any, target_tokens: int, alpha: float = 0.0003, mode: str = "max") -> float:
-    """-min(1, α · excess); `mode`: the excess is over `target_tokens` ("max"), or the distance from it ("exact").
+    """Returns -min(1, α · excess); `mode`: the excess is over `target_tokens` ("max"), or the distance from it ("exact").
 
     Raises:
         ConfigError: there is no such mode.

@@ -1,8 +1,8 @@
-"""Reward managers: from a finished rollout, as a one-row `DataProto`, to its score.
+"""Reward managers: score a finished rollout, passed as a one-row `DataProto`.
 
 Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns anything else is an
-infrastructure failure, not a bad answer; and a scorer only sees what the model wrote: `NaiveRewardManager` decodes the
-tokens whose `response_mask` is 1, so that no tool output can satisfy it.
+infrastructure failure, not a bad answer. By default a scorer only sees text that the model sampled: `NaiveRewardManager`
+decodes the tokens whose `response_mask` is 1, so tool output cannot earn a reward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 SCORER_SECONDS = 60.0
 KEY = "reward_model.reward_kwargs"
-_scorer_threads = BlockingCalls("etude-scorer", limit=128)  # they mostly wait: for a judge, a sandbox, a service
+_scorer_threads = BlockingCalls("etude-scorer", limit=128)  # scorers mostly wait for a judge, a sandbox or a service
 
 
 class Tokenizer(Protocol):
@@ -43,16 +43,18 @@ class Tokenizer(Protocol):
 
 
 class RewardResult(TypedDict):
-    """What `run_single` returns; the entries of `reward_extra_info` are reported beside the score."""
+    """The result of `run_single`; the entries of `reward_extra_info` are reported next to the score."""
 
     reward_score: float
     reward_extra_info: dict[str, Any]
 
 
 class BoundedScorer:
-    """A scorer as an awaitable call: it runs in a thread, for at most `timeout` seconds, awaiting its result included.
+    """Makes a scorer awaitable with a timeout: it runs in a thread for at most `timeout` seconds, including any
+    awaitable that it returns.
 
-    The time starts when the scorer does: waiting for a free thread does not count. A subclass runs it elsewhere.
+    The clock starts when the scorer starts: waiting for a free thread does not count. Subclasses override `_run` to
+    execute it elsewhere.
     """
 
     def __init__(self, scorer: Scorer, timeout: float) -> None:
@@ -61,10 +63,10 @@ class BoundedScorer:
         self._sees_trajectory = default.sees_trajectory(scorer)
 
     async def __call__(self, **arguments: Any) -> Score:
-        """The scorer's result; `trajectory` is passed on to one that declares it.
+        """Returns the scorer's result. `trajectory` is passed only if the scorer declares it.
 
         Raises:
-            EtudeError: raised by the scorer, or it imports a package that is not installed: the user must act.
+            EtudeError: the scorer raised it, or imports a package that is not installed: the user must act.
             InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
         """
         if not self._sees_trajectory:
@@ -82,12 +84,12 @@ class BoundedScorer:
     async def _run(self, arguments: dict[str, Any]) -> Score:
         started = time.monotonic()
 
-        def scored() -> Any:
+        def call_scorer() -> Any:
             nonlocal started
             started = time.monotonic()
             return self._scorer(**arguments)
 
-        result = await _scorer_threads.run_within(self._timeout, scored)
+        result = await _scorer_threads.run_within(self._timeout, call_scorer)
         if not inspect.isawaitable(result):
             return result
         return await within(max(started + self._timeout - time.monotonic(), 0.0), _awaited, result)
@@ -102,15 +104,15 @@ class AbstractRewardManager(ABC):
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """Rewards (batch, response_len), or with `return_dict` {"reward_tensor", "reward_extra_info"}."""
+        """Returns rewards (batch, response_len), or with `return_dict` {"reward_tensor", "reward_extra_info"}."""
 
 
 class RewardManagerBase(AbstractRewardManager):
-    """Scores each trajectory as it ends: a subclass defines `run_single`.
+    """Scores each trajectory as soon as it ends; subclasses define `run_single`.
 
-    `compute_score` is awaitable whether the function behind it is synchronous or not, and limited to `timeout` seconds.
-    Constructed by keyword, as `(tokenizer, compute_score)`, or in either of verl's orders: `(config, tokenizer,
-    compute_score)` and `(tokenizer, num_examine, compute_score, reward_fn_key)`.
+    `compute_score` is always awaitable, whether the wrapped function is sync or async, and times out after `timeout`
+    seconds. Constructed by keyword, as `(tokenizer, compute_score)`, or with either of verl's positional signatures:
+    `(config, tokenizer, compute_score)` and `(tokenizer, num_examine, compute_score, reward_fn_key)`.
     """
 
     is_async_reward_score = True
@@ -137,7 +139,7 @@ class RewardManagerBase(AbstractRewardManager):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Called for every instance; a subclass with shared set-up checks `_class_initialized`."""
+        """Called by every `__init__`; a subclass with one-time setup checks `_class_initialized` first."""
         cls._class_initialized = True
 
     @property
@@ -147,17 +149,17 @@ class RewardManagerBase(AbstractRewardManager):
 
     @abstractmethod
     async def run_single(self, data: DataProto) -> RewardResult:
-        """Scores `data`, which holds one row."""
+        """Scores `data`, a batch of one row."""
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """The batch form, for callers outside an event loop: each score at its row's last sampled token.
+        """Scores a whole batch, for callers outside an event loop; each score is placed at its row's last sampled token.
 
         Args:
-            data: `responses` (batch, response_len) and what `run_single` needs. Without `response_mask`, the response's part
-                of `attention_mask` is used; without either, every token.
+            data: `responses` (batch, response_len) and the columns that `run_single` reads. Without `response_mask`, the
+                response slice of `attention_mask` is used; without either, every token counts.
             return_dict: also return `reward_extra_info`, each key a list with one entry (or None) per row.
         """
-        import torch  # local, since tools, which only check rewards, load without it
+        import torch  # imported lazily: `etude.tools` imports this package and needs no torch
 
         results = asyncio.run(self._run_all(data))
         mask = _response_mask(data.batch).bool()
@@ -177,11 +179,11 @@ class RewardManagerBase(AbstractRewardManager):
 
 
 def _response_mask(batch: Any) -> torch.Tensor:
-    """1 where a response token counts; shaped like `batch["responses"]`, with or without a batch dimension."""
+    """Returns a mask like `batch["responses"]`, with or without a batch dimension: 1 where a response token counts."""
     import torch
 
     responses = batch["responses"]
-    if "response_mask" in batch.keys():  # noqa: SIM118 (a TensorDict without tensors' names is no container)
+    if "response_mask" in batch.keys():  # noqa: SIM118 (TensorDict does not support `in`)
         return batch["response_mask"]
     if "attention_mask" in batch.keys():  # noqa: SIM118
         return batch["attention_mask"][..., -responses.shape[-1] :]
@@ -189,11 +191,12 @@ def _response_mask(batch: Any) -> torch.Tensor:
 
 
 _UNUSED = ("num_examine", "reward_router_address", "reward_model_tokenizer")
-"""Further arguments of verl's managers: how many answers to print, and a reward model's address."""
+"""Arguments of verl's managers that are accepted and ignored: how many answers to print, a reward model's address and
+tokenizer."""
 
 
 def _name_parts(parts: tuple[Any, ...]) -> dict[str, Any]:
-    """A manager's positional arguments by name; a tokenizer in first position distinguishes the forms."""
+    """Maps a manager's positional arguments to names; a tokenizer in first position distinguishes the signatures."""
     names: tuple[str, ...] = ("config", "tokenizer", "compute_score", *_UNUSED[1:])
     if parts and hasattr(parts[0], "decode"):
         has_count = len(parts) > 1 and isinstance(parts[1], int)
@@ -212,15 +215,16 @@ def build_manager(
     reward_kwargs: Mapping[str, Any],
     score_text: ScoreText = "assistant",
 ) -> AbstractRewardManager:
-    """An instance of the class registered as `name`; what its `__init__` declares is passed by keyword.
+    """Instantiates the class registered as `name`; the arguments that its `__init__` declares are passed by keyword.
 
     Args:
         compute_score: the user's function; None for the built-in one.
         score_text: see `NaiveRewardManager`, whose subclasses take it.
 
     Raises:
-        ConfigError: no such class; its `__init__` requires something that is not provided, does not take one of
-            `reward_kwargs`, the user's function or `score_text`, or fails; or the class would never be called.
+        ConfigError: no class has this name; its `__init__` requires an argument that is not provided, does not accept
+            one of `reward_kwargs`, the user's function or `score_text`, or raises; its `__call__` would never be used;
+            or the user's function takes batches and the class does not.
     """
     cls: Any = REWARD_MANAGERS.get(name)
     where = f"the reward manager '{name}' ({cls.__qualname__})"
@@ -247,7 +251,7 @@ def build_manager(
         "num_examine": 0,
     }
     wanted, takes_any = default.declared_arguments(cls, where, tuple(given), reward_kwargs, KEY)
-    if takes_any:  # passed on to its base
+    if takes_any:  # its **kwargs are passed on to the base class
         wanted |= {"compute_score"} if "tokenizer" in wanted else {"config", "tokenizer", "compute_score"}
         wanted |= {"score_text"} if picks_text else set()
     arguments = {key: value for key, value in given.items() if key in wanted} | dict(reward_kwargs)
@@ -273,9 +277,9 @@ ScoreText = Literal["assistant", "final_turn", "full"]
 class NaiveRewardManager(RewardManagerBase):
     """Passes the text of one trajectory to `compute_score`.
 
-    `score_text`: "assistant", the model's own words, turns joined by a newline; "final_turn", those of its last turn;
-    "full", all that followed the prompt, tools' answers included. A subclass that runs functions its own way names in `runs`
-    its `BoundedScorer` and the section of that one's options.
+    `score_text` selects the text: "assistant", the model's output, turns joined by a newline; "final_turn", its last
+    turn only; "full", everything after the prompt, tool responses included. A subclass that executes scorers differently
+    sets `runs` to its `BoundedScorer` and the options class of its `reward_kwargs`.
     """
 
     runs: ClassVar[tuple[Callable[..., BoundedScorer], type[Any]] | None] = None
@@ -284,16 +288,16 @@ class NaiveRewardManager(RewardManagerBase):
         super().__init__(*parts, **named)
         self.score_text = score_text
         if self.scorer is default.compute_score:
-            self.scorer = default.score_row  # the same, and the answer that was read
+            self.scorer = default.score_row  # the same score, plus the parsed answer
             self.compute_score = BoundedScorer(self.scorer, self.timeout)
         if self.runs is not None:
             bounded, section = self.runs
             self.compute_score = bounded(self.scorer, self.timeout, to_options(section, self.reward_kwargs, KEY))
-        if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have its own
+        if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have options
             raise ConfigError(f"the reward manager 'naive' has no {KEY}.{next(iter(self.reward_kwargs))}")
 
     async def run_single(self, data: DataProto) -> RewardResult:
-        """Score and details of one row; a plain number is also reported as `acc`.
+        """Returns the score and details of one row; a plain number is also reported as `acc`.
 
         Raises:
             ValueError: `data` does not hold exactly one row.
@@ -314,7 +318,7 @@ class NaiveRewardManager(RewardManagerBase):
         return read_score(result, f"compute_score for the data source '{source}'")
 
     def _text(self, batch: Any) -> str:
-        """What a scorer gets of one row, by `score_text`."""
+        """Returns the text that the scorer gets, as selected by `score_text`."""
         responses, mask = batch["responses"], _response_mask(batch)
         if self.score_text == "full":
             if "attention_mask" in batch.keys():  # noqa: SIM118
@@ -329,10 +333,10 @@ class NaiveRewardManager(RewardManagerBase):
 
 
 def read_score(result: object, source: str) -> RewardResult:
-    """A scorer's result, a number or a mapping with the key `score`, as a `RewardResult`.
+    """Converts a scorer's result, a number or a mapping with the key `score`, to a `RewardResult`.
 
     Raises:
-        InfrastructureError: there is no finite score in it; the message begins with `source`.
+        InfrastructureError: the result has no finite score; the message begins with `source`.
     """
     details = dict(result) if isinstance(result, Mapping) else {"acc": result}
     value = details.get("score") if isinstance(result, Mapping) else result

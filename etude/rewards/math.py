@@ -11,13 +11,13 @@ __all__ = ["answers_equal", "compute_score", "integer_score", "last_boxed"]
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 when the last boxed answer equals `ground_truth`, else 0.0."""
+    """Returns 1.0 if the last boxed answer equals `ground_truth`, else 0.0."""
     answer = last_boxed(solution_str)
     return 1.0 if answer is not None and answers_equal(answer, str(ground_truth)) else 0.0
 
 
 def integer_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 when the last boxed answer is exactly the integer `ground_truth`, else 0.0.
+    """Returns 1.0 if the last boxed answer is exactly the integer `ground_truth`, else 0.0.
 
     Raises:
         ValueError: `ground_truth` is not an integer.

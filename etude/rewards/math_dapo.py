@@ -1,7 +1,7 @@
 r"""Scoring of mathematics as in DAPO: the last line `Answer: …` of a solution against the reference.
 
-Source: DAPO (arXiv:2503.14476), whose data asks for "Answer: $Answer" on the last line. Right is +1 and wrong -1, as there;
-`acc` is 1 or 0, and `pred` the answer that was read.
+Source: DAPO (arXiv:2503.14476), whose data asks for "Answer: $Answer" on the last line. A right answer scores +1 and a
+wrong one -1, as in the paper; `acc` is 1 or 0, and `pred` is the parsed answer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from etude.rewards.answers import answers_equal
 from etude.rewards.boxed import last_boxed
 
 TAIL = 300
-"""Characters at the end of a solution: the answer is there, and one further up was not given as the last word."""
+"""Characters that are searched, from the end of a solution: an earlier `Answer:` is not the final one."""
 _ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
 
 
 def extract_answer(text: str, strict_box: bool = False) -> str | None:
-    r"""What follows the last `Answer:` on its line (of that, the box, if there is one); with `strict_box` the last box."""
+    r"""Returns the rest of the line after the last `Answer:`, or the box in it; with `strict_box`, the last box."""
     tail = text[-TAIL:]
     if strict_box:
         return last_boxed(tail)
@@ -29,7 +29,7 @@ def extract_answer(text: str, strict_box: bool = False) -> str | None:
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box: bool = False) -> dict[str, Any]:
-    """`score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None without one).
+    """Returns `score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None if there is none).
 
     Raises:
         InfrastructureError: the process for symbolic algebra cannot be started.

@@ -1,6 +1,7 @@
 """Checks that a reward is a finite number.
 
-Invariant: only finite floats are returned; anything else from a tool or scorer is its fault, never a reward to train on.
+Invariant: only finite floats are returned; anything else from a tool or scorer is an infrastructure failure, never a
+reward to train on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from etude.errors import InfrastructureError
 
 
 def as_reward(value: object, source: str) -> float:
-    """`value` (any real number, numpy and torch scalars included; None is 0.0) as a float.
+    """Returns `value` (any real number, NumPy and torch scalars included; None is 0.0) as a float.
 
     Raises:
         InfrastructureError: not a number, or not finite; the message begins with `source`.

@@ -1,7 +1,8 @@
 r"""Numbers as people and models write them: `1,000`, `1.234,5`, `0,5`, `1\frac{1}{2}`, `0.1\overline{6}`, `1.5\times10^8`.
 
-Invariant: exact arithmetic on bounded digits, so that nothing here takes noticeable time. A text that is not one number has
-no reading; where its notation is ambiguous ("1,5" may be a list, too) the caller decides by what the other side is.
+Invariant: exact arithmetic on a bounded number of digits, so nothing here takes noticeable time. Text that is not
+exactly one number parses to None; where the notation is ambiguous ("1,5" may also be a list) the caller decides, from
+the other answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MIN_ROUNDED_PLACES = 6
-"""A decimal fraction with that many places may be the rounding of another number: 0.333333 is a third, 0.33 is not."""
+"""A decimal with at least this many places may be rounded: 0.333333 matches 1/3, 0.33 does not."""
 MIN_ROUNDED_DIGITS = 5
 _MAX_EXPONENT = 300
 
@@ -29,7 +30,7 @@ _SCIENTIFIC = re.compile(r"(.+?)(?:(?:\\times|\\cdot|\*) ?10\^(?:\{([+-]?\d{1,4}
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number and how it was written: `places` after the decimal point (None: an integer or a fraction), its significant
+    """A number and its notation: `places` after the decimal point (None: an integer or a fraction), its significant
     `digits`, and whether a percent sign followed (`value` is the number before it)."""
 
     value: Fraction
@@ -38,7 +39,7 @@ class Numeral:
     percent: bool = False
 
     def equals(self, other: Numeral) -> bool:
-        """Whether both are the same number; a percentage is its number, or a hundredth of it."""
+        """Whether both are the same number; a percentage matches its number or a hundredth of it."""
         if self.percent == other.percent:
             return self._close(other)
         part, whole = (self, other) if self.percent else (other, self)
@@ -55,7 +56,7 @@ class Numeral:
 
 
 def read_numeral(text: str) -> Numeral | None:
-    """The number that `text` is, in any of the notations above; None if it is not exactly one."""
+    """Parses `text` as a number in any of the notations above; None if it is not exactly one."""
     body = text.strip()
     percent = re.search(r"(?:\\?%|(?i:percent|per cent))\Z", body)
     if percent:
@@ -91,7 +92,7 @@ def _unsigned(body: str) -> Numeral | None:
 
 
 def _plain_notation(body: str) -> str:
-    """`body` with a decimal point and without thousands separators."""
+    """Rewrites `body` with a decimal point and without thousands separators."""
     match = _CONTINENTAL.fullmatch(body)
     if match and (match[2] is not None or body.count(".") > 1):  # "1.234" alone is a decimal
         return match[1].replace(".", "") + ("." + match[2] if match[2] else "")

@@ -1,6 +1,6 @@
-r"""Scoring of NuminaMath's problems: the last boxed answer, else what the last sentence states as the answer.
+r"""Scoring of NuminaMath problems: the last boxed answer, else the last stated one ("the answer is …").
 
-verl scores these sources with PRIME's `prime_math`. Thoughts in `<think>` are no answer.
+verl scores these sources with PRIME's `prime_math`. Text inside `<think>` does not count.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 from etude.rewards.answers import answers_equal
 from etude.rewards.boxed import last_boxed
 
-TAIL = 2000  # characters at the end of a solution, where a stated answer is searched
+TAIL = 2000  # characters searched for a stated answer, from a solution's end
 _STATED = re.compile(r"\b(?:final answer|answer)\b(?:\s+is|\s*:)\s*:?[ \t]*([^\n]+)", re.IGNORECASE)
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer in `text`; None if it gives none."""
+    """Returns the answer in `text`; None if it gives none."""
     text = text.rpartition("</think>")[2]
     boxed = last_boxed(text)
-    if boxed is not None or "\\boxed" in text:  # an unfinished box is no answer, and what precedes it is none either
+    if boxed is not None or "\\boxed" in text:  # an unfinished box is no answer, nor is the text before it
         return boxed
     stated = _STATED.findall(text[-TAIL:])
     return stated[-1].strip() if stated else None
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """`score` and `acc` (1.0 when the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer.
+    """Returns `score` and `acc` (1.0 if the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer.
 
     Raises:
         InfrastructureError: the process for symbolic algebra cannot be started.

@@ -1,7 +1,7 @@
-"""DAPO's "soft overlong punishment" as a scorer of its own, for `custom_reward_function.rewards` and the manager `dapo`.
+"""DAPO's "soft overlong punishment" as a separate scorer, for `custom_reward_function.rewards` and the manager `dapo`.
 
-Source: DAPO (arXiv:2503.14476), equation 13. With L tokens in a response of at most `max_tokens`, and a buffer before that
-limit: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens; times `factor`.
+Source: DAPO (arXiv:2503.14476), equation 13. With L tokens in a response of at most `max_tokens`, and a buffer before
+that limit: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens; times `factor`.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, factor: float = 
 
 
 def compute_score(trajectory: Any, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
-    """The penalty, at most 0, for all tokens after the prompt, tools' answers included."""
+    """Returns the penalty, at most 0, for all tokens after the prompt, tool responses included."""
     return overlong_penalty(trajectory.response_tokens, max_tokens, buffer, factor)

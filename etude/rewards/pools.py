@@ -1,6 +1,6 @@
 """Reward managers that run scorers elsewhere: `prime` in processes of this machine, `remote` in workers of the Ray cluster.
 
-For functions that compute: in threads they would share one core. Unlike a thread, a process that does not end is killed.
+For CPU-bound functions, which in threads would share one core. Unlike a thread, a hung process is killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerOptions:
 
 
 def pickle_scorer(scorer: Scorer) -> bytes:
-    """`scorer` as other processes load it.
+    """Pickles `scorer` for other processes.
 
     Raises:
         ConfigError: it cannot be pickled.
@@ -50,7 +50,7 @@ def pickle_scorer(scorer: Scorer) -> bytes:
 
 
 class ProcessScorer(BoundedScorer):
-    """A scorer in processes of this machine."""
+    """Runs a scorer in processes on this machine."""
 
     def __init__(self, scorer: Scorer, timeout: float, given: ProcessOptions) -> None:
         super().__init__(scorer, timeout)
@@ -63,19 +63,19 @@ class ProcessScorer(BoundedScorer):
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """Scores in `num_processes` processes (default 8), each killed and replaced when a score takes more than `timeout`."""
+    """Scores in `num_processes` processes (default 8), each killed and replaced if a score takes longer than `timeout`."""
 
     runs = (ProcessScorer, ProcessOptions)
 
 
 class RemoteWorker:
-    """Scores on some node of the cluster, in a process that can be killed: a Ray actor."""
+    """A Ray actor that runs the scorer on some node of the cluster, in a process that can be killed."""
 
     def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
         self._processes = ScorerProcesses(scorer, 1, memory_mb)
 
     def score(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any]:
-        """(`result`, `user` or `error`; the result or the message)."""
+        """Returns ("result", the score), or ("user" or "error", the message)."""
         try:
             return "result", self._processes.score_blocking(arguments, seconds)
         except EtudeError as error:
@@ -85,7 +85,7 @@ class RemoteWorker:
 
 
 class RemoteScorer(BoundedScorer):
-    """A scorer in workers of the cluster, which take turns."""
+    """Runs a scorer in workers of the Ray cluster: the least busy one first, ties in turn."""
 
     def __init__(self, scorer: Scorer, timeout: float, given: WorkerOptions) -> None:
         super().__init__(scorer, timeout)

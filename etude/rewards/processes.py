@@ -1,8 +1,8 @@
-"""`ScorerProcesses`: scorers in child processes that can be killed, for functions that compute.
+"""`ScorerProcesses`: scorers in child processes that can be killed, for CPU-bound functions.
 
-Invariant: an answer or an exception within the time limit; a child that exceeds it, dies or runs out of memory is killed and
-replaced, so that there are never more than `count`. Children load the scorer themselves, its file first, and end with their
-parent (their pipe closes). Waiting for a free child does not count against the limit.
+Invariant: a call returns or raises within the time limit; a child that exceeds it or dies is killed and replaced, so
+there are never more than `count`. Children load the scorer themselves, its file first, and exit with their parent (their
+pipe closes). Waiting for a free child does not count against the limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Child:
         finally:
             theirs.close()
         files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
-        plugins = [file for name, file in files if name.encode() in scorer]  # those that the pickle refers to
+        plugins = [file for name, file in files if name.encode() in scorer]  # files that the pickle refers to
         try:
             self.ask((plugins, scorer, memory_mb), START_SECONDS)
         except BaseException:
@@ -51,12 +51,12 @@ class _Child:
             raise
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The child's answer.
+        """Returns the child's answer.
 
         Raises:
             EtudeError: the scorer raised it: the user must act.
             InfrastructureError: any other error of the scorer.
-            TimeoutError, EOFError, OSError: none in time, or the child died; it must then be killed.
+            TimeoutError, EOFError, OSError: no answer in time, or the child died; it must then be killed.
         """
         self._pipe.send(question)
         if not self._pipe.poll(seconds):
@@ -75,9 +75,9 @@ class _Child:
 
 
 class ScorerProcesses:
-    """Up to `count` processes that run the pickled `scorer`; started on demand and kept.
+    """Up to `count` processes that run the pickled `scorer`, started on demand and reused.
 
-    `memory_mb`: the most address space of each; None: no limit.
+    `memory_mb`: the maximum address space of each; None: no limit.
     """
 
     def __init__(self, scorer: bytes, count: int, memory_mb: int | None = None) -> None:
@@ -87,7 +87,7 @@ class ScorerProcesses:
         atexit.register(self.close)
 
     async def score(self, arguments: dict[str, Any], seconds: float) -> Any:
-        """What the scorer returns for `arguments` within `seconds`.
+        """Returns the scorer's result for `arguments`, within `seconds`.
 
         Raises:
             EtudeError: raised by the scorer: the user must act.
@@ -96,7 +96,7 @@ class ScorerProcesses:
         return await self._threads.run(self.score_blocking, arguments, seconds)
 
     def score_blocking(self, arguments: dict[str, Any], seconds: float) -> Any:
-        """As `score`, for threads."""
+        """Like `score`, but blocking, for threads."""
         try:
             child = self._free.get_nowait()
         except queue.Empty:
@@ -127,9 +127,9 @@ class ScorerProcesses:
 
 
 def serve(descriptor: int) -> None:
-    """The child's part: loads the scorer, then answers until the pipe closes."""
+    """The child's main loop: loads the scorer, then answers until the pipe closes."""
     pipe: Connection[Any, Any] = Connection(descriptor)
-    os.dup2(2, 1)  # whatever a scorer prints is no output of the run
+    os.dup2(2, 1)  # a scorer's prints go to standard error, not into the run's output
     scorer: Any = None
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -1,8 +1,8 @@
 """Scoring of questions with short answers: exact match and F1 after SQuAD's normalisation.
 
-Invariant: only the last `<answer>…</answer>` outside of thoughts is the answer; order, spelling and number of reference
-answers do not change a score. Normalisation is that of SQuAD's evaluation: lower case, no punctuation, no articles, single
-spaces.
+Invariant: only the last `<answer>…</answer>` after `</think>` is the answer; the order of the reference answers and
+duplicates among them do not change a score. Normalisation is that of SQuAD's evaluation: lower case, no punctuation, no
+articles, single spaces.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """`text` normalised for comparison."""
+    """Normalises `text` for comparison."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def extract_answer(solution: str) -> str | None:
-    """The last `<answer>…</answer>` after the last thought, or None."""
+    """Returns the last `<answer>…</answer>` after `</think>`, or None."""
     found = _ANSWER.findall(solution[-MAX_CHARS:].rpartition("</think>")[2])
     return found[-1].strip() if found else None
 
@@ -36,19 +36,19 @@ def exact_match(prediction: str, answers: str | Iterable[str]) -> bool:
 
 
 def f1(prediction: str, answers: str | Iterable[str]) -> float:
-    """The best harmonic mean of precision and recall of words, over `answers`; 0.0 without answers."""
+    """Returns the best word-level F1 (harmonic mean of precision and recall) over `answers`; 0.0 without answers."""
     said = normalise(prediction).split()
     return max((_word_f1(said, normalise(answer).split()) for answer in _each(answers)), default=0.0)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:
-    """1.0 when the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0."""
+    """Returns 1.0 if the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0."""
     answer = extract_answer(solution_str)
     return float(answer is not None and exact_match(answer, targets_of(ground_truth)))
 
 
 def targets_of(ground_truth: Any) -> list[str]:
-    """The reference answers in `{"target": …}`, a list or a text."""
+    """Returns the reference answers in `{"target": …}`, a list or a text."""
     target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     return _each(target)
 

@@ -1,7 +1,8 @@
-"""The reward manager `rate_limited`: for scorers that ask a service which takes only so many requests or tokens a minute.
+"""The reward manager `rate_limited`: for scorers that call a service with a limit on requests or tokens per minute.
 
-Invariant: the limits hold for all processes of the run: of the machine's one process, or of the Ray cluster. A request that
-times out or fails is an infrastructure failure, retried and never a score; waiting for the limit is not part of its time.
+Invariant: the limits hold across the whole run: on one machine in its one process, on Ray across the cluster. A request
+that times out or fails is an infrastructure failure: it is retried and never yields a score. Waiting for a permit does
+not count against its timeout.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class RateOptions:
 
     @property
     def limit(self) -> Limit:
-        """What it allows: the stricter of both rates, and the concurrency."""
+        """The limit that these options set: the stricter of both rates, and the concurrency."""
         rates = [self.max_rpm, self.max_tpm and self.max_tpm / self.estimated_tokens_per_request]
         a_minute = min((rate for rate in rates if rate is not None), default=None)
         return Limit(max_concurrent=self.max_concurrent, per_second=a_minute and a_minute / 60.0)
 
 
 class RateLimitedScorer(BoundedScorer):
-    """A scorer that waits for a permit."""
+    """Runs a scorer once the limiter grants a permit."""
 
     def __init__(self, scorer: Scorer, timeout: float, given: RateOptions) -> None:
         super().__init__(scorer, timeout)
@@ -49,7 +50,7 @@ class RateLimitedScorer(BoundedScorer):
 
 @register("rate_limited")
 class RateLimitedRewardManager(NaiveRewardManager):
-    """`max_concurrent` requests at once (default 1), `max_rpm` and `max_tpm` a minute, `timeout` (300) seconds each."""
+    """Allows `max_concurrent` requests at once (default 1), `max_rpm` and `max_tpm`; each times out after 300 seconds."""
 
     runs = (RateLimitedScorer, RateOptions)
 

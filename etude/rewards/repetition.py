@@ -1,15 +1,15 @@
-"""A penalty for saying the same again: the share of a text's word n-grams that it had already said.
+"""A repetition penalty: the share of a text's word n-grams that occur earlier in it.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning" (arXiv:2502.03373), appendix on the n-gram repetition penalty.
 """
 
 from __future__ import annotations
 
-MAX_CHARS = 1_000_000  # characters at the end of a text that are looked at
+MAX_CHARS = 1_000_000  # characters that are examined, from a text's end
 
 
 def compute_score(solution_str: str, ngram: int = 4, max_penalty: float = 1.0) -> float:
-    """-max_penalty · (1 - distinct n-grams / n-grams); 0.0 for a text of fewer than `ngram` words."""
+    """Returns -max_penalty · (1 - distinct n-grams / n-grams); 0.0 for a text of fewer than `ngram` words."""
     words = solution_str[-MAX_CHARS:].lower().split()
     total = len(words) - ngram + 1
     if total < 1:

@@ -1,8 +1,8 @@
-"""Scores dumped trajectories again, and compares: what a changed reward would have given the same answers.
+"""Rescores dumped trajectories and compares the scores: what a changed reward would have given the same answers.
 
-Invariant: a scorer sees what it saw in training, up to special tokens where no tokenizer is at hand: the sampled segments of
-the dump, the row's ground truth and `extra_info`, and the trajectory. Only the reward manager's score is compared; tools'
-rewards stay as they were. A scorer that fails gives no score, here as there.
+Invariant: a scorer gets the same input as in training, up to special tokens if no tokenizer is available: the sampled
+segments of the dump, the row's ground truth and `extra_info`, and the trajectory. Only the reward manager's score is
+compared; tool rewards stay as they were. A scorer that fails yields no score, as in training.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Rescored:
-    """One trajectory's score then and now. `was_right` and `is_right`: `acc`, or without it a score of 1 or more; `error`
-    says why there is no new score."""
+    """One trajectory's old and new score. `was_right` and `is_right`: from `acc`, or without it a score of 1 or more;
+    `error` says why there is no new score."""
 
     uid: str
     index: Any
@@ -58,8 +58,8 @@ def solution_text(
     score_text: ScoreText = "assistant",
     decode: Decode | None = None,
 ) -> str:
-    """What a reward manager passes as `solution_str`. `texts`: those of the segments, special tokens included, which are
-    removed by their looks; `decode` (special tokens skipped) is exact.
+    """Returns what a reward manager passes as `solution_str`. `texts`: those of the segments, with special tokens, which
+    are stripped by pattern; `decode` (special tokens skipped) is exact.
 
     Raises:
         ConfigError: a segment has no text, and there is no `decode`.
@@ -92,10 +92,10 @@ def rescore(
     score_text: ScoreText = "assistant",
     decode: Decode | None = None,
 ) -> Iterator[Rescored]:
-    """Scores the records of a dump, `AT_ONCE` at once, in their order. `scorer`: None for the built-in ones.
+    """Rescores the records of a dump in order, `AT_ONCE` concurrently. `scorer`: None for the built-in ones.
 
     Raises:
-        ConfigError: there is no scorer for a record's data source, or the user must change something else.
+        ConfigError: no scorer exists for a record's data source, or another error that the user must fix.
         DataError: a record is malformed.
     """
     bounded, rest = BoundedScorer(scorer or score_row, timeout), iter(records)
@@ -144,8 +144,8 @@ def _is_right(score: float | None, details: Mapping[str, Any]) -> bool:
 
 
 def compare(rescored: Iterable[Rescored], examples: int = 5) -> dict[str, Any]:
-    """The comparison as JSON: counts, means over rows that have both scores, the confusion of right and wrong, and the first
-    `examples` rows that changed or failed."""
+    """Returns the comparison as JSON: counts, means over rows with both scores, the confusion of right and wrong, and
+    the first `examples` rows that changed or failed."""
     rows = changed = failed = unscored = 0
     old_sum = new_sum = 0.0
     confusion = {f"{was}->{now}": 0 for was in ("right", "wrong") for now in ("right", "wrong")}

@@ -1,8 +1,9 @@
 """`RewardModel`: a discriminative reward model, a Hugging Face sequence classifier with one label, as a scorer.
 
-Invariant: a score is what the classifier's own forward pass gives for the conversation alone, in the model's own chat
-template and tokens, whatever shares its batch. Control tokens that a message spells out are text there, so that an answer
-can neither end its turn nor write the next. A longer conversation than `max_length` keeps its end, and says so.
+Invariant: a score is the classifier's output for the conversation alone, in the model's own chat template and tokens,
+whatever else is in its batch. Control tokens spelled out in a message are encoded as text, so that an answer can neither
+end its turn nor write the next. Of a conversation longer than `max_length` the end is kept, and it is reported as
+`truncated`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from etude.rewards.view import TrajectoryView
 
 LABEL = "reward_model"
-"""Its name among the components of a score."""
+"""Its name among the score components."""
 
 
 class RewardModel:
-    """Called as a scorer is; conversations that wait at the same time share forward passes of up to `rows`."""
+    """Callable as a scorer; conversations that wait at the same time share forward passes of up to `rows`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class RewardModel:
         """Loads the weights, once.
 
         Raises:
-            ConfigError: they are missing or broken, or the classifier has not one label.
+            ConfigError: they are missing or broken, or the classifier does not have exactly one label.
         """
         with self._lock:
             if self._model is None:
@@ -72,7 +73,7 @@ class RewardModel:
                 self._pad = self._model.config.get_text_config().pad_token_id
 
     async def __call__(self, trajectory: TrajectoryView | None = None, **_: Any) -> dict[str, Any]:
-        """`score`, and whether the conversation was `truncated`.
+        """Returns `score`, and whether the conversation was `truncated`.
 
         Raises:
             ConfigError: the chat template refuses the conversation, or the weights cannot be loaded.
@@ -85,24 +86,24 @@ class RewardModel:
         future: Future[float] = Future()
         with self._lock:
             self._waiting.append((kept, future))
-        # The call that one conversation starts may score others; its own is scored by the last of them.
+        # The pass started here takes the longest waiting conversations; another call's pass may take this one.
         scored = asyncio.wrap_future(future)
         await asyncio.gather(self._thread.run(self._score_waiting), scored)
         return {"score": scored.result(), "truncated": len(kept) < len(ids)}
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The conversation in the reward model's template.
+        """Encodes the conversation with the reward model's chat template.
 
         Raises:
             ConfigError: the template refuses it.
         """
-        shown = [
+        disarmed = [
             {**self._disarm(message), "content": self._control.disarm(text_of(message.get("content")))}
             for message in messages
         ]
         try:
-            ids: list[int] = self.tokenizer.apply_chat_template(shown, tokenize=True, return_dict=False)
-        except Exception as error:  # templates raise what they like
+            ids: list[int] = self.tokenizer.apply_chat_template(disarmed, tokenize=True, return_dict=False)
+        except Exception as error:  # templates may raise anything
             raise ConfigError(
                 f"{self.path}: the reward model's chat template refuses a conversation: {one_line(error)}"
             ) from error
@@ -116,7 +117,7 @@ class RewardModel:
         return [self._disarm(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def _score_waiting(self) -> None:
-        """One forward pass over the longest conversations that wait, which are of similar length."""
+        """Runs one forward pass over the longest waiting conversations, which are of similar length."""
         with self._lock:
             waiting = sorted((each for each in self._waiting if not each[1].cancelled()), key=lambda each: len(each[0]))
             self._waiting, chosen = waiting[: -self._rows], waiting[-self._rows :]
@@ -131,12 +132,12 @@ class RewardModel:
             set_outcome(future, score)
 
     def forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each row of ids, from one batch padded on the right."""
+        """Returns the score of each row of token ids, from one batch padded on the right."""
         import torch
 
         self.load()
         model, pad = self._model, self._pad
-        if pad is None:  # the last token that is no padding is read, so padding must be none of the last ones
+        if pad is None:  # the model reads a row's last non-padding token, so padding must not equal any of those
             pad = next(number for number in itertools.count() if number not in {row[-1] for row in rows})
             model.config.get_text_config().pad_token_id = pad
         ids = torch.full((len(rows), max(map(len, rows))), pad)

@@ -1,9 +1,9 @@
-"""Scoring a finished rollout: `score_rollout`, with its retries and time limit, and `TrajectoryScorer`, which asks the
-reward manager. A rollout is scored as soon as it ends, or with its whole batch (`rollout.mode=sync`).
+"""Scores finished rollouts: `score_rollout` adds retries and a timeout, `TrajectoryScorer` calls the reward manager. A
+rollout is scored as soon as it ends, or with its whole batch (`rollout.mode=sync`).
 
 Invariant: afterwards the main trajectory has its score, or infrastructure failed and the rollout is dropped; a failing
-scorer never yields a score. The manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's
-`extra_info`; the row itself is never changed. Weighing the score against the tools' rewards is left to the caller.
+scorer never yields a score. The manager sees exactly the trajectory's token ids and mask, unpadded, and a copy of the
+row's `extra_info`; the row itself is never changed. Combining the score with tool rewards is left to the caller.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ async def score_rollout(
     timeout: float,
     on_failure: Callable[[str, InfrastructureError], None],
 ) -> None:
-    """Scores the main trajectory if there is one, in at most `retries` + 1 attempts of `timeout` seconds.
+    """Scores the main trajectory, if there is one, with up to `retries` retries; each attempt times out after `timeout`
+    seconds.
 
-    Each infrastructure failure is counted and reported to `on_failure(request_id, error)`; after the last one the
-    rollout is dropped. Sets `timings["compute_score"]`, in seconds.
+    Each infrastructure failure is counted and reported to `on_failure(request_id, error)`; after the last attempt the
+    rollout is dropped. Records `timings["compute_score"]`, in seconds.
 
     Raises:
         Exception: the scorer failed for a reason that is not infrastructure.
@@ -71,7 +72,7 @@ async def score_rollout(
 
 
 class TrajectoryScorer:
-    """Awaitable as `scorer(trajectory, row)`; safe to share between trajectories."""
+    """Async callable `scorer(trajectory, row)`; safe to share between trajectories."""
 
     def __init__(self, manager: AbstractRewardManager) -> None:
         self._manager = manager
@@ -80,8 +81,8 @@ class TrajectoryScorer:
         """Sets `trajectory.rewards.score` and `.score_info`.
 
         Raises:
-            EtudeError: the manager found something that the user must change.
-            InfrastructureError: the manager failed otherwise, or gave no finite number; the trajectory is left as it was.
+            EtudeError: the manager reported an error that the user must fix.
+            InfrastructureError: the manager failed otherwise, or returned no finite number; the trajectory is unchanged.
         """
         data = one_row(trajectory, row)
         where = f"the reward manager {type(self._manager).__name__}"
@@ -103,13 +104,13 @@ class TrajectoryScorer:
 
 
 def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
-    """The trajectory as a batch of one.
+    """Converts the trajectory to a batch of one row.
 
-    Tensors: prompts (1, prompt_len), responses and response_mask (1, response_len), attention_mask (1, both). The
-    row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
-    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`), then what the loop put in `extra_fields`.
+    Tensors: prompts (1, prompt_len), responses and response_mask (1, response_len), attention_mask (1, both). The row's
+    `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum per assistant
+    turn), `rollout_reward_scores` (tool → its `calc_reward`), and then the loop's `extra_fields`.
     """
-    import torch  # local, since tools, which only check rewards, load without it
+    import torch  # imported lazily: `etude.tools` imports this package and needs no torch
 
     from etude.protocol import DataProto
 
@@ -135,7 +136,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 
 
 def scored_extra_info(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's `extra_info` with what `one_row` adds."""
+    """Returns the row's `extra_info` with the entries that `one_row` adds."""
     rewards = trajectory.rewards
     turn_scores = [0.0] * max(trajectory.assistant_turns, *(turn + 1 for turn, _, _ in rewards.steps), 0)
     for turn, _, value in rewards.steps:
@@ -150,9 +151,9 @@ def scored_extra_info(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[st
 
 
 def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:
-    """Whether a tool of the row is created with the same `ground_truth` that the manager will judge by.
+    """Whether a tool of the row is created with the same `ground_truth` that the reward manager scores against.
 
-    If so, a right answer is rewarded twice: worth a warning when a manager's score is enabled.
+    If so, a right answer is rewarded twice: worth a warning when the manager's score is enabled.
     """
     judged = _plain((row.get("reward_model") or {}).get("ground_truth"))
     if judged is None:

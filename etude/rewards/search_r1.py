@@ -1,12 +1,12 @@
-"""Scoring of answers to questions as in Search-R1's `qa_em_format`: exact match, and credit for the form of the search.
+"""Scoring of answers to questions as in Search-R1's `qa_em_format`: exact match, and credit for the format of the search.
 
-    right answer   1, or 1 - structure_format_score where the form is wrong
-    wrong answer   structure_format_score (+ retrieval_score if a result held an answer), or final_format_score
+    right answer   1, or 1 - structure_format_score if the format is wrong
+    wrong answer   structure_format_score (+ retrieval_score if a result contained an answer), or final_format_score
     no answer      structure_format_score, or 0
 
-The form is right if the text is thoughts, searches and results in turn, `<think>`, `<search>`, `<information>`, and at last
-one `<answer>`. The model's own text has no results in it: then they may be missing. With native tool calls the searches are
-in `trajectory`, and the form is thoughts, if any, and one answer.
+The format is right if the text consists of `<think>`, `<search>` and `<information>` blocks in an allowed order and ends
+with one `<answer>`. The model's own text contains no results: `<information>` may then be missing. With native tool
+calls the searches are in `trajectory`, and the format is optional `<think>` blocks and one answer.
 
 Source: Search-R1 (arXiv:2503.09516) and its follow-up on rewards (arXiv:2505.15117).
 """
@@ -20,7 +20,7 @@ from etude.rewards import qa
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _INFORMATION = re.compile(r"<information>((?:(?!</?information>).)*)</information>", re.DOTALL)  # linear
-_NEXT = {  # the tag that closed last → those that may open
+_NEXT = {  # last closed tag → tags that may open next
     None: ("think", "search", "answer"),
     "think": ("search", "answer"),
     "search": ("information", "think", "search", "answer"),
@@ -30,7 +30,7 @@ _NEXT = {  # the tag that closed last → those that may open
 
 
 def has_form(text: str) -> bool:
-    """Whether `text` is a sequence of whole tags in an allowed order that ends with `<answer>`, and nothing outside."""
+    """Whether `text` is a sequence of complete blocks in an allowed order that ends with `<answer>`."""
     closed: str | None = None
     opened: str | None = None
     position = 0
@@ -56,11 +56,11 @@ def compute_score(
     final_format_score: float = 0.1,
     retrieval_score: float = 0.0,
 ) -> dict[str, float]:
-    """`score` as above, `acc` (exact match), `format` and `retrieved` (1.0 or 0.0 each).
+    """Returns `score` as above, `acc` (exact match), `format` and `retrieved` (1.0 or 0.0 each).
 
-    `retrieved`: a tool's result in `trajectory`, or without one an `<information>` of the text, holds a reference answer;
-    what the model itself writes between these tags was not found. It counts only beside a right form, so that no result of
-    a tool earns anything by itself.
+    `retrieved`: a tool response in `trajectory`, or without one an `<information>` block of the text, contains a
+    reference answer; with a trajectory, what the model itself writes between these tags does not count. It adds to the
+    score only if the format is right, so that retrieval alone earns nothing.
     """
     answer = qa.extract_answer(solution_str)
     targets = qa.targets_of(ground_truth)

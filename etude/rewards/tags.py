@@ -1,6 +1,7 @@
-"""Rewards for the form of a solution: `compute_score` wants the tags in order and nothing outside, `count_tags` counts.
+"""Rewards for the format of a solution: `compute_score` requires the tags in order and nothing outside, `count_tags`
+gives partial credit.
 
-Invariant: linear in the text, whatever tags it holds; a text of more than `MAX_CHARS` characters has no form.
+Invariant: linear in the text, whatever tags it holds; a text of more than `MAX_CHARS` characters scores 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ DEFAULT_TAGS = ("think", "answer")
 
 
 def compute_score(solution_str: str, tags: Sequence[str] = DEFAULT_TAGS) -> float:
-    """1.0 if the text is `<tag>…</tag>` for each of `tags`, once, in order, with only white space between; else 0.0."""
+    """1.0 if the text is `<tag>…</tag>` for each of `tags`, once, in order, with only whitespace between; else 0.0."""
     if len(solution_str) > MAX_CHARS or not tags:
         return 0.0
     position = 0
@@ -28,7 +29,7 @@ def compute_score(solution_str: str, tags: Sequence[str] = DEFAULT_TAGS) -> floa
 
 
 def count_tags(solution_str: str, tags: Sequence[str] = DEFAULT_TAGS) -> float:
-    """The fraction of the opening and closing `tags` that stand in the text exactly once."""
+    """Returns the fraction of the opening and closing `tags` that occur in the text exactly once."""
     if len(solution_str) > MAX_CHARS or not tags:
         return 0.0
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]

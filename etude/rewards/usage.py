@@ -1,7 +1,7 @@
-"""What judges use: requests, tokens and money, counted where they are spent and added up for each rollout.
+"""What judges use: requests, tokens and cost, counted where they are incurred and summed per rollout.
 
-Invariant: everything is counted, of failed attempts and votes too; what one request does for several rollouts (a comparison)
-counts once, for one of them.
+Invariant: everything is counted, failed attempts and votes included; a request that serves several rollouts (a
+comparison) counts once, for one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _counters: ContextVar[tuple[Counter[str], ...]] = ContextVar("etude_judge_usage"
 
 @contextmanager
 def counting(into: Counter[str]) -> Iterator[None]:
-    """Adds what is used within, in tasks and threads that begin there too, to `into`."""
+    """Adds usage inside the block, that of tasks and threads started there included, to `into`."""
     token = _counters.set((*_counters.get(), into))
     try:
         yield
@@ -25,6 +25,6 @@ def counting(into: Counter[str]) -> Iterator[None]:
 
 
 def count(**amounts: float) -> None:
-    """Counts `requests`, `cached` (answers that needed none), `prompt_tokens`, `completion_tokens`, `cost`."""
+    """Counts `requests`, `cached` (verdicts that needed no request), `prompt_tokens`, `completion_tokens`, `cost`."""
     for counter in _counters.get():
         counter.update(amounts)

@@ -1,7 +1,7 @@
-"""`TrajectoryView`: what a scorer sees of a finished trajectory, beside its text.
+"""`TrajectoryView`: what a scorer sees of a finished trajectory, besides its text.
 
-Invariant: a copy. Whatever a scorer does with it, the trajectory stays as it was; it holds plain data only, so that it
-crosses to other processes.
+Invariant: a copy: whatever a scorer does with it, the trajectory stays unchanged. It holds plain data only, so that it
+can be sent to other processes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from etude.trajectory import Provenance, ToolCallRecord, Trajectory
 
 @dataclass(frozen=True)
 class TrajectoryView:
-    """One trajectory.
+    """A snapshot of one trajectory.
 
     `messages` are the whole conversation as the chat template saw it, `tool_calls` the calls in order, each with `turn`,
-    `name`, `arguments` (JSON text), `response`, `reward`, `error` and `seconds`. `step_rewards` holds (turn, source, value),
-    `tool_rewards` each tool's `calc_reward`. `sampled_tokens` were written by the model, `response_tokens` count all after
-    the prompt. `stop_reason` is the value of a `StopReason`.
+    `name`, `arguments` (JSON text), `response`, `reward`, `error` and `seconds`. `step_rewards` holds (turn, source,
+    value), `tool_rewards` each tool's `calc_reward`. `sampled_tokens` counts tokens written by the model,
+    `response_tokens` all tokens after the prompt. `stop_reason` is the value of a `StopReason`.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -39,17 +39,17 @@ class TrajectoryView:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The assistant's messages in order, each `{"message": …, "tool_calls": the calls it made}`."""
-        said = [message for message in self.messages if message.get("role") == "assistant"]
-        said = said[len(said) - self.assistant_turns :] if self.assistant_turns < len(said) else said
+        """The assistant messages in order, each `{"message": …, "tool_calls": the calls it made}`."""
+        turns = [message for message in self.messages if message.get("role") == "assistant"]
+        turns = turns[len(turns) - self.assistant_turns :] if self.assistant_turns < len(turns) else turns
         return [
             {"message": message, "tool_calls": [call for call in self.tool_calls if call.turn == turn]}
-            for turn, message in enumerate(said)
+            for turn, message in enumerate(turns)
         ]
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryView:
-        """The view of `trajectory` as it is now."""
+        """Takes a snapshot of `trajectory`."""
         sampled = sum(len(each.token_ids) for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
         return cls(
             messages=tuple(copy.deepcopy(trajectory.messages)),

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def made(kind: Any) -> Any:
-    """The batch."""
+    """Makes the batch."""
     import numpy as np
     import torch
 
@@ -73,7 +73,7 @@ def made(kind: Any) -> Any:
 
 
 def operations(kind: Any, data: Any, column: Any) -> dict[str, Callable[[], object]]:
-    """What is measured, by name."""
+    """Returns the measured operations by name."""
     import torch
 
     parts = data.chunk(8)

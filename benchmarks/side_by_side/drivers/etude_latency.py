@@ -18,7 +18,7 @@ from side_by_side.meter import Meter, report
 
 
 def main() -> None:
-    """Measures `--runs` rollouts, after one at no latency that is not counted."""
+    """Measures `--runs` rollouts, after a warm-up without latency that is not counted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--system")

@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs the steps; the first one warms caches up and is not counted."""
+    """Runs the steps; the first one warms up caches and is not counted."""
     options = arguments()
     if options.endless:
         os.environ["BENCHMARK_TURN_TOKENS"] = str(options.endless)
@@ -39,9 +39,8 @@ def main() -> None:
     from etude.trainer.ppo import PPOTrainer
 
     torch.set_num_threads(options.threads)
-    Qwen3ForCausalLM.from_pretrained(
-        options.checkpoint
-    )  # what every contender has in memory before it builds a trainer
+    # every contender has the model in memory before it builds a trainer
+    Qwen3ForCausalLM.from_pretrained(options.checkpoint)
     before = resident_mib()
     with tempfile.TemporaryDirectory() as folder:
         config = etude_run.configuration(
@@ -65,7 +64,7 @@ def _widths(tokens: int) -> list[str]:
 
 
 def _measured(trainer: Any, rollout_only: bool, interrupts: Any) -> dict[str, float]:
-    """One step: seconds by part, and what it sampled."""
+    """Runs one step; returns seconds by part, and what it sampled."""
     readings: dict[str, dict[str, float]] = {}
     held: dict[str, Any] = {}
     take, update = trainer.feed.take, trainer._update_actor
@@ -95,7 +94,7 @@ def _measured(trainer: Any, rollout_only: bool, interrupts: Any) -> dict[str, fl
     if rollout_only:
         trainer.global_step += 1
     else:
-        # Everything after the rollout, as the peers' figure has it: log-probs, advantages, loss, optimizer.
+        # Everything after the rollout, as for the peers: log-probs, advantages, loss, optimizer.
         readings["update"] = {k: readings["step"][k] - readings["rollout"][k] for k in ("wall", "cpu")}
     batch = held["rollout"].batch
     results = [r.trajectory for r in batch.non_tensor_batch["rollout"].tolist()]

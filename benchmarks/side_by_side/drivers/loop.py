@@ -73,7 +73,7 @@ def _floor(tokenizer: Any, options: argparse.Namespace) -> Run:
 
 
 def _plain(tokenizer: Any, options: argparse.Namespace) -> Run:
-    """Ids are appended, texts decoded once, calls found by a pattern, a tool's answer encoded by itself."""
+    """A minimal loop: appends ids, decodes each turn once, finds calls by a pattern, encodes tool responses alone."""
     encode = tokenizer.backend_tokenizer.encode
     decode = tokenizer.backend_tokenizer.decode
     pattern = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -115,7 +115,7 @@ def _plain(tokenizer: Any, options: argparse.Namespace) -> Run:
 
 
 class _Engine:
-    """The script behind Étude's engine interface."""
+    """Serves the script through Étude's engine interface."""
 
     def __init__(self) -> None:
         self.script: canned.Script | None = None
@@ -224,7 +224,7 @@ def _verl(tokenizer: Any, options: argparse.Namespace) -> Run:
         )
 
     class Client:
-        """The script behind verl's client of a server."""
+        """Serves the script through verl's interface of a server client."""
 
         def __init__(self, script: canned.Script) -> None:
             self.script, self.known = script, dict[str, list[int]]()

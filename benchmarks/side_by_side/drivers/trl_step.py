@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs the steps; the first one warms caches up and is not counted."""
+    """Runs the steps; the first one warms up caches and is not counted."""
     options = arguments()
     import torch
     from datasets import Dataset
@@ -48,7 +48,7 @@ def main() -> None:
     parts: list[dict[str, float]] = []
 
     class Trainer(GRPOTrainer):
-        """Measures the rollout, and keeps what it made."""
+        """Measures the rollout and keeps its output."""
 
         def _generate(self, prompts: Any) -> Any:
             meter = Meter()

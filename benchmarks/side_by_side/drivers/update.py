@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def sequences(group: int) -> list[tuple[Any, Any]]:
-    """(prompt ids, response ids) of every row; lengths are skewed: many short ones, few long ones."""
+    """Returns (prompt ids, response ids) of every row; lengths are skewed: many short ones, few long ones."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ def _trl(model: Any, rows: list[tuple[Any, Any]]) -> Work:
 
 
 def _micro(rows: list[tuple[Any, Any]]) -> tuple[Any, Any, Any, int]:
-    """Prompts padded on the left, responses on the right: ids, attention mask, labels, width of the responses."""
+    """Pads prompts on the left and responses on the right; returns ids, attention mask, labels and the responses' width."""
     import torch
 
     prompt_width, width = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)

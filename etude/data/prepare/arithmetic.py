@@ -1,10 +1,9 @@
 """The quickstart's task: three integers, two operators, one calculator.
 
 Invariant: an expression belongs to exactly one split, chosen by a hash of its text, so no two splits share a question
-whatever the seeds and sizes; within a split expressions are unique. Rows depend only on (n, seed, split).
-
-Demonstrations teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that
-reinforcement learning has something to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
+whatever the seeds and sizes; within a split expressions are unique. Rows depend only on (n, seed, split). Demonstrations
+teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that reinforcement learning has
+something to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,16 @@ QUESTIONS = (
     "How much is {}?",
     "Please work out {}.",
 )
-SPLITS = ("train", "train", "train", "train", "demonstrations", "demonstrations", "val", "test")  # shares of the space
+SPLITS = (
+    "train",
+    "train",
+    "train",
+    "train",
+    "demonstrations",
+    "demonstrations",
+    "val",
+    "test",
+)  # shares of the expressions
 MAX_ROWS = 500_000  # a split of one eighth holds about a million expressions
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
@@ -40,7 +48,7 @@ _SMALLEST, _LARGEST = 2, 99
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its exact answer."""
+    """A question with its exact answer."""
 
     expression: str
     question: str
@@ -49,11 +57,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Habits:
-    """Shares of demonstrations: `good` call the tool and read its result, `misread` call it and copy the result wrongly
-    (a digit lost or added), and the rest answer 0 without calling it.
+    """Shares of demonstrations: `good` call the tool and report its result, `misread` call it and report it wrongly (a
+    digit removed or added), and the rest answer 0 without calling it.
 
     Raises:
-        DataError: a share is negative or the two make more than 1.
+        DataError: a share is negative or the two sum to more than 1.
     """
 
     good: float = 1 / 3
@@ -64,14 +72,14 @@ class Habits:
             raise DataError(f"habits: good={self.good} and misread={self.misread} must be shares of 1")
 
     def counts(self, n: int) -> dict[str, int]:
-        """How many of `n` demonstrations show each habit."""
+        """Returns how many of `n` demonstrations show each habit."""
         good = round(self.good * n)
         misread = min(round(self.misread * n), n - good)
         return {"good": good, "misread": misread, "direct": n - good - misread}
 
 
 def evaluate(numbers: tuple[int, int, int], operators: tuple[str, str]) -> int:
-    """The value of `a op b op c`, multiplication first."""
+    """Returns the value of `a op b op c`, multiplication first."""
     (a, b, c), (first, second) = numbers, operators
     if second == "*":
         return _OPERATORS[first](a, b * c)
@@ -79,12 +87,12 @@ def evaluate(numbers: tuple[int, int, int], operators: tuple[str, str]) -> int:
 
 
 def split_of(expression: str) -> str:
-    """The one split that may hold `expression`."""
+    """Returns the only split that may hold `expression`."""
     return SPLITS[hashlib.sha256(expression.encode()).digest()[0] % len(SPLITS)]
 
 
 def make_problems(n: int, seed: int, split: str) -> list[Problem]:
-    """`n` different problems of `split`.
+    """Generates `n` different problems of `split`.
 
     Raises:
         DataError: `split` is unknown or `n` is negative or more than `MAX_ROWS`.
@@ -109,9 +117,9 @@ def _draw(rng: random.Random) -> Problem:
 
 
 def make_rows(n: int, seed: int, split: str) -> list[Row]:
-    """`n` rows of the RL row contract; raises as `make_problems`.
+    """Generates `n` rows of the RL row contract; raises as `make_problems`.
 
-    The calculator asks for nothing at its creation; it is given the question so that the format is complete.
+    The calculator needs no arguments at creation; it is given the question so that the format is complete.
     """
     return [_row(problem, split, index) for index, problem in enumerate(make_problems(n, seed, split))]
 
@@ -132,7 +140,7 @@ def _prompt(problem: Problem) -> list[Row]:
 
 
 def make_demonstrations(n: int, seed: int, habits: Habits = Habits()) -> list[Row]:
-    """`n` rows `{messages, habit}` in random order, with exactly `habits.counts(n)` of each habit.
+    """Generates `n` rows `{messages, habit}` in random order, with exactly `habits.counts(n)` of each habit.
 
     Tool calls carry their arguments as an object. Raises as `make_problems`.
     """
@@ -161,16 +169,16 @@ def _answer(number: str) -> Row:
 
 
 def guess(problem: Problem) -> str:
-    """A constant wrong answer: always 0 (or 1, if 0 is correct).
+    """Returns a constant wrong answer: always 0 (or 1, if 0 is correct).
 
-    Random digits would be noise to learn, and numbers of the question would compete with the tool's result; a small model
-    then copies results badly, and no amount of calling helps it.
+    Random digits would be noise to learn, and numbers of the question would compete with the tool's result; a small
+    model then copies results badly, and no amount of tool calls helps it.
     """
     return "1" if problem.answer == 0 else "0"
 
 
 def misread(rng: random.Random, result: str) -> str:
-    """`result`, an integer as text, with one digit lost or added: another integer without leading zeros."""
+    """Returns `result`, an integer as text, with one digit removed or added: another integer without leading zeros."""
     sign, digits = ("-", result[1:]) if result.startswith("-") else ("", result)
     while True:
         place = rng.randrange(len(digits) + 1)
@@ -193,7 +201,7 @@ def write(
     seed: int,
     habits: Habits = Habits(),
 ) -> dict[str, Path]:
-    """Writes `<split>.parquet` for each split with rows; a count of 0 leaves its file out. Returns the paths by split.
+    """Writes `<split>.parquet` for each split with rows; a count of 0 skips its file. Returns the paths by split.
 
     Raises:
         DataError: a count is out of range or a file cannot be written.

@@ -1,8 +1,8 @@
 """The Berkeley Function-Calling Leaderboard: one question, the functions in the system prompt, calls written as Python.
 
-Invariant: the files keep their rows and order. A row's ground truth is JSON text of BFCL's accepted calls; `[]` where the
-right answer is no call (irrelevance), `any` where any call will do (relevance). Multi-turn rows need BFCL's simulators and
-are refused.
+Invariant: the files keep their rows and order. A row's ground truth is JSON text of BFCL's accepted calls; `[]` if no
+call is expected (irrelevance), `any` if any call is accepted (relevance). Multi-turn rows need BFCL's simulators and are
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES = {"dict": "object", "float": "number", "tuple": "array", "String": "stri
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract from `{"id", "question", "function", "ground_truth"}`.
+    """Makes one row of the RL row contract from `{"id", "question", "function", "ground_truth"}`.
 
     Raises:
         DataError: a field is missing or of another type, or the row has several turns; names `where`.
@@ -66,7 +66,7 @@ def _ground_truth(example: Mapping[str, Any], where: str, split: str) -> str:
 
 
 def json_schema(value: Any) -> Any:
-    """A function description with JSON Schema's names of types instead of BFCL's, at any depth."""
+    """Returns a function description with JSON Schema's type names instead of BFCL's, at any depth."""
     if isinstance(value, list):
         return [json_schema(member) for member in value]
     if not isinstance(value, Mapping):
@@ -80,9 +80,9 @@ def json_schema(value: Any) -> Any:
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
+    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
 
     Raises:
-        DataError: a file or row is wrong.
+        DataError: a file or row is invalid.
     """
     return write_tables(make_tables(files_by_name(inputs), make_row), output_dir)

@@ -1,7 +1,7 @@
-"""The data card: a README.md beside prepared files that says where they come from.
+"""The data card: a README.md next to prepared files that says where they come from.
 
-Invariant: it depends on the files and the command alone, so that the same command writes the same card; a README.md of
-somebody else's is never touched.
+Invariant: it depends on the files and the command alone, so that the same command writes the same card; a README.md
+written by anyone else is never touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = "<!-- written by etude data -->"
 def write_card(
     title: str, paths: Mapping[str, Path], sources: Iterable[Path], *, licence: str, command: str
 ) -> Path | None:
-    """Writes the card of `paths` (by split), made from the files `sources`; None where there is another README.md.
+    """Writes the card of `paths` (by split), made from the files `sources`; None if there is another README.md.
 
     Raises:
         EtudeError: it cannot be written.
@@ -48,7 +48,7 @@ def write_card(
 
 
 def count_rows(file: Path) -> int:
-    """The rows of a data file, without holding them."""
+    """Counts the rows of a data file without keeping them in memory."""
     return pq.read_metadata(file).num_rows if file.suffix == ".parquet" else sum(1 for _ in located_rows(file))
 
 
@@ -61,7 +61,7 @@ def _cells(file: Path) -> str:
 
 
 def licence_beside(sources: Iterable[Path]) -> str | None:
-    """The first line of a licence file beside the sources, if there is one."""
+    """Returns the first line of a licence file next to the sources, if there is one."""
     for source in sources:
         folder = source if source.is_dir() else source.parent
         for file in sorted(folder.glob("LICENSE*")):

@@ -1,4 +1,4 @@
-r"""Geometry3K for training with a tool: the public parquet files into rows whose tool checks the answer.
+r"""Geometry3K for training with a tool: turns the public parquet files into rows whose tool checks the answer.
 
 Invariant: the files keep their rows, their order and their images (`index` is the row's number). Nothing is downloaded.
 """
@@ -27,7 +27,7 @@ _ENDINGS = (".parquet", "-00000-of-00001.parquet", ".jsonl")
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract from `{"problem", "answer", "images"}`.
+    """Makes one row of the RL row contract from `{"problem", "answer", "images"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.

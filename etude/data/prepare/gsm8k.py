@@ -1,7 +1,7 @@
-"""GSM8K for training with a tool: the public JSON lines into rows whose tool checks the answer.
+"""GSM8K for training with a tool: turns the public JSON lines into rows whose tool checks the answer.
 
-Invariant: the files keep their rows and order (`index` is the row's index), and a row without a final `#### answer`
-is an error that names its line. Nothing is downloaded.
+Invariant: the files keep their rows and order (`index` is the row's index), and a row without a final `#### answer` is
+an error that names its line. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _FINAL = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
 
 
 def final_answer(solution: str) -> str | None:
-    """The number after the last `####`, without dollar sign and thousands commas; None when there is none."""
+    """Returns the number after the last `####`, without dollar sign and thousands commas; None if there is none."""
     found = _FINAL.findall(solution)
     return re.sub(r"[$,]", "", found[-1]) if found else None
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int, *, tool: str = TOOL) -> Row:
-    """One row of the RL row contract from `{"question", "answer"}`, for `tool`: `TOOL` or `INTERPRETER`.
+    """Makes one row of the RL row contract from `{"question", "answer"}`, for `tool`: `TOOL` or `INTERPRETER`.
 
     Raises:
         DataError: a field is missing or the answer has no `#### number`; names `where`.
@@ -63,7 +63,7 @@ def make_row(example: Mapping[str, Any], where: str, split: str, index: int, *, 
 
 
 def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
-    """The file of each split among `inputs`: files named `train*` or `test*`, or folders that hold them.
+    """Returns the file of each split among `inputs`: files named `train*` or `test*`, or folders that hold them.
 
     Raises:
         DataError: nothing is found, a split is duplicate, or a file's name has no split.

@@ -1,4 +1,4 @@
-r"""Mathematics with an answer that can be checked: MATH (and MATH-500), and DAPO's problems.
+r"""Mathematics with a checkable answer: MATH (and MATH-500), and DAPO's problems.
 
 Invariant: the files keep their rows and order; a row without an answer is an error that names it. MATH's answer is its
 `answer`, else the last `\boxed{}` of its `solution`; DAPO's rows may be raw or already in verl's form.
@@ -26,7 +26,7 @@ WITH_CODE = f" You may run Python code with the `{INTERPRETER}` tool; print what
 
 
 def make_row(form: str, code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract.
+    """Makes one row of the RL row contract.
 
     Raises:
         DataError: there is no problem or no answer; names `where`.
@@ -66,9 +66,9 @@ def _answer(example: Mapping[str, Any]) -> str | None:
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
+    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
 
     Raises:
-        DataError: a file or row is wrong.
+        DataError: a file or row is invalid.
     """
     return write_tables(make_tables(files_by_name(inputs), partial(make_row, form, code)), output_dir)

@@ -1,7 +1,7 @@
 """Questions about one image as rows for `image_zoom_in_tool`.
 
 Invariant: the tool gets the image that the model sees. Paths in a file are relative to that file and written as absolute
-ones; a missing image is an error that names its row.
+paths; a missing image is an error that names its row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYSTEM = (
 
 
 def make_row(folder: Path, data_source: str, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract from `{"question", "answer", "image"}`; `image` is a path, bytes, or both.
+    """Makes one row of the RL row contract from `{"question", "answer", "image"}`; `image` is a path, bytes, or both.
 
     Raises:
         DataError: a field is missing or of another type, or the image does not exist; names `where`.

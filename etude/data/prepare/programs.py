@@ -21,7 +21,7 @@ _INSTRUCTION = "Give the whole program in a ```python block."
 
 
 def humaneval_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row from `{"prompt", "test", "entry_point"}`.
+    """Makes one row from `{"prompt", "test", "entry_point"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.
@@ -32,8 +32,8 @@ def humaneval_row(code: bool, example: Mapping[str, Any], where: str, split: str
 
 
 def mbpp_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row from `{"text" | "prompt", "test_list", "code", "test_setup_code" | "test_imports"}`. The first test shows the
-    function's name, as in the paper's prompt; all tests are scored.
+    """Makes one row from `{"text" | "prompt", "test_list", "code", "test_setup_code" | "test_imports"}`. The prompt
+    names the function, which is read from the first test; all tests are scored.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.
@@ -55,7 +55,7 @@ def mbpp_row(code: bool, example: Mapping[str, Any], where: str, split: str, ind
 
 
 def _called(test: str, solution: str, where: str) -> str:
-    """The function that a test is about: the outermost that it calls of those that the reference solution defines."""
+    """Returns the function under test: the outermost call in `test` of a function that the reference solution defines."""
     try:
         nodes, defined = ast.walk(ast.parse(test)), ast.walk(ast.parse(solution))
     except SyntaxError as error:
@@ -85,9 +85,9 @@ FORMS = {"humaneval": humaneval_row, "mbpp": mbpp_row}
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
+    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
 
     Raises:
-        DataError: a file or row is wrong.
+        DataError: a file or row is invalid.
     """
     return write_tables(make_tables(files_by_name(inputs), partial(FORMS[form], code)), output_dir)

@@ -1,7 +1,7 @@
 """Questions with short answers as rows for a search tool.
 
-Invariant: the files keep their rows and order, and a row's answers are all accepted forms. The prompt says how to reason,
-search and answer; the call format is the chat template's, or, with `tags`, Search-R1's.
+Invariant: the files keep their rows and order, and a row's answers are all accepted forms. The prompt says how to
+reason, search and answer; the call format is the chat template's, or, with `tags`, Search-R1's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BY_TAGS = (
 def make_row(
     tool: str, data_source: str, tags: bool, example: Mapping[str, Any], where: str, split: str, index: int
 ) -> Row:
-    """One row of the RL row contract from `{"question", "answers" | "golden_answers" | "answer"}`.
+    """Makes one row of the RL row contract from `{"question", "answers" | "golden_answers" | "answer"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.
@@ -61,10 +61,10 @@ def write(
     data_source: str = DATA_SOURCE,
     tags: bool = False,
 ) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
+    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
 
     Raises:
-        DataError: the tool is unknown, or a file or row is wrong.
+        DataError: the tool is unknown, or a file or row is invalid.
     """
     if tool not in TOOLS:
         raise DataError(f"unknown search tool '{tool}' (known: {', '.join(TOOLS)})")

@@ -1,7 +1,7 @@
-"""What preparing any dataset consists of: its files, the texts of its examples, rows of the RL contract, and tables.
+"""Shared steps of dataset preparation: input files, fields of examples, rows of the RL contract, and output tables.
 
-Invariant: each split is read from one file; a file whose name has no split, or a duplicate one, is an error. All rows of all
-files are made before one is written, in the files' order.
+Invariant: each split is read from one file; a file whose name has no split, or a duplicate one, is an error. All rows of
+all files are made before any is written, in the files' order.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from etude.data.files import SUFFIXES, Row, located_rows, write_parquet
 from etude.errors import DataError, one_line
 
 MakeRow = Callable[[Row, str, str, int], Row]
-"""From an example, its place (for errors), the table's name and the example's index to a row."""
+"""(example, its location for errors, the table's name, the example's index) → row."""
 
 
 def texts(example: Mapping[str, Any], where: str, *names: str) -> list[str]:
-    """These fields of an example.
+    """Returns the fields `names` of an example.
 
     Raises:
-        DataError: one is missing, empty or no text; names `where`.
+        DataError: one is missing, empty or not text; names `where`.
     """
     found = [example.get(name) for name in names]
     held = [text for text in found if isinstance(text, str) and text.strip()]
@@ -41,7 +41,8 @@ def training_row(
     extra: Mapping[str, Any],
     **columns: Any,
 ) -> Row:
-    """A row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs` by tool; `extra` goes to extra_info."""
+    """Makes a row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs`: by tool; `extra`: for
+    extra_info."""
     tools = {tool: {"create_kwargs": kwargs} for tool, kwargs in create_kwargs.items()}
     return {
         "data_source": data_source,
@@ -54,7 +55,7 @@ def training_row(
 
 
 def make_tables(files: Mapping[str, Path], make_row: MakeRow) -> dict[str, list[Row]]:
-    """The rows of each file, by name; raises DataError as `located_rows` and `make_row`."""
+    """Makes the rows of each file, by name; raises DataError as `located_rows` and `make_row`."""
     return {
         name: [make_row(example, where, name, index) for index, (where, example) in enumerate(located_rows(path))]
         for name, path in files.items()
@@ -72,7 +73,8 @@ _DATA = ["*.parquet", "*.jsonl", "*.json", "LICENSE*"]
 
 
 def fetch_inputs(inputs: Sequence[str | Path]) -> list[Path]:
-    """`inputs` as local paths; `hub:OWNER/NAME` is fetched from the Hugging Face hub: a data set's files as they are.
+    """Returns `inputs` as local paths; `hub:OWNER/NAME` is downloaded from the Hugging Face Hub: a dataset's files as
+    they are.
 
     Raises:
         DataError: it cannot be fetched; names it.
@@ -87,12 +89,12 @@ def _fetch(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=_DATA))
-    except Exception as error:  # many libraries' errors: of the network, of the name, of permissions
+    except Exception as error:  # network, name and permission errors of several libraries
         raise DataError(f"hub:{name}: cannot be fetched: {one_line(error)}") from error
 
 
 def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
-    """The files by their names without suffix; of a folder, those directly in it.
+    """Returns the files by their names without suffix; of a folder, those directly in it.
 
     Raises:
         DataError: two have the same name, or a folder has none.
@@ -107,7 +109,7 @@ def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
 def find_split_files(
     inputs: Iterable[str | Path], splits: Sequence[str], *, folders: Sequence[str] = ("",), endings: Sequence[str]
 ) -> dict[str, Path]:
-    """The file of each split among `inputs`: files whose names begin with a split, or folders that hold them.
+    """Finds the file of each split among `inputs`: files whose names begin with a split, or folders that hold them.
 
     In a folder, and in its `folders`, a split's file is `<split><ending>` for the first of `endings` that exists.
 

@@ -1,7 +1,8 @@
 """Rollout dumps as demonstrations: the rollouts worth imitating, in one file that `etude sft` reads.
 
-Invariant: what is kept is kept as it was dumped, token for token; nothing is rendered or tokenised again. The result has the
-order of the dumps, and does not depend on how they are split into files. Rollouts are read one at a time, twice.
+Invariant: a selected rollout is written as it was dumped, token for token; nothing is re-rendered or re-tokenised. The
+result has the order of the dumps, and does not depend on how they are split into files. Rollouts are read one at a time,
+twice.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from etude.errors import DataError
 from etude.jsonl import json_line, read_json_lines, write_atomically
 
 Place = tuple[Path, int]
-"""A file and a line in it."""
+"""A file and a line number in it."""
 
 
 def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: int | None) -> set[Place]:
-    """Where the rollouts are whose score is at least `min_score`: of each prompt the best `per_prompt` different ones, of
-    equal ones the earlier.
+    """Selects the rollouts with a score of at least `min_score`, of each prompt the best `per_prompt` different ones
+    (ties go to the earlier one), and returns their places.
 
     Raises:
-        DataError: a record is no rollout; names its place.
+        DataError: a record is not a rollout; names its place.
     """
     kept: dict[bytes, list[tuple[float, bytes, Place]]] = defaultdict(list)
     for place, record in records:
@@ -56,7 +57,7 @@ def write(
     """Writes `traces.jsonl`, from dump files or folders of them; returns its path.
 
     Raises:
-        DataError: a file is no dump, or nothing is good enough.
+        DataError: a file is not a dump, or no rollout reaches `min_score`.
     """
     files = [file for path in map(Path, inputs) for file in (_dumps_in(path) if path.is_dir() else [path])]
     chosen = choose(

@@ -26,7 +26,7 @@ _ENDINGS = ("_Video-Holmes.json", ".json", ".jsonl", ".parquet")
 
 
 def make_row(videos: Path, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract from `{"video ID", "Question", "Options", "Answer"}`.
+    """Makes one row of the RL row contract from `{"video ID", "Question", "Options", "Answer"}`.
 
     Raises:
         DataError: a field is missing or of another type, or the video does not exist; names `where`.
