@@ -15,7 +15,7 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import docstring_parser
 from docstring_parser import DocstringStyle
@@ -31,7 +31,6 @@ from etude.tools.base import BaseTool
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
-Function = TypeVar("Function", bound=Callable[..., object])
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
 
 _THREADS = 32  # per tool
