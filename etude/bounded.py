@@ -1,8 +1,8 @@
-"""Calls that cannot hang: `within` puts a time limit on a coroutine, `BlockingCalls` moves blocking functions off the loop.
+"""Calls with a timeout: `within` limits the time of a coroutine, `BlockingCalls` runs blocking functions in threads.
 
-Invariant: whatever a user's code does (hang, swallow its cancellation, exit the interpreter), the caller gets an answer or
-an exception in bounded time, and a cancelled caller leaves no call running that it did not try to stop. A thread cannot be
-killed: a function that never returns holds its thread, but blocks neither its caller nor process exit.
+Invariant: whatever a user's code does (hang, swallow its cancellation, call `sys.exit`), the caller gets a result or an
+exception in bounded time, and a cancelled caller cancels the calls that it started. A thread cannot be killed: a function
+that never returns occupies its thread, but blocks neither its caller nor process exit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ R = TypeVar("R")
 
 GRACE_SECONDS = 5.0  # for a cancelled call to clean up after itself
 
-_strays: set[asyncio.Task[Any]] = set()  # tasks that ignored their cancellation: kept from the garbage collector
+_strays: set[asyncio.Task[Any]] = set()  # cancelled tasks that still run; referenced so that none is garbage-collected
 
 
 async def called(function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Awaits `function(...)`, made safe to run as a task.
+    """Awaits `function(...)`, such that it is safe to run as a task.
 
     Raises:
         TypeError: `function` is not asynchronous.
@@ -48,10 +48,10 @@ async def called(function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs
 
 
 async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None) -> None:
-    """Cancels the `tasks` still running and waits up to `grace` seconds (default `GRACE_SECONDS`) for them to end.
+    """Cancels those of `tasks` that are running and waits up to `grace` seconds (default `GRACE_SECONDS`) for them to end.
 
-    If the caller is cancelled meanwhile, that is raised afterwards, so that it cannot cut a clean-up short. Results and
-    errors stay in the tasks; the event loop does not report those that are never read.
+    If the caller is cancelled meanwhile, the cancellation is raised afterwards, so that it does not cut the clean-up short.
+    Results and exceptions stay in the tasks; the event loop does not log exceptions that are never retrieved.
     """
     pending = set()
     for task in tasks:
@@ -83,7 +83,8 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Runs all at once; their results, in order. If one raises, or the caller is cancelled, the others are settled first."""
+    """Runs the coroutines concurrently and returns their results in order. If one raises, or the caller is cancelled, the
+    others are cancelled, and waited for as by `settle`, before the exception is raised."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         return [*await asyncio.gather(*tasks)]
@@ -92,19 +93,19 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 
 async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """The result of `await function(...)`, which is cancelled after `seconds`, or when the caller is.
+    """Returns the result of `await function(...)`; cancels the call after `seconds`, or when the caller is cancelled.
 
     Raises:
         TimeoutError: no result in time.
-        InfrastructureError: the call ended as cancelled although nobody had cancelled it.
+        InfrastructureError: the call ended as cancelled, although neither this function nor the caller cancelled it.
     """
     return await result_of(asyncio.ensure_future(called(function, *args, **kwargs)), seconds)
 
 
 async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
-    """Like `within`, for a task that is already running and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
+    """Like `within`, for a task that is already running; it has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
-        await asyncio.sleep(0)  # a task that waits for nothing has ended by then, and needs no timer
+        await asyncio.sleep(0)  # a task that never waits is done after this, and needs no timer
         if not task.done():
             await asyncio.wait({task}, timeout=seconds)
     except BaseException:
@@ -119,7 +120,8 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
 
 
 async def uninterrupted(work: Awaitable[R]) -> R:
-    """The result of `work`, which runs to its end even if the caller is cancelled; the cancellation is raised afterwards."""
+    """Returns the result of `work`, which runs to completion even if the caller is cancelled; the cancellation is raised
+    afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -134,13 +136,13 @@ async def uninterrupted(work: Awaitable[R]) -> R:
 
 
 def wake(waiter: asyncio.Future[None], *_: object) -> None:
-    """Lets the one who awaits `waiter` go on; a waiter that is done stays as it is. Serves as a callback of any kind."""
+    """Sets the result of `waiter` unless it is done, so that the task awaiting it continues. Usable as a callback."""
     if not waiter.done():
         waiter.set_result(None)
 
 
 def set_outcome(future: asyncio.Future[Any] | Future[Any], outcome: object) -> None:
-    """Ends `future`, unless it is done: with `outcome` as its result or, if that is an exception, by raising it."""
+    """Sets `outcome` as the result of `future`, or as its exception if it is one; does nothing if `future` is done."""
     if future.done():
         return
     if isinstance(outcome, BaseException):
@@ -150,7 +152,7 @@ def set_outcome(future: asyncio.Future[Any] | Future[Any], outcome: object) -> N
 
 
 class BlockingCalls:
-    """Up to `limit` daemon threads, started on demand and kept; further calls queue."""
+    """A thread pool of up to `limit` daemon threads, started on demand and kept; further calls are queued."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -162,10 +164,10 @@ class BlockingCalls:
         self._overdue: set[_TimedCall] = set()
 
     async def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Awaits `function(*args, **kwargs)` in a thread, with the caller's context variables.
+        """Runs `function(*args, **kwargs)` in a thread, with the caller's context variables, and returns its result.
 
-        A call that is cancelled while it waits for a thread never starts. `StopIteration`, which an event loop cannot
-        carry, and exceptions that would end it (`SystemExit`, `KeyboardInterrupt` …) arrive as `RuntimeError`.
+        A call that is cancelled while it waits for a thread never starts. `StopIteration`, which a future cannot hold, and
+        exceptions that would end the event loop (`SystemExit`, `KeyboardInterrupt` …) are raised as `RuntimeError`.
         """
         future: Future[R] = Future()
         bound = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
@@ -174,19 +176,19 @@ class BlockingCalls:
         return await asyncio.wrap_future(future)
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The result of a function that may be asynchronous: then it is awaited here, otherwise it runs in a thread."""
+        """Runs a sync function in a thread, or awaits an async one here; returns its result."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         result = await self.run(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Like `run`, for at most `seconds` from the moment the function starts: waiting for a thread does not count.
+        """Like `run`, with a timeout of `seconds` from the start of the function: waiting for a thread does not count.
 
         Raises:
-            TimeoutError: it started and did not return in time (its thread is left to it), or `seconds` have passed while
-                every thread was held by such a call.
-            InfrastructureError: it ended as cancelled although nobody had cancelled it.
+            TimeoutError: the function did not return in time (it keeps its thread until it does), or `seconds` passed while
+                calls that had timed out occupied every thread.
+            InfrastructureError: the call ended as cancelled, although neither this method nor the caller cancelled it.
         """
         call = _TimedCall(self._overdue)
         task = asyncio.ensure_future(self.run(call, functools.partial(function, *args, **kwargs)))
@@ -230,7 +232,7 @@ class BlockingCalls:
 
 
 class _TimedCall:
-    """One call that knows when it started, and is listed in `overdue` from its time-out until it returns."""
+    """A call that records when it started, and is in `overdue` from its timeout until it returns."""
 
     def __init__(self, overdue: set[_TimedCall]) -> None:
         self.started: float | None = None
@@ -272,8 +274,8 @@ _loops_lock = threading.Lock()
 
 
 def background_loop(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop on a daemon thread called `name`, started on first use and kept: for services shared by several event
-    loops and threads of this process."""
+    """Returns the event loop that runs in the daemon thread `name`, and starts it on first use: for services shared by
+    several event loops and threads of this process."""
     with _loops_lock:
         loop = _loops.get(name)
         if loop is None:
@@ -284,7 +286,7 @@ def background_loop(name: str) -> asyncio.AbstractEventLoop:
 
 def _forget_loops() -> None:
     global _loops_lock
-    _loops_lock = threading.Lock()  # a thread that the child does not have may have held the parent's
+    _loops_lock = threading.Lock()  # a thread of the parent may have held the old lock
     _loops.clear()
 
 

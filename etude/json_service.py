@@ -1,8 +1,8 @@
-"""`JsonService`: bounded JSON requests to one HTTP service.
+"""`JsonService`: JSON requests to one HTTP service, limited in time and size.
 
-Invariant: an answer is read up to `max_body_bytes`, counted before and after decompression; redirects are not followed;
-errors name only the host, so that no key in a header or address reaches a log or a model. A service's connections live in
-one background loop, shared by all event loops of the process, and are closed with the service.
+Invariant: a response is limited to `max_body_bytes`, before and after decompression; redirects are not followed; errors name
+only the host, so that no key in a header or URL reaches a log or a model. A service's connections live in one background
+event loop, shared by all event loops of the process, and are closed with the service.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-A
 
 
 class JsonService:
-    """The service at `url`; at most `connections` requests run at once."""
+    """A client of the service at `url`, with at most `connections` concurrent requests."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class JsonService:
         self._connections = connections
         self._max_body_bytes = max_body_bytes
         self._headers = {**_HEADERS, **(headers or {})}
-        self._sessions: dict[int, _Session] = {}  # by process: a forked child has its own
+        self._sessions: dict[int, _Session] = {}  # by process id, as a forked child needs its own
         weakref.finalize(self, _close, self._sessions)
 
     async def request(
@@ -56,11 +56,11 @@ class JsonService:
         params: Mapping[str, str] | None = None,
         body: object | None = None,
     ) -> Any:
-        """The decoded JSON of one answer.
+        """Sends one request and returns the decoded JSON of the response.
 
         Raises:
             ToolError: the service rejects the model's request (HTTP 400, 413, 414, 422).
-            InfrastructureError: no answer within `seconds`, no connection, a status other than 2xx, or an answer that
+            InfrastructureError: no response within `seconds`, no connection, another status than 2xx, or a response that
                 is too long or not JSON.
         """
         status, answer = await self.fetch(method, seconds=seconds, params=params, body=body)
@@ -79,10 +79,11 @@ class JsonService:
         body: object | None = None,
         url: str | None = None,
     ) -> tuple[int, bytes]:
-        """(status, body) of one answer, whatever its status; `url` is another address of the same host.
+        """Sends one request and returns (status, body), whatever the status; `url` replaces the service's URL, on the same
+        host.
 
         Raises:
-            InfrastructureError: no answer within `seconds`, no connection, or an answer that is too long.
+            InfrastructureError: no response within `seconds`, no connection, or a response that is too long.
         """
         url = url or self.url
         work = self._fetch(method, url, params=params, json=body, timeout=aiohttp.ClientTimeout(total=seconds))
@@ -91,7 +92,7 @@ class JsonService:
         except asyncio.TimeoutError:
             raise InfrastructureError(f"{self.host} gave no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The chain is cut: an aiohttp error contains the whole address, including any key in it.
+            # `from None`: an aiohttp error contains the whole URL, including any key in it.
             line = one_line(error).replace(url, self.host)
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
@@ -121,42 +122,45 @@ class JsonService:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         too_long = InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
         body = await read_body(response, self._max_body_bytes, too_long)
-        if response.headers.get("Content-Encoding", "identity") in ("gzip", "deflate"):  # although it was not requested
-            body = self._inflated(body)
+        if response.headers.get("Content-Encoding", "identity") in (
+            "gzip",
+            "deflate",
+        ):  # some services compress unasked
+            body = self._decompress(body)
         return body
 
-    def _inflated(self, body: bytes) -> bytes:
+    def _decompress(self, body: bytes) -> bytes:
         try:
-            inflated = zlib.decompressobj(wbits=47).decompress(
-                body, self._max_body_bytes + 1
-            )  # gzip or zlib, by its header
+            # wbits=47: gzip or zlib, detected by the header
+            decompressed = zlib.decompressobj(wbits=47).decompress(body, self._max_body_bytes + 1)
         except zlib.error:
             raise InfrastructureError(
                 f"{self.host} answered with something that is not compressed as it says"
             ) from None
-        if len(inflated) > self._max_body_bytes:
+        if len(decompressed) > self._max_body_bytes:
             raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-        return inflated
+        return decompressed
 
 
 async def read_body(
     response: aiohttp.ClientResponse, limit: int, too_long: Exception, on_line: Callable[[bytes], None] | None = None
 ) -> bytes:
-    """The body, of at most `limit` bytes; raises `too_long` if there are more. With `on_line` each line goes there, what is
-    left is returned, and only what is kept counts: the events of a stream may each repeat the whole answer so far."""
-    kept: list[bytes] = []
+    """Reads the body of a response; raises `too_long` if it is longer than `limit` bytes. With `on_line`, calls it with each
+    line and returns the unterminated rest; the limit then applies to each line, not to the body, as each event of a stream
+    may repeat the whole response so far."""
+    buffer: list[bytes] = []
     size = 0
-    async for piece in response.content.iter_any():
-        *ends, rest = piece.split(b"\n") if on_line else [piece]
+    async for chunk in response.content.iter_any():
+        *ends, rest = chunk.split(b"\n") if on_line else [chunk]
         if size + max(map(len, (*ends, rest))) > limit:
             raise too_long
         for end in ends:
             assert on_line is not None
-            on_line(b"".join([*kept, end]))
-            kept, size = [], 0
-        kept.append(rest)
+            on_line(b"".join([*buffer, end]))
+            buffer, size = [], 0
+        buffer.append(rest)
         size += len(rest)
-    return b"".join(kept)
+    return b"".join(buffer)
 
 
 class _Session(NamedTuple):
@@ -166,11 +170,12 @@ class _Session(NamedTuple):
 
 
 def _close(sessions: dict[int, _Session]) -> None:
-    """Called by the garbage collector, in any thread, or at exit: takes no lock that its caller may hold."""
+    """Closes this process's session. Called by the garbage collector, in any thread, or at exit, so it takes no lock that
+    its caller may hold."""
     session = sessions.get(os.getpid())
     if session is None:
         return
-    with contextlib.suppress(Exception):  # the process may be about to end
+    with contextlib.suppress(Exception):  # the process may be exiting
         closing = asyncio.run_coroutine_threadsafe(session.client.close(), session.loop)
         if threading.get_ident() != session.thread:
             closing.result(1.0)

@@ -1,9 +1,9 @@
-"""JSON that any reader accepts, from any value, and files with one object a line.
+"""Strict JSON from any value, and JSON Lines files (one object per line).
 
-Invariant: a file is either written whole (`write_atomically`) or appended to line by line (`JsonLines`): a line is then
-written by one system call to a file opened for appending, so that the lines of many tasks, threads and processes never
-mix, and a killed process loses no line that it wrote. Nothing here imports torch, so that viewers start fast; arrays and
-tensors are recognised by their `tolist`.
+Invariant: a file is either written as a whole (`write_atomically`) or appended to line by line (`JsonLines`). Each line is
+one write to a file opened with O_APPEND, so that lines of concurrent tasks, threads and processes never interleave, and a
+killed process loses no line that it wrote. Nothing here imports torch, so that viewers start fast; arrays and tensors are
+recognized by their `tolist`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MAX_REPR = 200
 
 
 def json_safe(value: object, _depth: int = 0) -> JsonValue:
-    """`value` as plain JSON data; never raises, whatever the data.
+    """Converts `value` to plain JSON data; never raises, whatever the value.
 
-    Non-finite numbers become None, bytes `{"base64": …}`, arrays and tensors lists, anything unknown its shortened
-    `repr`; nesting deeper than 48 levels is cut.
+    Non-finite numbers become None, bytes `{"base64": …}`, arrays and tensors lists, values of unknown types their truncated
+    `repr`; nesting deeper than 48 levels becomes "…".
     """
     if value is None or isinstance(value, bool):
         return value
@@ -72,13 +72,13 @@ def _json_safe_object(value: object, depth: int) -> JsonValue:
 def _short_repr(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # a tool's own class may fail to print itself
+    except Exception:  # the `__repr__` of a tool's own class may raise
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_REPR else text[: _MAX_REPR - 1] + "…"
 
 
 def json_line(record: object) -> bytes:
-    """`record` as one line of UTF-8 JSON, newline included. Text with lone surrogates is written as ASCII escapes."""
+    """Encodes `record` as one line of UTF-8 JSON, newline included; a line with lone surrogates uses ASCII escapes."""
     safe = json_safe(record)
     try:
         return json.dumps(safe, ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -88,7 +88,7 @@ def json_line(record: object) -> bytes:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path` that replaces it when the block ends well and vanishes otherwise.
+    """Opens a temporary file next to `path`; it replaces `path` when the block succeeds, and is deleted otherwise.
 
     Raises:
         EtudeError: the file cannot be written; names it.
@@ -109,13 +109,13 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes `content` as indented JSON, whole or not at all; raises EtudeError as `write_atomically`."""
+    """Writes `content` as indented JSON, atomically; raises EtudeError as `write_atomically`."""
     with write_atomically(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
 class JsonLines:
-    """The file `path`; opened by the first `append` of each process."""
+    """Appends to the JSON Lines file `path`, which is opened by the first `append` of each process."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -150,7 +150,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not empty, one at a time.
+    """Yields (line number from 1, object) for every line that is not empty.
 
     Raises:
         DataError: the file cannot be read, or a line is no JSON object or longer than 256 MiB; names file and line.

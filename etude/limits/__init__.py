@@ -1,4 +1,4 @@
-"""Concurrency and rate limits, within a process and across a Ray cluster, behind one interface."""
+"""Concurrency and rate limits, within a process or across a Ray cluster, with one interface."""
 
 from etude.limits.cluster import ClusterLimiter, cluster_limiter, open_limiter, require_ray
 from etude.limits.limit import Limit

@@ -1,9 +1,10 @@
-"""`ClusterLimiter`: one limit for a whole Ray cluster, kept by a detached actor with the limiter's name.
+"""`ClusterLimiter`: one limit for a whole Ray cluster, enforced by a detached actor named after the limiter.
 
 Invariant: in every process, one name means one limit: opening it with another limit is an error. The actor outlives its
-creator; the permits of a process that dies, however it dies, return when its lease expires. While the actor is
-unreachable, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter keeps trying, and
-held permits expire by themselves. Ray is imported when the first limiter is opened. The protocol is left to `lease`.
+creator; the permits of a process that dies, however it dies, are returned when its lease expires. While the actor is
+unreachable, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter keeps trying to
+reconnect, and the leases of held permits expire. Ray is imported when the first limiter is opened. The protocol is in
+`lease`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from etude.limits.limit import Limit
 from etude.limits.limiter import Limiter, Ticket, local_limiter, refuse_conflict
 
 LEASE_SECONDS = 15.0
-"""How long a silent process keeps its permits: longer than any stall of a healthy process."""
+"""The lease of a process that sends no reports: longer than any stall of a healthy process."""
 NAMESPACE = "etude-limits"
 _CONNECT_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to place it
 _FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0  # seconds between attempts to reach the actor
@@ -38,21 +39,21 @@ _open_lock = threading.Lock()
 
 
 class LeaseActor:
-    """A `LeaseServer` in an event loop. A reply is sent when there is news, not periodically, so that a returned permit
-    reaches the next waiter within one message; only an incoming report renews leases."""
+    """Runs a `LeaseServer` in an event loop. Clients long-poll: a reply is sent as soon as there is news, so that a returned
+    permit reaches the next waiter within one message. Only an incoming report renews leases."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool = False) -> None:
         self._server = LeaseServer(limit, lease_seconds, time.monotonic(), settling)
-        self._polls: dict[str, tuple[int, asyncio.Future[None]]] = {}  # client → its known version
+        self._polls: dict[str, tuple[int, asyncio.Future[None]]] = {}  # client → (version that it knows, poll)
         self._timer: asyncio.TimerHandle | None = None
 
     async def info(self) -> LimiterInfo:
-        """The limiter's current state."""
+        """Returns the limiter's current state."""
         self._advance()
         return self._server.info()
 
     async def sync(self, report: Report, seconds: float) -> Reply:
-        """Applies a report; replies as soon as there is news for the client, after `seconds` at the latest."""
+        """Applies a report; replies as soon as there is news for the client, or after `seconds`."""
         reply = self._server.hear(report, time.monotonic())
         self._publish()
         if seconds and reply.known and reply.version == report.version:
@@ -69,7 +70,7 @@ class LeaseActor:
         self._publish()
 
     def _publish(self) -> None:
-        """Answers the polls that have news, and schedules itself for the server's next event."""
+        """Answers the polls of clients that have news, and schedules `_advance` for the server's next event."""
         for name, (version, poll) in list(self._polls.items()):
             reply = self._server.reply(name)
             if not poll.done() and not (reply.known and reply.version == version):
@@ -83,9 +84,9 @@ class LeaseActor:
 
 
 class ClusterLimiter(Limiter):
-    """This process's part of the limiter `name`; created by `cluster_limiter`. All of a process share one thread.
+    """This process's client of the limiter `name`; created by `cluster_limiter`. All clients of a process share one thread.
 
-    `connection` leads to the `LeaseActor`; any exception of it means that the actor was not reached.
+    `connection` calls the `LeaseActor`; any exception that it raises means that the actor was not reached.
     """
 
     def __init__(self, name: str, limit: Limit, lease_seconds: float, patience: float, connection: Any = None) -> None:
@@ -104,15 +105,15 @@ class ClusterLimiter(Limiter):
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def info(self) -> LimiterInfo:
-        """The limiter's state in the whole cluster; permits that a process keeps for its next call count as held."""
+        """Returns the limiter's state in the whole cluster; permits that a process keeps for its next call count as held."""
         return self._connection.info()
 
     def is_current(self) -> bool:
-        """False when this process has left the cluster that the limiter was opened in."""
+        """Whether this process is still connected to the cluster that the limiter was opened in."""
         return self._connection.is_connected()
 
     def close(self, seconds: float = 2.0) -> None:
-        """Gives back this process's permits if the actor can be reached within `seconds`; its waiters fail."""
+        """Returns this process's permits if the actor can be reached within `seconds`; its waiters fail."""
         with _open_lock:
             if _open.get(self.name) is self:
                 del _open[self.name]
@@ -130,7 +131,7 @@ class ClusterLimiter(Limiter):
             self._fail("it was closed")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets its own part of the same limiter."""
+        """Unpickles in another process as that process's client of the same limiter."""
         return cluster_limiter, (self.name, self.limit, self.lease_seconds)
 
     def _after(self) -> None:
@@ -148,14 +149,14 @@ class ClusterLimiter(Limiter):
 
     async def _run(self) -> None:
         try:
-            await asyncio.gather(self._speak(), self._listen())
+            await asyncio.gather(self._send_reports(), self._poll())
         except Exception as error:  # nothing awaits this task, so log its failure
             _log.exception("the limiter '%s' broke", self.name)
             self._closed = True
             with self._lock:
                 self._fail(f"{type(error).__name__}: {one_line(error)}")
 
-    async def _speak(self) -> None:
+    async def _send_reports(self) -> None:
         """Reports changes, one report at a time."""
         while True:
             await self._news.wait()
@@ -163,8 +164,8 @@ class ClusterLimiter(Limiter):
             self._posted = False
             await self._exchange(0.0)
 
-    async def _listen(self) -> None:
-        """Long-polls the actor for news and renews the leases, unless there is nothing to renew or wait for."""
+    async def _poll(self) -> None:
+        """Long-polls the actor for news, which also renews the leases, unless there is nothing to renew or wait for."""
         while True:
             await self._known.wait()
             with self._lock:
@@ -172,12 +173,12 @@ class ClusterLimiter(Limiter):
             if last is None:
                 await self._exchange(self.lease_seconds / 3)
                 continue
-            self._known.clear()  # an open call would keep an idle Ray worker from ending
+            self._known.clear()  # a pending call would keep an idle Ray worker from exiting
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._connection.sync(last, 0.0), self.lease_seconds)
 
     async def _exchange(self, seconds: float) -> None:
-        """Sends a report and applies its reply; pauses after a failure and schedules another report."""
+        """Sends a report and applies the reply; after a failure, backs off and schedules another report."""
         sent_at = time.monotonic()
         with self._lock:
             report = self._client.report(sent_at)
@@ -209,28 +210,28 @@ class ClusterLimiter(Limiter):
         self._pause = min(2 * self._pause, _MAX_PAUSE)
         try:
             await asyncio.wait_for(self._connection.reconnect(), self.lease_seconds)
-        except Exception as again:  # the next attempt will tell
+        except Exception as again:  # if the actor is still unreachable, the next report fails
             _log.debug("no new way to the limiter '%s': %s", self.name, one_line(again))
 
 
 def cluster_limiter(
     name: str, limit: Limit, lease_seconds: float = LEASE_SECONDS, patience: float = 30.0
 ) -> ClusterLimiter:
-    """The limiter `name` of the Ray cluster this process is connected to; created if there is none of that name.
+    """Returns the limiter `name` of the Ray cluster that this process is connected to, and creates it if needed.
 
-    `lease_seconds`: after which a silent process's permits return. `patience`: how long waiters of this process wait
-    while the actor is unreachable.
+    After `lease_seconds` without a report, the permits of a process are returned. `patience` is how many seconds waiters of
+    this process wait while the actor is unreachable.
 
     Raises:
         MissingExtraError: Ray is not installed.
         ConfigError: this process is not connected to Ray, or the name is taken by another limit.
-        InfrastructureError: the actor did not come up.
+        InfrastructureError: the actor did not start.
     """
     if not lease_seconds > 0:
         raise ConfigError(f"lease_seconds must be above 0, not {lease_seconds}")
     with _open_lock:
         atexit.unregister(_leave)
-        atexit.register(_leave)  # again, to run before the hook of Ray (imported by now) that disconnects
+        atexit.register(_leave)  # registered anew, to run before Ray's own hook, which disconnects
         limiter = _open.get(name)
         left = limiter if limiter is not None and not limiter.is_current() else None
         if limiter is None or left is not None:
@@ -242,12 +243,12 @@ def cluster_limiter(
 
 
 def open_limiter(name: str, limit: Limit) -> Limiter:
-    """The limiter `name` of the Ray cluster that this process is connected to; without one, of this process. Open it again
-    when it is no longer `is_current`.
+    """Returns the limiter `name` of the Ray cluster that this process is connected to, or of this process if it is not
+    connected. Open it again when `is_current` is False.
 
     Raises:
         ConfigError: the name is taken by another limit.
-        InfrastructureError: the limiter's actor did not come up.
+        InfrastructureError: the limiter's actor did not start.
     """
     return cluster_limiter(name, limit) if is_connected() else local_limiter(name, limit)
 
@@ -259,7 +260,7 @@ def is_connected() -> bool:
 
 
 def _leave() -> None:
-    """Gives the permits back at once when a process exits normally."""
+    """Returns the permits at once when the process exits normally."""
     if is_connected():
         for limiter in list(_open.values()):
             limiter.close()
@@ -272,13 +273,13 @@ def _refuse_another(name: str, held: Limit, held_seconds: float, asked: Limit, a
 
 
 def require_ray(feature: str) -> None:
-    """Raises MissingExtraError, which names the pip line, where Ray is not installed; does not import it."""
+    """Raises MissingExtraError, which gives the pip command, if Ray is not installed; does not import Ray."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError(feature, "ray")
 
 
 class _RayConnection:
-    """Calls of the limiter's actor."""
+    """Creates or finds the limiter's actor, and calls it."""
 
     def __init__(self, name: str, limit: Limit, lease_seconds: float) -> None:
         require_ray("a cluster-wide limit")
@@ -322,12 +323,12 @@ class _RayConnection:
         self._actor = await asyncio.to_thread(self._find, True)
 
     def _check_connected(self) -> None:
-        """After `ray.shutdown()`, a call would start a new Ray cluster and block the loop meanwhile."""
+        """Raises after `ray.shutdown()`, when a call would start a new Ray cluster and block the loop meanwhile."""
         if not self.is_connected():
             raise InfrastructureError("this process has left the Ray cluster")
 
     def _find(self, settling: bool) -> Any:
-        """The actor of that name; one recreated after a loss is `settling`."""
+        """Gets or creates the actor; a new one is `settling` if it replaces one that was lost."""
         options = {
             "name": f"limit:{self._name}",
             "namespace": NAMESPACE,
@@ -342,12 +343,12 @@ class _RayConnection:
 
 
 class _RestartingActor(LeaseActor):
-    """The actor as started by Ray; restarted after a node loss, it takes over the outstanding leases."""
+    """The actor as started by Ray; after a restart (the loss of its node) it takes over the outstanding leases."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool) -> None:
         import ray
 
-        with warnings.catch_warnings():  # Ray itself uses a name that it deprecated
+        with warnings.catch_warnings():  # Ray uses a name here that it deprecated itself
             warnings.simplefilter("ignore")
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(limit, lease_seconds, settling or restarted)

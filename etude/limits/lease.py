@@ -1,18 +1,18 @@
-"""The protocol of a cluster-wide limit, as two pure state machines: `LeaseServer` tracks holders and queue, `LeaseClient` is
-one process's part. The caller passes the time; sending is left to `cluster`.
+"""The protocol of a cluster-wide limit, as two pure state machines: `LeaseServer` tracks leases and the queue, `LeaseClient`
+is the client of one process. The caller passes the time; sending messages is left to `cluster`.
 
-The protocol is one call. A client reports its *state* (running totals, never events), and the reply is the server's, so
-that lost, repeated or reordered messages do no harm: the next one has it all.
+The protocol is a single call. A client reports its *state* (running totals, never events), and the reply is the server's
+state, so that lost, repeated or reordered messages do no harm: the next message contains everything.
 
 Invariants
 - Never more than `max_concurrent` permits are leased, and never more than the rate allows are granted.
 - Places in the server's queue are served first come, first served. They belong to the client: when one of its waiters
-  leaves, it loses its youngest place. Waiters of a client are served in the order in which they asked.
-- A client's leases end when it returns them, leaves, or is silent for `lease_seconds`; nothing else can end them. A waiter
-  gets a permit only while its lease is surely valid: the client counts `lease_seconds` from when it *sent* the last
-  answered report, the server from when it received it.
-- While other clients wait (the server says so), a free permit returns to the server at once; otherwise it is kept for the
-  client's next waiter, until none was used for `IDLE_SECONDS`. Under a rate limit nothing is kept.
+  gives up, the client loses its last place. Waiters of a client are served in the order in which they asked.
+- A client's leases end when it returns them, leaves, or sends no report for `lease_seconds`; nothing else ends them. A
+  waiter gets a permit only while its lease is certain to be valid: the client counts `lease_seconds` from when it *sent* the
+  last answered report, the server from when it received it.
+- While other clients wait (the reply's `crowded`), a free permit is returned to the server at once; otherwise it is kept for
+  the client's next waiter, until no permit has been used for `IDLE_SECONDS`. Under a rate limit no permit is kept.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ IDLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """A client's state. Any report renews all leases of the client; one with a lower `number` does nothing else."""
+    """A client's state. Any report renews all leases of the client; an outdated one (by `number`) does nothing else."""
 
     client: str
     number: int
-    """From 1, counted up with each report."""
+    """Sequence number of the report, from 1."""
     version: int
-    """Of the last reply that the client applied."""
+    """Version of the last reply that the client applied."""
     granted: int
-    """Permits granted to it so far, as far as it knows."""
+    """Total of permits granted to the client, as far as it knows."""
     returned: int
-    """Of those, how many it gave back."""
+    """Total of permits that the client returned."""
     unused: int
-    """Of those, how many were unused: they do not count against the rate."""
+    """Total of returned permits that were not used: they do not count against the rate."""
     waiting: int
-    """How many more it wants."""
+    """Number of further permits that the client wants."""
     in_force: bool
-    """Whether its leases have surely not expired: a server that lost its state takes them over."""
+    """Whether the client's leases are certain not to have expired, so that a server that lost its state takes them over."""
     leaves: bool = False
-    """The last report: all that the client holds returns now."""
+    """Whether this is the last report: all leases of the client end now."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The server's state, for one client."""
+    """The server's state, as seen by one client."""
 
     client: str
     known: bool
-    """False: its leases have expired. It must start over under a new name."""
+    """False if the client's leases have ended: it must start over under a new name."""
     version: int = 0
-    """Grows whenever `granted` or `crowded` changes."""
+    """Increases whenever `granted` or `crowded` changes."""
     granted: int = 0
-    """Permits granted to the client so far."""
+    """Total of permits granted to the client."""
     crowded: bool = False
-    """Whether other clients wait."""
+    """Whether other clients are waiting."""
 
 
 @dataclass(frozen=True)
 class LimiterInfo:
-    """A cluster-wide limiter's limit and state."""
+    """The limit and the state of a cluster-wide limiter."""
 
     limit: Limit
     lease_seconds: float
@@ -92,21 +92,21 @@ class _Client:
 
 
 class LeaseServer:
-    """A server that replaces a lost one is `settling`: for one `lease_seconds` it grants nothing and takes over the
-    leases that clients report."""
+    """Grants leases to clients. A server that replaces a lost one is `settling`: for `lease_seconds` it grants nothing, and
+    takes over the leases that clients report."""
 
     def __init__(self, limit: Limit, lease_seconds: float, now: float, settling: bool = False) -> None:
         self._limit = limit
         self._lease_seconds = lease_seconds
         self._opens_at = now + lease_seconds if settling else now
         self._bucket = TokenBucket(limit.per_second, limit.bucket_size, now) if limit.per_second else None
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the longest silent first
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # least recent report first
         self._queue: OrderedDict[int, _Client] = OrderedDict()  # by place
         self._places = itertools.count()
         self._held = 0
 
     def info(self) -> LimiterInfo:
-        """The limiter's state."""
+        """Returns the limiter's state."""
         return LimiterInfo(self._limit, self._lease_seconds, self._held, len(self._queue), len(self._clients))
 
     def hear(self, report: Report, now: float) -> Reply:
@@ -124,27 +124,27 @@ class LeaseServer:
         return self.reply(report.client)
 
     def reply(self, name: str) -> Reply:
-        """The current reply to the client `name`."""
+        """Returns the current reply to the client `name`."""
         client = self._clients.get(name)
         if client is None:
             return Reply(name, known=False)
         return Reply(name, True, client.version, client.granted, client.crowded)
 
     def advance(self, now: float) -> None:
-        """Ends expired leases and grants what is possible."""
+        """Ends expired leases and grants free permits."""
         while self._clients and now >= (client := next(iter(self._clients.values()))).seen + self._lease_seconds:
             self._forget(client)
         self._grant(now)
 
     def next_event(self) -> float | None:
-        """When `advance` next has something to do without a report."""
+        """Returns the time at which `advance` next has something to do, if no report arrives; None for never."""
         due = [client.seen + self._lease_seconds for client in itertools.islice(self._clients.values(), 1)]
         if self._queue and self._free() > 0:
             due.append(max(self._opens_at, self._bucket.ready_at() if self._bucket else 0.0))
         return min(due, default=None)
 
     def _admit(self, report: Report, now: float) -> _Client | None:
-        """The client, new or known; None if it claims permits that it cannot have."""
+        """Returns the report's client, new or known; None if it expired or claims permits that it cannot have."""
         settling = now < self._opens_at
         client = self._clients.get(report.client)
         if client is None:
@@ -153,7 +153,7 @@ class LeaseServer:
             client = _Client(report.client, now, report.returned, report.returned, report.unused)
             self._clients[report.client] = client
         claimed = report.granted - client.granted
-        if claimed > 0:  # granted by the server before this one
+        if claimed > 0:  # granted by the lost server
             if not (settling and report.in_force) or claimed > self._free():
                 self._forget(client)
                 return None
@@ -170,7 +170,9 @@ class LeaseServer:
             for _ in range(report.unused - client.unused):
                 self._bucket.put_back()
         client.returned, client.unused = report.returned, report.unused
-        wanted = max(0, report.granted + report.waiting - client.granted)  # less grants that have not reached it yet
+        wanted = max(
+            0, report.granted + report.waiting - client.granted
+        )  # minus grants that the client does not know of yet
         while len(client.places) > wanted:
             del self._queue[client.places.pop()]
         while len(client.places) < wanted:
@@ -178,7 +180,7 @@ class LeaseServer:
             self._queue[client.places[-1]] = client
 
     def _grant(self, now: float) -> None:
-        """Serves the queue as far as it goes, and notes who must hear that others wait."""
+        """Grants free permits to the queue, and updates `crowded` of each client."""
         while self._queue and now >= self._opens_at and self._free() > 0:
             if self._bucket is not None and not self._bucket.take(now):
                 break
@@ -200,12 +202,12 @@ class LeaseServer:
             del self._queue[place]
 
     def _free(self) -> int:
-        """The number of unleased permits; unlimited if only the rate is limited."""
+        """Returns the number of permits that are not leased; unlimited if only the rate is limited."""
         return sys.maxsize if self._limit.max_concurrent is None else self._limit.max_concurrent - self._held
 
 
 class LeaseClient(WaitQueue[T]):
-    """Hands leased permits to tickets. `new_name` returns a unique client name."""
+    """Grants the permits leased by one process to its waiters. `new_name` returns a unique client name."""
 
     def __init__(self, limit: Limit, lease_seconds: float, new_name: Callable[[], str]) -> None:
         super().__init__()
@@ -215,7 +217,7 @@ class LeaseClient(WaitQueue[T]):
         self._begin()
 
     def _begin(self) -> None:
-        """Starts over under a new name, without reports or grants; permits in use no longer count."""
+        """Starts over under a new name, with all totals at zero; permits in use no longer count."""
         self.name = self._new_name()
         self.known = False
         self._number = self._version = self._granted = self._returned = self._unused = 0
@@ -225,11 +227,11 @@ class LeaseClient(WaitQueue[T]):
         self._used_at = self._valid_until = float("-inf")
         self._crowded = False
         self.has_news = bool(self._waiting)
-        """Whether something urgent must be reported to the server."""
+        """Whether there is a change to report to the server at once."""
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is held, waited for or left to report."""
+        """Whether no permit is held, kept or waited for, and there is nothing to report."""
         return not (self._held or self.idle or self._waiting or self.has_news)
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
@@ -248,19 +250,19 @@ class LeaseClient(WaitQueue[T]):
                 self.has_news = True
         elif lease in self._held:
             self._held.discard(lease)
-            if self._keeps_nothing:
+            if self._returns_at_once:
                 self._give_back(1, unused)
             else:
                 self.idle += 1
                 self._used_at = now
         granted = self.advance(now)
-        self.has_news |= bool(granted)  # one place fewer is needed in the server's queue
+        self.has_news |= bool(granted)  # one place in the server's queue is no longer needed
         return granted
 
     def advance(self, now: float) -> list[tuple[T, int]]:
-        """Serves waiters, and returns permits that may not, or need not, be kept any longer."""
+        """Grants kept permits to waiters, and returns permits to the server that must not, or need not, be kept."""
         granted = super().advance(now)
-        if not self._waiting and self.idle and (self._keeps_nothing or now >= self._used_at + IDLE_SECONDS):
+        if not self._waiting and self.idle and (self._returns_at_once or now >= self._used_at + IDLE_SECONDS):
             self._give_back(self.idle, unused=True)
             self.idle = 0
         return granted
@@ -269,7 +271,7 @@ class LeaseClient(WaitQueue[T]):
         return self._used_at + IDLE_SECONDS if self.idle else None
 
     def report(self, now: float, leaves: bool = False) -> Report:
-        """This client's state, for the server."""
+        """Builds the next report to the server."""
         self._number += 1
         self.has_news = False
         return Report(
@@ -285,7 +287,7 @@ class LeaseClient(WaitQueue[T]):
         )
 
     def hear(self, reply: Reply, sent_at: float, now: float) -> list[tuple[T, int]]:
-        """Applies the reply to a report sent at `sent_at`."""
+        """Applies the reply to the report sent at `sent_at`; returns the grants that it made possible."""
         if reply.client != self.name:
             return []
         if not reply.known:
@@ -293,7 +295,7 @@ class LeaseClient(WaitQueue[T]):
             return []
         self.known = True
         self._valid_until = max(self._valid_until, sent_at + self._lease_seconds)
-        if reply.version > self._version:  # otherwise a newer one overtook it
+        if reply.version > self._version:  # otherwise a newer reply overtook it
             self._version, self._crowded = reply.version, reply.crowded
             self.idle += reply.granted - self._granted
             self._granted = reply.granted
@@ -301,7 +303,7 @@ class LeaseClient(WaitQueue[T]):
         return self.advance(now)
 
     def leave(self, now: float) -> Report:
-        """The last report under this name: everything returns at once. The client remains usable."""
+        """Builds the last report under this name, which ends all leases at once. The client remains usable."""
         report = self.report(now, leaves=True)
         self._begin()
         return report
@@ -314,7 +316,7 @@ class LeaseClient(WaitQueue[T]):
         return tickets
 
     @property
-    def _keeps_nothing(self) -> bool:
+    def _returns_at_once(self) -> bool:
         return self._crowded or self._limit.per_second is not None
 
     def _grant(self, now: float) -> int | None:
@@ -324,7 +326,7 @@ class LeaseClient(WaitQueue[T]):
         self._used_at = now
         self._leases += 1
         if self._limit.max_concurrent is None:
-            self._returned += 1  # nothing of it is held
+            self._returned += 1  # a pure rate limit holds no permits
         else:
             self._held.add(self._leases)
         return self._leases

@@ -1,7 +1,7 @@
-"""`Limit`: what a limiter allows, as data that processes can compare; `TokenBucket`: its rate.
+"""`Limit`: a concurrency and rate limit, as data that processes can compare; `TokenBucket`: enforces the rate.
 
-Invariants: a `Limit` is always valid. Over any span of t seconds no more than `size + rate * t` tokens of a
-bucket are taken; a clock that steps back neither refills nor drains it.
+Invariants: a `Limit` is always valid. Over any span of t seconds at most `size + rate * t` tokens are taken from a bucket; a
+clock that steps back neither refills nor drains it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from etude.errors import ConfigError
 
-_NEARLY_ONE = 1 - 1e-9  # many small refills must not end an epsilon below a whole token
+_NEARLY_ONE = 1 - 1e-9  # the rounding errors of many small refills must not cost a token
 
 
 @dataclass(frozen=True)
 class Limit:
-    """At most `max_concurrent` permits out at once, and at most `per_second` handed out a second; at least one is set.
+    """At most `max_concurrent` permits in use at once, and at most `per_second` granted per second; at least one is set.
 
-    `burst` (default: `per_second` rounded up) is how many may be handed out at once after a pause.
+    `burst` (default: `per_second` rounded up) is how many may be granted at once after a pause.
 
     Raises:
         ConfigError: a number is not positive, or nothing is limited.
@@ -31,8 +31,8 @@ class Limit:
     def __post_init__(self) -> None:
         if self.max_concurrent is None and self.per_second is None:
             raise ConfigError("a limit needs max_concurrent, per_second or both")
-        _whole("max_concurrent", self.max_concurrent)
-        _whole("burst", self.burst)
+        _check_positive("max_concurrent", self.max_concurrent)
+        _check_positive("burst", self.burst)
         if self.per_second is None and self.burst is not None:
             raise ConfigError("burst says how many at one moment of per_second, which is not set")
         if self.per_second is not None:
@@ -42,7 +42,7 @@ class Limit:
 
     @property
     def bucket_size(self) -> int:
-        """The permits in a full bucket; 0 without a rate."""
+        """The number of permits in a full bucket; 0 without a rate limit."""
         if self.per_second is None:
             return 0
         return self.burst or max(1, math.ceil(self.per_second))
@@ -54,13 +54,13 @@ class Limit:
         return ", ".join(parts)
 
 
-def _whole(name: str, value: int | None) -> None:
+def _check_positive(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"{name} must be a whole number from 1, not {value!r}")
 
 
 class TokenBucket:
-    """Pure state; the caller passes the time. Starts full: `size` tokens, refilled at `rate` tokens a second."""
+    """A token bucket of `size` tokens, refilled at `rate` tokens per second; starts full. The caller passes the time."""
 
     def __init__(self, rate: float, size: int, now: float) -> None:
         self._rate = rate
@@ -69,7 +69,7 @@ class TokenBucket:
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Takes one token if there is one."""
+        """Takes one token; returns False if there is none."""
         self._refill(now)
         if self._tokens < _NEARLY_ONE:
             return False
@@ -77,11 +77,11 @@ class TokenBucket:
         return True
 
     def ready_at(self) -> float:
-        """When `take` succeeds next (now or in the past if it already would)."""
+        """Returns the time at which `take` next succeeds; in the past if it would succeed now."""
         return self._at + max(0.0, 1.0 - self._tokens) / self._rate
 
     def put_back(self) -> None:
-        """Returns a token that was taken and not used."""
+        """Puts back a token that was taken and not used."""
         self._tokens = min(self._size, self._tokens + 1.0)
 
     def _refill(self, now: float) -> None:

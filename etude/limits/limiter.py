@@ -1,8 +1,8 @@
-"""`Limiter`: lets tasks and threads wait for permits, granted by a pure state machine; `LocalLimiter`: those of one process.
+"""`Limiter`: lets tasks and threads wait for permits that a pure state machine grants; `LocalLimiter`: limits one process.
 
-Invariant: a waiter that is cancelled or times out leaks no permit, not even one granted at that moment;
-permits go to waiters in the order in which they asked, whether those are tasks (of any event loop) or threads.
-Order, numbers and expiry are the state machine's: `Fifo` in one process, `LeaseClient` (`lease`) in a cluster.
+Invariant: a waiter that is cancelled or times out leaks no permit, not even one granted at that moment. Permits are granted
+in the order in which waiters asked, whether those are tasks (of any event loop) or threads. Order, counts and expiry are
+left to the state machine: `Fifo` in one process, `LeaseClient` (`lease`) in a cluster.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 class WaitQueue(Generic[T]):
-    """Grants leases (unique numbers) to tickets (hashable objects of the caller's), in the order in which they asked; never
-    to a cancelled one. The caller passes the time. A subclass says when a lease is free."""
+    """Grants leases (unique numbers) to tickets (hashable objects of the caller's choice), first come, first served, and
+    never to a cancelled one. The caller passes the time. A subclass decides when a lease is free."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[T, None] = OrderedDict()
@@ -34,7 +34,7 @@ class WaitQueue(Generic[T]):
 
     @property
     def held(self) -> int:
-        """The number of permits in use here; 0 if only the rate is limited."""
+        """The number of permits in use in this process; 0 if only the rate is limited."""
         return len(self._held)
 
     @property
@@ -43,44 +43,44 @@ class WaitQueue(Generic[T]):
         return len(self._waiting)
 
     def take(self, now: float) -> int | None:
-        """A lease if one is free and no ticket waits, else None."""
+        """Returns a lease if one is free and no ticket waits, else None."""
         return None if self._waiting else self._grant(now)
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
-        """Enqueues `ticket`; returns what is granted now, perhaps to it."""
+        """Enqueues `ticket`; returns the grants that are possible now, (ticket, lease)."""
         self._waiting[ticket] = None
         return self.advance(now)
 
     def cancel(self, ticket: T, now: float) -> list[tuple[T, int]]:
-        """Removes a waiting ticket; ignores one that does not wait. Returns the grants that this made possible."""
+        """Removes `ticket` if it is waiting; returns the grants that are possible now."""
         self._waiting.pop(ticket, None)
         return self.advance(now)
 
     def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
-        """Returns a lease; one that is not out is ignored. Returns what was granted to waiting tickets.
+        """Ends a lease, if it is held; returns the grants that are possible now.
 
-        An `unused` one, which never reached its waiter, does not count against the rate.
+        An `unused` lease, which never reached its waiter, does not count against the rate.
         """
         raise NotImplementedError
 
     def advance(self, now: float) -> list[tuple[T, int]]:
-        """Grants what is possible now, in order."""
+        """Grants free leases to waiting tickets, in order."""
         granted: list[tuple[T, int]] = []
         while self._waiting and (lease := self._grant(now)) is not None:
             granted.append((self._waiting.popitem(last=False)[0], lease))
         return granted
 
     def next_event(self) -> float | None:
-        """When `advance` next has something to do by time alone."""
+        """Returns the time at which `advance` next has something to do, if nothing else happens; None for never."""
         raise NotImplementedError
 
     def _grant(self, now: float) -> int | None:
-        """A new lease, if one is free."""
+        """Returns a new lease if one is free, else None."""
         raise NotImplementedError
 
 
 class Fifo(WaitQueue[T]):
-    """Never more than `max_concurrent` leases are out; under a pure rate limit they need not be returned."""
+    """Enforces a `Limit` in one process; under a pure rate limit, leases need not be released."""
 
     def __init__(self, limit: Limit, now: float) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Fifo(WaitQueue[T]):
 
 
 class Permit:
-    """One granted permit. `release` it when done, or use it as a context manager."""
+    """A granted permit; call `release` when done, or use it as a context manager."""
 
     __slots__ = ("_lease", "_limiter")
 
@@ -118,7 +118,7 @@ class Permit:
         self._lease = lease
 
     def release(self) -> None:
-        """Gives the permit back, from any thread; a second time does nothing."""
+        """Returns the permit, from any thread; a second call does nothing."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter._release(self._lease)
@@ -131,7 +131,7 @@ class Permit:
 
 
 class Ticket:
-    """A place in the queue: of a task of `loop`, or of a thread (None)."""
+    """A waiter's place in the queue: a task of `loop`, or a thread if `loop` is None."""
 
     __slots__ = ("_loop", "error", "lease", "woken")
 
@@ -142,7 +142,7 @@ class Ticket:
         self._loop = loop
 
     def wake(self) -> bool:
-        """Wakes the waiter; False if its event loop was closed meanwhile."""
+        """Wakes the waiter; returns False if its event loop has been closed."""
         try:
             if self._loop is None:
                 self.woken.set()
@@ -154,37 +154,37 @@ class Ticket:
 
 
 class Limiter:
-    """Hands out permits: `async with limiter.permit():` in a task, `with limiter.permit():` in a thread."""
+    """Grants permits: `async with limiter.permit():` in a task, `with limiter.permit():` in a thread."""
 
     def __init__(self, core: WaitQueue[Ticket]) -> None:
         self._core = core
         self._lock = threading.Lock()
-        self._due: float | None = None  # when `_advance` is called next
+        self._due: float | None = None  # when the armed timer calls `_advance`
 
     @property
     def held(self) -> int:
-        """How many permits this process uses; 0 if only the rate is limited."""
+        """The number of permits in use in this process; 0 if only the rate is limited."""
         return self._core.held
 
     @property
     def waiting(self) -> int:
-        """How many tasks and threads of this process wait."""
+        """The number of tasks and threads of this process that are waiting."""
         return self._core.waiting
 
     def permit(self, timeout: float | None = None) -> Holding:
-        """A context manager, async and sync, that holds a permit; waits at most `timeout` seconds for it."""
+        """Returns a context manager, async and sync, that holds a permit; it waits up to `timeout` seconds for one."""
         return Holding(self, timeout)
 
     def is_current(self) -> bool:
-        """Whether it limits those that it was opened for; see `open_limiter`."""
+        """Whether the limiter is still in force for this process; if not, open it again with `open_limiter`."""
         return True
 
     async def acquire(self, timeout: float | None = None) -> Permit:
         """Waits for a permit.
 
         Raises:
-            TimeoutError: none within `timeout` seconds (None: no limit).
-            InfrastructureError: the actor that keeps the limit is gone.
+            TimeoutError: no permit within `timeout` seconds (None: no timeout).
+            InfrastructureError: the actor that enforces the limit is gone.
         """
         lease = self._take()
         if lease is None:
@@ -202,7 +202,7 @@ class Limiter:
         return Permit(self, lease)
 
     def acquire_blocking(self, timeout: float | None = None) -> Permit:
-        """Like `acquire`, for threads; must not be called in an event loop's thread."""
+        """Like `acquire`, for threads; must not be called in the thread of an event loop."""
         lease = self._take()
         if lease is None:
             ticket = Ticket(None)
@@ -216,19 +216,19 @@ class Limiter:
         return Permit(self, lease)
 
     def try_acquire(self) -> Permit | None:
-        """A permit if one is free now and no waiter is queued, else None."""
+        """Returns a permit if one is free now and no waiter is queued, else None."""
         lease = self._take()
         return None if lease is None else Permit(self, lease)
 
     def _take(self) -> int | None:
-        """A lease without a ticket, the common case."""
+        """Returns a lease without queueing a ticket, if one is free: the fast path."""
         with self._lock:
             lease = self._core.take(time.monotonic())
             self._after()
             return lease
 
     def _enter(self, ticket: Ticket) -> bool:
-        """Queues `ticket`; False if it was granted immediately."""
+        """Enqueues `ticket`; returns False if a lease was granted immediately."""
         with self._lock:
             self._deliver(self._core.enter(ticket, time.monotonic()))
             return ticket.lease is None
@@ -260,7 +260,7 @@ class Limiter:
             self._deliver(self._core.advance(time.monotonic()))
 
     def _deliver(self, granted: list[tuple[Ticket, int]]) -> None:
-        """Hands leases to their tickets; one whose waiter is gone passes its lease on."""
+        """Assigns leases to their tickets and wakes the waiters; the lease of a waiter that is gone goes to the next."""
         while granted:
             returned: list[tuple[Ticket, int]] = []
             for ticket, lease in granted:
@@ -271,10 +271,10 @@ class Limiter:
         self._after()
 
     def _after(self) -> None:
-        """Follows every call of the core: arms a timer if something is due earlier than the armed one.
+        """Runs after every call of the core: arms a timer if the next event is due before the armed one.
 
         A timer that fires too early finds nothing to do and is armed again, so that short-lived permits need not
-        move it each time.
+        reschedule it each time.
         """
         due = self._core.next_event()
         if due is not None and (self._due is None or due < self._due):
@@ -284,7 +284,7 @@ class Limiter:
 
 
 class Holding:
-    """A permit for the length of a block."""
+    """Holds a permit for the duration of a `with` block."""
 
     __slots__ = ("_limiter", "_permit", "_timeout")
 
@@ -327,9 +327,9 @@ class ConcurrencyLimit(LocalLimiter):
 
 
 class RateLimit(LocalLimiter):
-    """At most `per_second` permits a second, and `burst` (default: `per_second` rounded up) at once.
+    """At most `per_second` permits per second, and `burst` (default: `per_second` rounded up) at once after a pause.
 
-    A permit of it need not be released: `await limit.acquire()` is enough.
+    Its permits need not be released: `await limit.acquire()` is enough.
     """
 
     def __init__(self, per_second: float, burst: int | None = None) -> None:
@@ -341,7 +341,7 @@ _named_lock = threading.Lock()
 
 
 def local_limiter(name: str, limit: Limit) -> LocalLimiter:
-    """The limiter `name` of this process, which lives as long as it is referenced.
+    """Returns the limiter `name` of this process, which lives as long as it is referenced.
 
     Raises:
         ConfigError: the name is taken by another limit.
@@ -355,7 +355,7 @@ def local_limiter(name: str, limit: Limit) -> LocalLimiter:
 
 
 def refuse_conflict(name: str, held: Limit, asked: Limit) -> None:
-    """Raises ConfigError if a limiter's name is taken by another limit."""
+    """Raises ConfigError if the limiter `name` exists with another limit."""
     if held != asked:
         raise ConfigError(
             f"the limiter '{name}' allows {held} already; {asked} is asked for: use one limit or two names"

@@ -1,8 +1,8 @@
 """`init_execution_pool`: runs functions in threads or processes under a cluster-wide concurrency limit.
 
-Invariant: a function that raises gives its permit back, and its exception is raised by its result. With
-Ray the workers are actors and results are object references (`ray.get`, `await`); without it they are threads and
-processes of this machine, and results are `Pending` (`await`, `result`). Either way the call is
+Invariant: a function that raises returns its permit, and its exception is raised by its result. With Ray, the workers are
+actors and results are object references (`ray.get`, `await`); without Ray, the workers are threads and processes of this
+machine, and results are `Pending` (`await`, `result`). Either way the call is
 `pool.execute.remote(function, *args, **kwargs)`.
 """
 
@@ -32,18 +32,18 @@ DEFAULT_LIMITER = "rate-limiter"
 
 
 class PoolMode(Enum):
-    """Where functions run."""
+    """Whether functions run in threads or in processes."""
 
     ThreadMode = 1
-    """In threads of one process: cheap, right for functions that wait."""
+    """Threads of one process: cheap, for I/O-bound functions."""
     ProcessMode = 2
-    """In their own processes: right for functions that compute. They and their results must be picklable."""
+    """Separate processes, for CPU-bound functions; functions, arguments and results must be picklable."""
 
 
 class TokenBucketWorker:
-    """Permits without identity, for code that pairs `acquire` with `release`: `rate_limit` at once under one name.
+    """A semaphore of `rate_limit` permits under one name, for code that pairs `acquire` with `release`.
 
-    Every process creates its own and shares the limit. Prefer `open_limiter`, whose permits release themselves.
+    Every process creates its own object; all share the limit. Prefer `open_limiter`, whose permits are context managers.
     """
 
     def __init__(self, rate_limit: int, name: str = DEFAULT_LIMITER) -> None:
@@ -52,14 +52,14 @@ class TokenBucketWorker:
         self._permits: deque[Permit] = deque()
 
     def acquire(self, timeout: float | None = None) -> None:
-        """Waits for a permit, first come, first served; raises TimeoutError after `timeout` seconds."""
+        """Blocks until a permit is granted, first come, first served; raises TimeoutError after `timeout` seconds."""
         self._permits.append(self._limiter.acquire_blocking(timeout))
 
     def release(self) -> None:
-        """Gives a permit back.
+        """Returns a permit.
 
         Raises:
-            RuntimeError: none is out.
+            RuntimeError: no permit is held.
         """
         try:
             permit = self._permits.popleft()
@@ -68,12 +68,12 @@ class TokenBucketWorker:
         permit.release()
 
     def get_current_count(self) -> int:
-        """The number of permits acquired through this object."""
+        """Returns the number of permits held through this object."""
         return len(self._permits)
 
 
 class ExecutionWorker:
-    """Runs functions under the limit; in process, or as a Ray actor (`ray.remote(ExecutionWorker)`)."""
+    """Runs functions under the limit, in this process or as a Ray actor (`ray.remote(ExecutionWorker)`)."""
 
     def __init__(
         self, enable_global_rate_limit: bool = True, rate_limit: int = 10, name: str = DEFAULT_LIMITER
@@ -81,11 +81,11 @@ class ExecutionWorker:
         self._limiter = open_limiter(name, Limit(max_concurrent=rate_limit)) if enable_global_rate_limit else None
 
     def ping(self) -> bool:
-        """True: the worker is up."""
+        """Returns True if the worker is up."""
         return True
 
     def execute(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns or raises what `function(*args, **kwargs)` does, once a permit is free."""
+        """Waits for a permit, then calls `function(*args, **kwargs)`; returns or raises what the function does."""
         with self._limiter.permit() if self._limiter is not None else contextlib.nullcontext():
             return function(*args, **kwargs)
 
@@ -100,12 +100,12 @@ class Pending(Generic[T]):
         return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout: float | None = None) -> T:
-        """The function's result, or what it raised; TimeoutError after `timeout` seconds."""
+        """Waits for the function; returns its result or raises its exception, TimeoutError after `timeout` seconds."""
         return self._future.result(timeout)
 
 
 class _Method:
-    """A method in Ray's spelling."""
+    """A function called as `f.remote(...)`, like the method of a Ray actor."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.remote = call
@@ -120,8 +120,8 @@ class ExecutionPool:
         self._close = close
 
     def close(self) -> None:
-        """Ends the workers; running processes are killed (Ray's after a short grace period), a thread of this process
-        ends with its function."""
+        """Stops the workers: running processes are killed (Ray's after a short grace period), a thread of this process
+        finishes its current function."""
         self._close()
 
     def __enter__(self) -> ExecutionPool:
@@ -138,7 +138,7 @@ def init_execution_pool(
     mode: PoolMode = PoolMode.ThreadMode,
     name: str = DEFAULT_LIMITER,
 ) -> ExecutionPool:
-    """A pool of `num_workers` threads or processes; `rate_limit` is how many calls run at once in the whole cluster
+    """Creates a pool of `num_workers` threads or processes; at most `rate_limit` calls run at once in the whole cluster,
     under the limiter `name`.
 
     Raises:
@@ -148,7 +148,7 @@ def init_execution_pool(
         raise ConfigError(f"num_workers must be a whole number from 1, not {num_workers!r}")
     mode = PoolMode(mode)
     if enable_global_rate_limit:
-        open_limiter(name, Limit(max_concurrent=rate_limit))  # a conflict is an error here, not in a worker
+        open_limiter(name, Limit(max_concurrent=rate_limit))  # raise a conflict here, not in a worker
     if is_connected():
         return _actor_pool(num_workers, (enable_global_rate_limit, rate_limit, name), mode)
     worker = ExecutionWorker(enable_global_rate_limit, rate_limit, name)
@@ -156,7 +156,8 @@ def init_execution_pool(
 
 
 def _local_pool(num_workers: int, worker: ExecutionWorker, processes: _Processes | None) -> ExecutionPool:
-    """A thread waits for the permit and for the process, so that a process that dies cannot keep a permit."""
+    """Creates a pool without Ray. A thread waits for the permit and for the process, so that a process that dies cannot
+    keep a permit."""
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
 
     def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
@@ -173,7 +174,7 @@ def _local_pool(num_workers: int, worker: ExecutionWorker, processes: _Processes
 
 
 class _Processes:
-    """Spawned processes, all replaced together when one of them dies."""
+    """A pool of spawned processes, all of which are replaced when one of them dies."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -233,7 +234,7 @@ def _actor_pool(num_workers: int, options: tuple[bool, int, str], mode: PoolMode
 
     def close() -> None:
         for actor in actors:
-            actor.__ray_terminate__.remote()  # exit normally, so that permits return at once
+            actor.__ray_terminate__.remote()  # a normal exit returns the permits at once
         killer = threading.Timer(GRACE_SECONDS, kill)
         killer.daemon = True
         killer.start()

@@ -1,1 +1,1 @@
-"""What HTTP servers share: a socket to listen on, limits on connections and requests, a bearer token."""
+"""Shared parts of the HTTP servers: listening sockets, limits on connections and requests, bearer tokens, metrics."""

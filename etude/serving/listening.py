@@ -1,7 +1,7 @@
-"""Listening: a bound socket, as many descriptors as are allowed, and a limit on connections.
+"""Listening: a bound socket, the limit on file descriptors, and a limit on connections.
 
-Invariant: at most a certain number of connections are open, and a further one replaces the one that has been idle longest,
-so that idle connections never keep a request out.
+Invariant: at most `max_connections` are open; a further one replaces the one that has been idle longest, so that idle
+connections never keep a request out.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from etude.errors import ConfigError
 
 HEAD_SECONDS = 10.0
-_MOST_FILES = 1 << 16
+_MAX_FILES = 1 << 16
 
 
 def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for one server: at most `max_connections` are open, and a request's head has `head_seconds` to
-    arrive (the body's time is left to `middleware.BodyLimit`)."""
-    kept: set[asyncio.Protocol] = set()
-    idle: dict[asyncio.Protocol, None] = {}  # ordered, the longest idle first
+    """Returns uvicorn's protocol class for one server, with at most `max_connections` open, and `head_seconds` for the head
+    of a request to arrive (`middleware.BodyLimit` limits the time of the body)."""
+    open_connections: set[asyncio.Protocol] = set()
+    idle: dict[asyncio.Protocol, None] = {}  # ordered, longest idle first
 
     class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        _late: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            kept.add(self)
+            open_connections.add(self)
             self._await_head()
-            if len(kept) > max_connections:
+            if len(open_connections) > max_connections:
                 next(iter(idle))._give_up()  # type: ignore[attr-defined]
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
-            elif self._late is None:
+            elif self._head_timer is None:
                 self._await_head()
 
         def on_response_complete(self) -> None:
@@ -49,41 +49,42 @@ def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
-            kept.discard(self)
+            open_connections.discard(self)
             super().connection_lost(exc)
 
         def _give_up(self) -> None:
             self._stop_waiting()
-            kept.discard(self)
+            open_connections.discard(self)
             self.transport.abort()
 
         def _await_head(self) -> None:
             idle[self] = None
-            self._late = self.loop.call_later(head_seconds, self._give_up)
+            self._head_timer = self.loop.call_later(head_seconds, self._give_up)
 
         def _stop_waiting(self) -> None:
             idle.pop(self, None)
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
     return LimitedProtocol
 
 
 def raise_file_limit() -> int:
-    """Raises this process's descriptor limit as far as allowed, to at most 65,536, and returns it: the default is often
-    only 1,024."""
+    """Raises this process's limit on file descriptors as far as allowed, to at most 65,536, and returns it. The default is
+    often only 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at the address, so that whoever is told it can connect; port 0 takes a free one.
+    """Returns a socket that already listens at the address, so that clients can connect as soon as they know it; port 0
+    picks a free port.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -104,6 +105,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """The address of a server that was told to listen on `host`."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}"
+    """Returns the URL of a server that listens on `host`."""
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{listener.getsockname()[1]}"

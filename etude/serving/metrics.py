@@ -1,6 +1,6 @@
-"""`RequestMetrics`: what a server counts of its requests, in Prometheus' format.
+"""`RequestMetrics`: a server's request metrics in Prometheus' format.
 
-Invariant: each request ends in exactly one `<server>_requests_total`.
+Invariant: `<server>_requests_total` counts each finished request exactly once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from starlette.responses import Response
 
 
 class RequestMetrics:
-    """The counters of the server `name`; `outcomes` of a request, and the `buckets` of its seconds."""
+    """The metrics of the server `name`; `outcomes` describes the outcomes of a request, and `buckets` are those of the
+    histogram of seconds."""
 
     def __init__(self, name: str, outcomes: str, buckets: Sequence[float]) -> None:
         self._name, self.registry = name, CollectorRegistry()
-        told = f"Requests by endpoint and outcome ({outcomes})."
-        self._requests = Counter(f"{name}_requests", told, ["endpoint", "outcome"], registry=self.registry)
+        about = f"Requests by endpoint and outcome ({outcomes})."
+        self._requests = Counter(f"{name}_requests", about, ["endpoint", "outcome"], registry=self.registry)
         self._seconds = Histogram(
             f"{name}_request_seconds",
             "Seconds from admission to the answer, by endpoint.",
@@ -28,14 +29,14 @@ class RequestMetrics:
         )
 
     def count(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """One request has ended."""
+        """Counts a request that has ended."""
         self._requests.labels(endpoint, outcome).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
     def gauge(self, name: str, told: str, read: Callable[[], float]) -> None:
-        """Adds a figure that is read at each scrape."""
+        """Adds a gauge described by `told`; `read` is called at each scrape."""
         Gauge(f"{self._name}_{name}", told, registry=self.registry).set_function(read)
 
     def page(self) -> Response:
-        """For a scrape."""
+        """Returns the response to a scrape."""
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,7 +1,7 @@
-"""Middleware of a server's endpoints: a bearer token, limits on the size and the time of a request's body, and
-cancellation of work for a client that has disconnected.
+"""Middleware of a server's endpoints: a bearer token, limits on the size of a request's body and the time it takes to
+arrive, and cancellation of work for a client that has disconnected.
 
-Invariant: without the token nothing of a body is read; no client makes the server hold more than `max_bytes` of a body,
+Invariant: without the token no part of a body is read; no client can make the server hold more than `max_bytes` of a body,
 or wait for it longer than `BODY_SECONDS`.
 """
 
@@ -22,14 +22,14 @@ from etude.bounded import settle
 R = TypeVar("R")
 
 OPEN_PATHS = {"/v1/ping", "/health"}
-"""Answered without a token."""
+"""Paths that need no token."""
 BODY_SECONDS = 60.0
-_DROPPED_BODIES = 4  # times the largest accepted body
+_DROPPED_BODIES = 4  # excess bytes to read and drop, in multiples of `max_bytes`
 _DROP_SECONDS = 5.0
 
 
 ErrorBody = Callable[[int, str], Any]
-"""The JSON of a (status, message)."""
+"""Builds the JSON body of an error from (status, message)."""
 
 
 def _plain_error(status: int, message: str) -> dict[str, str]:
@@ -37,8 +37,8 @@ def _plain_error(status: int, message: str) -> dict[str, str]:
 
 
 class BodyLimit:
-    """Answers 413 to a body of more than `max_bytes`. Excess bytes are read and dropped, up to a limit, because
-    a client that is still sending would see a broken connection instead of the answer."""
+    """Responds with 413 to a body of more than `max_bytes`. Excess bytes are read and dropped, up to a limit, because a
+    client that is still sending would see a broken connection instead of the response."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
@@ -88,7 +88,7 @@ class BodyLimit:
 
 
 class BearerToken:
-    """Answers 401 to a request without the token, as a bearer's or as `x-api-key`; the comparison takes constant time."""
+    """Responds with 401 to a request without the token as a bearer token or as `x-api-key`; compares in constant time."""
 
     def __init__(self, app: ASGIApp, token: str, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
@@ -107,7 +107,7 @@ class BearerToken:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
-    """The result of `work`, or None if the client hung up first, which cancels `work`."""
+    """Returns the result of `work`; if the client disconnects first, cancels `work` and returns None."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(hung_up(request))
     try:
@@ -120,6 +120,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | Non
 
 
 async def hung_up(request: Request) -> None:
-    """Returns once the client has hung up."""
+    """Returns once the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What a model may call: tools, their YAML, and `ToolSession`, the lifecycle of one trajectory over them."""
+"""Tool calling: tools, their YAML configuration, and `ToolSession`, the tools' lifecycle within one trajectory."""
 
 from etude.errors import ToolError
 from etude.schemas import (

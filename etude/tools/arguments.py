@@ -1,13 +1,12 @@
-"""The arguments of a call: `decode_arguments` reads what the model wrote, `ArgumentChecker` validates it against the schema.
+"""The arguments of a tool call: `decode_arguments` parses the model's text, `ArgumentChecker` validates them by the schema.
 
-Invariant: decoded arguments are a JSON object of bounded depth with finite numbers and encodable text that could be read in
-one way only (no duplicate keys); checked ones satisfy the tool's JSON Schema. Any others raise a one-line `ArgumentError`
-that names the field. Work is linear in the length of the arguments, whatever the schema's keywords. External references
-are never fetched.
+Invariant: decoded arguments are a JSON object of bounded depth, with finite numbers, encodable text and no duplicate keys;
+checked arguments satisfy the tool's JSON Schema. Anything else raises a one-line `ArgumentError` that names the field. Work
+is linear in the length of the arguments, whatever keywords the schema uses. External references are never fetched.
 
-A whole arguments object inside a JSON string is accepted, as models write that too, and so is a string that holds JSON where
-the schema wants an object, array, number or boolean. Nothing else is repaired, and defaults are not filled in: a schema's
-`default` tells the model what the tool does without the argument.
+An arguments object encoded as a JSON string is accepted, as models write that too, and so is a string that contains JSON
+where the schema expects an object, array, number or boolean. Nothing else is repaired, and defaults are not filled in: a
+schema's `default` describes what the tool does without the argument.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from etude.errors import ConfigError, one_line
 MAX_DEPTH = 100
 _MAX_SHOWN_CHARS = 80
 _MAX_PATTERN_CHARS = 10_000
-_MAX_ERRORS = 100  # of one call that are searched for strings to decode
+_MAX_ERRORS = 100  # errors per call that are searched for strings to decode
 
 
 class ArgumentError(ValueError):
-    """The arguments of a call are invalid; the text is for the model, `word` for the record."""
+    """The arguments of a call are invalid; the message goes to the model, and `word` is the `error` of the call's record."""
 
     def __init__(self, text: str, word: str = "malformed") -> None:
         super().__init__(text)
@@ -42,10 +41,10 @@ class ArgumentError(ValueError):
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, or in the JSON string in `text`.
+    """Parses `text` as a JSON object, or as a JSON string that contains one.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: `text` is neither.
     """
     arguments = _decode(text)
     if isinstance(arguments, str):
@@ -56,7 +55,7 @@ def decode_arguments(text: str) -> dict[str, Any]:
 
 
 def _decode(text: str) -> Any:
-    """The JSON value in `text`; raises ArgumentError as `decode_arguments` does."""
+    """Parses `text` as JSON; raises ArgumentError if it is invalid, too deep or not encodable as UTF-8."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -88,35 +87,37 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _refuse_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ArgumentError(f"the arguments hold {name}, which is not JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ArgumentError(f"the number {_shortened(text)} is out of range")
+        raise ArgumentError(f"the number {_truncate(text)} is out of range")
     return number
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArgumentError(f"the key {_shortened(twice)!r} appears twice in the arguments")
+        raise ArgumentError(f"the key {_truncate(twice)!r} appears twice in the arguments")
     return keys
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates)
+_DECODER = json.JSONDecoder(
+    parse_constant=_reject_constant, parse_float=_parse_finite, object_pairs_hook=_reject_duplicates
+)
 
 
-def _shortened(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
 def _without_null_enums(schema: Any) -> Any:
-    """`schema` without `"enum": null`, which the documents' schemas use for "no enumeration"."""
+    """Returns `schema` without any `"enum": null`, which some schemas write for "no enumeration"."""
     if isinstance(schema, Mapping):
         kept = {key: value for key, value in schema.items() if key != "enum" or value is not None}
         return {key: _without_null_enums(value) for key, value in kept.items()}
@@ -124,13 +125,13 @@ def _without_null_enums(schema: Any) -> Any:
 
 
 class ArgumentChecker:
-    """One tool's schema, compiled once."""
+    """Validates arguments against the schema of one tool, compiled once."""
 
     def __init__(self, parameters: Mapping[str, Any], tool_name: str) -> None:
         """`parameters` is the schema of the arguments object.
 
         Raises:
-            ConfigError: it is not a JSON Schema, or has external references; names the tool and the place.
+            ConfigError: `parameters` is not a JSON Schema, or has external references; names the tool and the place.
         """
         schema = _without_null_enums(dict(parameters))
         kind = validators.validator_for(schema, default=Draft202012Validator)
@@ -139,7 +140,7 @@ class ArgumentChecker:
             _check_references(schema)
             bounded = validators.extend(kind, {"pattern": _pattern, "uniqueItems": _unique_items})
             self._validator: Validator = bounded(schema, registry=Registry())
-            next(self._validator.iter_errors({}), None)  # infinite self-reference
+            next(self._validator.iter_errors({}), None)  # fails here if the schema refers to itself without end
         except SchemaError as error:
             place = ".".join(["parameters", *map(str, error.absolute_path)])
             raise ConfigError(f"tool '{tool_name}': its schema is invalid at {place}: {_message(error)}") from error
@@ -148,10 +149,10 @@ class ArgumentChecker:
             raise ConfigError(f"tool '{tool_name}': its schema cannot be used: {reason}") from error
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """`arguments` as passed to the tool; may be modified in place.
+        """Validates `arguments` and returns them, with strings that contain JSON decoded in place where the schema needs it.
 
         Raises:
-            ArgumentError: they violate the schema; names the field.
+            ArgumentError: the arguments violate the schema; names the field.
         """
         try:
             errors = self._errors(arguments)
@@ -168,7 +169,7 @@ class ArgumentChecker:
 
 
 def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) -> bool:
-    """Decodes strings in place where the schema wants another type; returns whether any was decoded."""
+    """Decodes strings in place where the schema expects another type; returns whether any was decoded."""
     changed = False
     for error in errors:
         if error.validator not in ("type", "anyOf", "oneOf", "enum", "const") or not isinstance(error.instance, str):
@@ -195,15 +196,15 @@ def _error_message(error: ValidationError) -> str:
     field = error.json_path.removeprefix("$").removeprefix(
         "."
     )  # `items[0].name`; empty for the arguments object itself
-    return f"{_shortened(field)!r}: {_message(error)}" if field else _message(error)
+    return f"{_truncate(field)!r}: {_message(error)}" if field else _message(error)
 
 
 def _message(error: ValidationError | SchemaError) -> str:
-    """The validator's message, with the value in it shortened."""
+    """Returns the validator's message with the value in it truncated."""
     shown = repr(error.instance)
     message = error.message
     if len(shown) > _MAX_SHOWN_CHARS:
-        message = message.replace(shown, _shortened(shown), 1)
+        message = message.replace(shown, _truncate(shown), 1)
     return one_line(ValueError(message))
 
 
@@ -228,7 +229,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def _pattern(validator: Validator, pattern: str, instance: object, schema: object) -> Iterator[ValidationError]:
-    """`pattern` on strings of bounded length, since the cost of a regular expression is not."""
+    """The keyword `pattern`, for strings of bounded length only: the cost of a regular expression is unbounded."""
     if isinstance(instance, str):
         if len(instance) > _MAX_PATTERN_CHARS:
             yield ValidationError(f"{instance!r} is longer than the {_MAX_PATTERN_CHARS} characters of a pattern")
@@ -237,19 +238,19 @@ def _pattern(validator: Validator, pattern: str, instance: object, schema: objec
 
 
 def _unique_items(validator: Validator, wanted: bool, instance: object, schema: object) -> Iterator[ValidationError]:
-    """`uniqueItems` in linear time; the library's own compares every pair of objects."""
+    """The keyword `uniqueItems` in linear time; the library's version compares every pair of objects."""
     if wanted and isinstance(instance, list):
-        texts = {json.dumps(_as_json_compares(item), sort_keys=True) for item in instance}
+        texts = {json.dumps(_normalize_number(item), sort_keys=True) for item in instance}
         if len(texts) != len(instance):
             yield ValidationError(f"{instance!r} has non-unique elements")
 
 
-def _as_json_compares(value: Any) -> Any:
-    """`value` with 1.0 written as 1, since JSON Schema treats them as equal; true stays distinct from 1."""
+def _normalize_number(value: Any) -> Any:
+    """Returns `value` with 1.0 replaced by 1, which JSON Schema treats as equal; true stays distinct from 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_as_json_compares(item) for item in value]
+        return [_normalize_number(item) for item in value]
     if isinstance(value, dict):
-        return {key: _as_json_compares(item) for key, item in value.items()}
+        return {key: _normalize_number(item) for key, item in value.items()}
     return value

@@ -1,8 +1,7 @@
-"""`BaseTool`: the base class of the documents' tools.
+"""`BaseTool`: the base class of all tools.
 
-Invariant: one object serves all trajectories concurrently; the state of each is kept under the instance id
-passed to `create`. Calling the four methods in the right order, and exactly once where promised, is left to
-`ToolSession`.
+Invariant: one object serves all trajectories concurrently and keeps the state of each under the instance id passed to
+`create`. `ToolSession` calls the four methods in the right order, and exactly once where promised.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ State = TypeVar("State")
 
 
 def function_schema(name: str, description: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
-    """The OpenAI schema of a function; `properties` are the JSON Schemas of its arguments."""
+    """Returns the OpenAI schema of a function; `properties` are the JSON Schemas of its arguments."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -27,23 +26,23 @@ def function_schema(name: str, description: str, required: Sequence[str] = (), *
 class BaseTool:
     """A tool: CREATE → EXECUTE (any number of times) → CALC_REWARD → RELEASE for each trajectory.
 
-    A subclass overrides `execute`, and the others as it needs; all four are `async def`. A `name` set in
-    the class body is the tool's only name; without it, the schema names the tool.
+    A subclass overrides `execute`, and the other methods as needed; all four are `async def`. A `name` set in the class
+    body is the tool's only name; without it, the schema names the tool.
     """
 
     name: str
     tool_schema: OpenAIFunctionToolSchema
     schema: ClassVar[dict[str, Any] | None] = None
-    """The tool's own schema, used where the configuration has none."""
+    """The default schema, used where the configuration has none."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Keeps the tool's `config` and schema; without a schema, the one of `get_openai_tool_schema()`.
+        """Stores the tool's `config` and schema; a missing schema comes from `get_openai_tool_schema()`.
 
         Raises:
             ConfigError: there is no schema, or its name differs from the class's.
         """
         self.config = config
-        self.tool_schema = tool_schema  # type: ignore[assignment]  # None only until the next lines
+        self.tool_schema = tool_schema  # type: ignore[assignment]  # None only until set below
         schema = tool_schema or self.get_openai_tool_schema()
         kind = type(self).__name__
         if schema is None:
@@ -56,15 +55,15 @@ class BaseTool:
             self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own; what the prompt shows."""
+        """Returns the schema that the prompt shows: the configured one, else the class's."""
         if self.tool_schema is None and self.schema is not None:
             return OpenAIFunctionToolSchema.model_validate(self.schema)
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory; the row's `create_kwargs` arrive as keyword arguments.
+        """Starts a trajectory; the row's `create_kwargs` are passed as keyword arguments.
 
-        Returns the instance id and a response that, if it is not empty, is appended to the user's message.
+        Returns the instance id and a response; unless it is empty, it is appended to the user's message.
         """
         return instance_id or str(uuid4()), ToolResponse()
 
@@ -72,38 +71,38 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Answers one call of the model: (response, step reward, metrics).
+        """Executes one tool call of the model; returns (response, step reward, metrics).
 
         Raises:
-            ToolError: its text is returned to the model.
+            ToolError: the call failed; the error's text is returned to the model.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define execute")
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """The reward of the whole trajectory; called once, after it has ended."""
+        """Returns the reward of the whole trajectory; called at most once, after the trajectory has ended."""
         return 0.0
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Ends a trajectory, however it ended: frees what `create` made."""
+        """Frees what `create` allocated; called once, however the trajectory ended."""
 
 
 class StatefulTool(BaseTool, Generic[State]):
-    """Keeps one state for each trajectory, made by `begin` from the row's `create_kwargs`."""
+    """Keeps one state per trajectory, which `begin` creates from the row's `create_kwargs`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self._instance_dict: dict[str, State] = {}
 
     async def begin(self, **create_kwargs: Any) -> State:
-        """The state of a new trajectory."""
+        """Returns the initial state of a trajectory."""
         raise NotImplementedError
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory."""
+        """Starts a trajectory and stores its state."""
         instance_id = instance_id or str(uuid4())
         self._instance_dict[instance_id] = await self.begin(**create_kwargs)
         return instance_id, ToolResponse()
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the trajectory."""
+        """Drops the trajectory's state."""
         self._instance_dict.pop(instance_id, None)

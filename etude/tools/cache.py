@@ -1,14 +1,13 @@
-"""`ResultCache`: caches and shares the answers of a tool whose `execute` is pure.
+"""`ResultCache`: caches the results of a tool whose `execute` is pure, and shares them between concurrent calls;
+`ResultStore` keeps them in an SQLite file that processes share.
 
-`path` keeps them in one SQLite file shared by processes, too.
+Pure means: the result (text, media, step reward and metrics) depends only on the arguments, the row's `create_kwargs` and
+`execute_kwargs`, and the tool's configuration; and executing has no side effects. Enabling the cache declares that.
 
-Pure means: the answer (text, media, step reward and metrics) depends on the arguments, the row's `create_kwargs` and
-`execute_kwargs` and the tool's configuration alone, and executing changes nothing. Switching the cache on declares that.
-
-Invariant: an answer is served only for an equal key; errors are never cached; at most one execution per key runs in this
-event loop at a time, in the trajectory that asked first. If that trajectory is cancelled, the next one waiting executes
-instead, with its own instance: no call outlives its trajectory. An entry of the file is read whole or not at all, and is
-JSON: reading a file that someone else wrote executes nothing. A file that fails (locked, full, gone) costs its entries,
+Invariant: a result is served only for an equal key; errors are never cached. At most one execution per key runs in this
+event loop at a time, in the trajectory that asked first; if that trajectory is cancelled, the next waiting one executes
+instead, with its own instance, so that no call outlives its trajectory. An entry of the file is read as a whole or not at
+all, and is JSON: reading an untrusted file executes nothing. A file that fails (locked, full, deleted) costs its entries,
 never a call: the failure is logged once and the file is no longer used.
 """
 
@@ -42,43 +41,43 @@ _WRITES_BETWEEN_CLEANINGS = 64
 
 logger = logging.getLogger(__name__)
 
-_thread = BlockingCalls("etude-cache", limit=1)  # one thread: SQLite serialises writes anyway
+_thread = BlockingCalls("etude-cache", limit=1)  # one thread: SQLite serializes writes anyway
 
 
 class ResultCache:
-    """Keeps the last `max_entries` answers used in memory (256 million characters at most), and those of `path` on disk."""
+    """An LRU cache of `max_entries` results in memory (at most 256 million characters), and a `ResultStore` at `path`."""
 
     def __init__(self, policy: CachePolicy) -> None:
-        """Opens the file, if there is one.
+        """Opens the file at `policy.path`, if set.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: the file cannot be opened.
         """
         self._policy = policy
-        self._kept: OrderedDict[str, tuple[float, ToolResult]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[float, ToolResult]] = OrderedDict()
         self._characters = 0
-        self._flights: dict[tuple[int, str], asyncio.Future[ToolResult]] = {}
+        self._in_flight: dict[tuple[int, str], asyncio.Future[ToolResult]] = {}
         self._store = None if policy.path is None else ResultStore(policy.path, policy.max_entries, policy.ttl)
 
     async def answer(self, key: str, execute: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """The answer for `key`: cached, shared with a running call, or from `execute()`.
+        """Returns the result for `key`: cached, shared with a running call, or from `execute()`.
 
         Raises:
-            Exception: what `execute` raised, here or in the call that was shared.
+            Exception: raised by `execute`, here or in the shared call.
         """
         loop = asyncio.get_running_loop()
         place = (id(loop), key)
         while True:
-            known = self._recall(key) or await self._recall_from_disk(key)
-            if known is not None:
-                return known
-            flight = self._flights.get(place)
+            cached = self._recall(key) or await self._recall_from_disk(key)
+            if cached is not None:
+                return cached
+            flight = self._in_flight.get(place)
             if flight is None:
                 break
             await asyncio.wait({flight})
             if not flight.cancelled():
                 return _copy(flight.result(), Source.SHARED)
-        flight = self._flights[place] = loop.create_future()
+        flight = self._in_flight[place] = loop.create_future()
         try:
             answer = await execute()
         except Exception as error:
@@ -93,18 +92,18 @@ class ResultCache:
                 self._keep(key, _copy(answer, Source.CACHE))
             flight.set_result(answer)
         finally:
-            del self._flights[place]
+            del self._in_flight[place]
         await self._keep_on_disk(key, answer)
         return answer
 
     def _recall(self, key: str) -> ToolResult | None:
-        entry = self._kept.get(key)
+        entry = self._entries.get(key)
         if entry is None:
             return None
         if self._policy.ttl is not None and time.monotonic() - entry[0] > self._policy.ttl:
             self._forget(key)
             return None
-        self._kept.move_to_end(key)
+        self._entries.move_to_end(key)
         return _copy(entry[1], Source.CACHE)
 
     async def _recall_from_disk(self, key: str) -> ToolResult | None:
@@ -112,19 +111,19 @@ class ResultCache:
         if record is None:
             return None
         try:
-            return result_from_json(record, Source.CACHE)  # not cached in memory: that would reset its age
+            return result_from_json(record, Source.CACHE)  # not kept in memory: that would reset its age
         except (KeyError, TypeError, ValueError, OSError):
             return None
 
     def _keep(self, key: str, answer: ToolResult) -> None:
         self._forget(key)
-        self._kept[key] = (time.monotonic(), answer)
+        self._entries[key] = (time.monotonic(), answer)
         self._characters += _length(answer)
-        while len(self._kept) > self._policy.max_entries or self._characters > _MAX_CHARACTERS:
-            self._forget(next(iter(self._kept)))
+        while len(self._entries) > self._policy.max_entries or self._characters > _MAX_CHARACTERS:
+            self._forget(next(iter(self._entries)))
 
     def _forget(self, key: str) -> None:
-        entry = self._kept.pop(key, None)
+        entry = self._entries.pop(key, None)
         if entry is not None:
             self._characters -= _length(entry[1])
 
@@ -143,7 +142,7 @@ def _length(answer: ToolResult) -> int:
 
 
 def _copy(answer: ToolResult, source: Source) -> ToolResult:
-    """A copy of `answer` for another trajectory, which may modify it."""
+    """Copies `answer` for another trajectory, which may modify it."""
     response = answer.response.model_copy(
         update={kind: list(media) for kind in ("image", "video") if (media := getattr(answer.response, kind))}
     )
@@ -151,14 +150,14 @@ def _copy(answer: ToolResult, source: Source) -> ToolResult:
 
 
 class ResultStore:
-    """At most `max_entries` answers in a file, the oldest deleted first, none older than `ttl` seconds (None: any age).
-    Every access runs in its own thread, with a time limit on locks."""
+    """An SQLite file of up to `max_entries` results, the oldest deleted first; results older than `ttl` seconds (None: no
+    limit) are ignored. Every access runs in a separate thread and waits for a locked file for a limited time."""
 
     def __init__(self, path: str | Path, max_entries: int, ttl: float | None) -> None:
         """Opens the file, creating it if needed.
 
         Raises:
-            ConfigError: it cannot be opened, or is not a cache file.
+            ConfigError: the file cannot be opened, or is not a cache file.
         """
         self._path = Path(path).expanduser()
         self._max_entries, self._ttl = max_entries, ttl
@@ -172,11 +171,11 @@ class ResultStore:
             raise ConfigError(f"{self._path}: not a cache file: {one_line(error)}") from error
 
     async def get(self, key: str) -> dict[str, Any] | None:
-        """The answer stored under `key`, if any has not expired."""
+        """Returns the result stored under `key`; None if there is none or it has expired."""
         return None if self._failed else await _thread.run(self._get, key)
 
     async def put(self, key: str, answer: Mapping[str, Any]) -> None:
-        """Stores an answer, replacing any previous one."""
+        """Stores a result, replacing any previous one."""
         if not self._failed:
             await _thread.run(self._put, key, json.dumps(answer))
 

@@ -1,14 +1,15 @@
-"""`read_config_file`: parses a tool configuration file in any of its formats; `fill_environment` fills in the environment,
-and `import_class` finds the class that an entry names.
+"""`read_config_file`: parses a tool configuration file in any of its formats; `fill_environment` substitutes environment
+variables, and `import_class` imports the class that an entry names.
 
     *.yaml, *.yml   `tools: [entry, …]` and `mcpServers: {name: server, …}`, either or both
     *.json          the same; a file written for Claude Desktop or verl's `mcp_servers_config_path`
     *.pydata        RL-Factory: a Python literal, a list of names, entries and `{'mcpServers': …}`
     *.py            functions decorated with `@function_tool`
 
-Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. An invalid file raises one
-line that names it. `${VAR}`, `${oc.env:VAR}` and `${oc.env:VAR,default}` are replaced, once, and anything else in `${…}` is
-an error; a variable that is not set and has no default is an error that names it. Substituted values are never logged.
+Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. An invalid file raises a
+one-line error that names it. `${VAR}`, `${oc.env:VAR}` and `${oc.env:VAR,default}` are substituted once, not recursively;
+anything else in `${…}` is an error, and so is a variable that is not set and has no default. Substituted values are never
+logged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _VARIABLE_WITH_DEFAULT = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*,(.*
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """`entries`: (place in the file, entry) in order; `servers`: the mapping of a top-level `mcpServers`."""
+    """`entries`: (place in the file, entry), in order; `servers`: the value of a top-level `mcpServers`."""
 
     path: Path
     entries: list[tuple[str, Any]] = field(default_factory=list)
@@ -45,10 +46,10 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """The entries of a tool configuration file, in their order.
+    """Reads the entries of a tool configuration file, in order.
 
     Raises:
-        ConfigError: it is missing, unreadable, too large, or not a tool configuration.
+        ConfigError: the file is missing, unreadable, too large, or not a tool configuration.
     """
     content = read_data_file(path)
     if isinstance(content, list):
@@ -72,16 +73,16 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def resolve_path(folder: Path, path: str) -> Path:
-    """The file `path` in `folder` or, if there is none, relative to the working directory."""
+    """Resolves `path` relative to `folder` or, if no such file exists, to the working directory."""
     near = folder / Path(path).expanduser()
     return near if near.is_file() else Path(path).expanduser()
 
 
 def read_data_file(path: Path) -> Any:
-    """The content of a YAML, JSON or `.pydata` file.
+    """Parses a YAML, JSON or `.pydata` file.
 
     Raises:
-        ConfigError: it is missing, unreadable or too large; names it and the expected format.
+        ConfigError: the file is missing, unreadable or too large; names it and the expected format.
     """
     if not path.is_file():
         raise ConfigError(f"tool configuration not found: {path}")
@@ -91,14 +92,14 @@ def read_data_file(path: Path) -> Any:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no tool configuration is")
         text = path.read_text(encoding="utf-8-sig")
         if form == "JSON":
-            return json.loads(text, object_pairs_hook=_without_duplicates)
+            return json.loads(text, object_pairs_hook=_reject_duplicates)
         return ast.literal_eval(text.strip()) if form == "a Python literal" else yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
         raise ConfigError(f"{path}: not readable as {form}: {one_line(error)}") from error
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Rejects a mapping with duplicate keys, where YAML would let the last one win."""
+    """Rejects a mapping with duplicate keys, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -109,7 +110,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -119,7 +120,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def fill_environment(value: Any, place: str, where: str) -> Any:
-    """`value` with every `${…}` in its strings replaced; `place` is its path for errors, `where` its file and entry.
+    """Returns `value` with every `${…}` in its strings substituted; errors name `where` (file and entry) and `place` (the
+    path of `value` in the entry).
 
     Raises:
         ConfigError: a reference names no variable, or one that is not set.
@@ -130,10 +132,10 @@ def fill_environment(value: Any, place: str, where: str) -> Any:
         return [fill_environment(item, f"{place}[{i}]", where) for i, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    return _REFERENCE.sub(lambda match: _variable(match[1], place, where), value)
+    return _REFERENCE.sub(lambda match: _substitute(match[1], place, where), value)
 
 
-def _variable(reference: str, place: str, where: str) -> str:
+def _substitute(reference: str, place: str, where: str) -> str:
     with_default = _VARIABLE_WITH_DEFAULT.fullmatch(reference)
     match = with_default or _VARIABLE.fullmatch(reference)
     if match is None:
@@ -147,11 +149,11 @@ def _variable(reference: str, place: str, where: str) -> str:
 
 
 def import_class(name: str, file: Path, where: str, moved: Mapping[str, str], not_here: str) -> Any:
-    """What the key `class_name` of an entry of `file` names: `package.module.Class`, or `path/to/file.py:Class`. A class of
-    verl's is refused with the place that it has `moved` to, or with `not_here`.
+    """Imports the `class_name` of an entry of `file`: `package.module.Class`, or `path/to/file.py:Class`. A class of verl is
+    rejected; the error names its counterpart in `moved`, or is `not_here`.
 
     Raises:
-        ConfigError: there is none; begins with `where`.
+        ConfigError: the class cannot be imported; begins with `where`.
     """
     if name.startswith("verl."):
         new = moved.get(name.rpartition(".")[2])
@@ -159,4 +161,4 @@ def import_class(name: str, file: Path, where: str, moved: Mapping[str, str], no
     try:
         return import_beside(name, file)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error  # whole: it may list every moved import
+        raise ConfigError(f"{where}: {error}") from error  # the whole message: it may list every moved import

@@ -1,7 +1,7 @@
-"""Injected faults, so that a model learns to cope with them and tests are reproducible.
+"""Fault injection, so that a model learns to cope with failing tools; reproducible, for tests.
 
-Invariant: whether and how a call fails depends only on the seed, the tool, the trajectory and the call's place in it,
-never on the clock or concurrent work; each retry draws again.
+Invariant: whether and how a call fails depends only on the seed, the tool, the trajectory, the call's place in it and the
+attempt (each retry draws again), never on the clock or concurrent work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.tools.options import FaultPolicy
 
 
 class CallPlace(NamedTuple):
-    """Where a call stands: `number` counts the calls of this tool in the trajectory from 0."""
+    """The position of a call: `number` counts the calls of this tool in the trajectory from 0."""
 
     tool: str
     trajectory: str
@@ -23,12 +23,12 @@ class CallPlace(NamedTuple):
     number: int
 
     def chance(self, *salt: object) -> float:
-        """A number in [0, 1) determined by the place and `salt`."""
+        """Returns a pseudo-random number in [0, 1), determined by the place and `salt`."""
         return chance("\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number))))
 
 
 class Fault(Enum):
-    """What goes wrong."""
+    """The kinds of injected faults."""
 
     TIMEOUT = "timeout"  # no answer in time: an infrastructure failure
     ERROR = "error"  # the tool raises: see `config.on_exception`
@@ -36,11 +36,11 @@ class Fault(Enum):
 
 
 class InjectedError(Exception):
-    """The exception of an injected error."""
+    """Raised for an injected `Fault.ERROR`."""
 
 
 def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
-    """The fault of this attempt, if any."""
+    """Draws the fault of this attempt; None for no fault."""
     left = place.chance("fault", policy.seed, attempt)
     for fault, share in ((Fault.TIMEOUT, policy.timeout), (Fault.ERROR, policy.error), (Fault.GARBAGE, policy.garbage)):
         if left < share:
@@ -50,7 +50,7 @@ def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
 
 
 def garbage(policy: FaultPolicy, place: CallPlace) -> str:
-    """Up to 400 characters of garbage, including control characters, brackets and tags."""
+    """Returns up to 400 characters of garbage, including control characters, brackets and parts of tags."""
     source = random.Random(f"{policy.seed} {place}")
     pieces = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
     return "".join(source.choices(pieces, k=source.randint(0, 400)))[:400]

@@ -1,10 +1,10 @@
 """`@function_tool`: turns a function into a tool.
 
-Invariant: the decorated name can still be called as the function. Schema and converted arguments come from the same type
-hints: a parameter hinted as a model class is described by that class's schema and receives an object of it. A function tool
-has no state of its own: its `create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of
-threads, one per tool, so that a hanging tool starves no other; a time limit abandons a thread but cannot kill it: write long
-work as `async def`.
+Invariant: the decorated name can still be called as the function. Schema and argument conversion come from the same type
+hints: a parameter hinted as a pydantic model is described by the model's schema and receives an instance of it. A function
+tool is stateless: its `create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded thread pool
+per tool, so that a hanging tool starves no other. A time limit abandons a thread but cannot kill it: write long-running
+tools as `async def`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import docstring_parser
 from docstring_parser import DocstringStyle
@@ -31,10 +31,9 @@ from etude.tools.base import BaseTool
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
-Function = TypeVar("Function", bound=Callable[..., object])
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
 
-_THREADS = 32  # at once, for one tool
+_THREADS = 32  # per tool
 
 
 class _Untitled(GenerateJsonSchema):
@@ -45,9 +44,8 @@ class _Untitled(GenerateJsonSchema):
 
 
 class FunctionSignature:
-    """The parameters of `function`; with `inferred`, each must have a type hint.
-
-    Without `inferred`, the schema is the user's, and only hinted arguments are converted.
+    """The parameters of `function`. With `inferred`, the schema is derived from the type hints, so each parameter needs one;
+    otherwise the user provides the schema, and only hinted arguments are converted.
 
     Raises:
         ConfigError: `inferred`, and a parameter has no hint, cannot be named in JSON (`*args`, `**kwargs`,
@@ -59,16 +57,16 @@ class FunctionSignature:
         self._where = f"function tool {function.__module__}.{function.__qualname__}"
         self._parameters = inspect.signature(function).parameters
         self._inferred = inferred
-        hints = self._hints(function)
+        hints = self._read_hints(function)
         self.description, self._descriptions = read_docstring(inspect.getdoc(function) or "")
         if inferred:
             self._check(hints)
-        adapters = {name: self._adapter(name, hints[name]) for name in self._parameters if name in hints}
+        adapters = {name: self._make_adapter(name, hints[name]) for name in self._parameters if name in hints}
         self._adapters = {name: adapter for name, adapter in adapters.items() if adapter is not None}
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
     def parameters_schema(self) -> dict[str, Any]:
-        """The `parameters` object of the tool's schema."""
+        """Returns the `parameters` object of the tool's schema."""
         entries = [(name, "validation", adapter) for name, adapter in self._adapters.items()]
         try:
             schemas, shared = TypeAdapter.json_schemas(entries, schema_generator=_Untitled)  # type: ignore[arg-type]
@@ -85,14 +83,14 @@ class FunctionSignature:
         return made | ({"$defs": shared["$defs"]} if "$defs" in shared else {})
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """`arguments` as keyword arguments of the function, converted to its hints.
+        """Converts `arguments` to keyword arguments of the function, according to its type hints.
 
         Raises:
-            ToolError: one is missing, unknown or of the wrong type; the text names it for the model.
+            ToolError: an argument is missing, unknown or of the wrong type; the text names it for the model.
         """
         if arguments.keys() != self._parameters.keys():
             self._check_names(arguments)
-        return {name: self._converted(name, value) for name, value in arguments.items()}
+        return {name: self._convert(name, value) for name, value in arguments.items()}
 
     def _check_names(self, arguments: Mapping[str, Any]) -> None:
         unknown = [name for name in arguments if name not in self._parameters and not self._takes_any]
@@ -103,7 +101,7 @@ class FunctionSignature:
             if name not in arguments and not optional:
                 raise ToolError(f"missing argument '{name}'")
 
-    def _converted(self, name: str, value: Any) -> Any:
+    def _convert(self, name: str, value: Any) -> Any:
         if name not in self._adapters:
             return value
         try:
@@ -113,7 +111,7 @@ class FunctionSignature:
             place = "".join(f".{part}" for part in first["loc"])
             raise ToolError(f"argument '{name}{place}': {first['msg']}") from error
 
-    def _hints(self, function: Callable[..., object]) -> dict[str, Any]:
+    def _read_hints(self, function: Callable[..., object]) -> dict[str, Any]:
         try:
             return typing.get_type_hints(function, include_extras=True)
         except (NameError, TypeError) as error:
@@ -138,8 +136,9 @@ class FunctionSignature:
                 hint = did_you_mean(name, self._parameters)
                 raise ConfigError(f"{self._where}: its docstring describes '{name}', which is not a parameter{hint}")
 
-    def _adapter(self, name: str, hint: Any) -> TypeAdapter[Any] | None:
-        """A converter to `hint`; None if there is none and none is needed."""
+    def _make_adapter(self, name: str, hint: Any) -> TypeAdapter[Any] | None:
+        """Returns a converter to `hint`; None for `*args` and `**kwargs`, and for a hint that pydantic cannot handle
+        unless the schema is inferred from it."""
         parameter = self._parameters[name]
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
@@ -155,17 +154,17 @@ class FunctionSignature:
         if default is inspect.Parameter.empty:
             return
         try:
-            if default is None:  # which the serialiser accepts for any hint
+            if default is None:  # the serializer would accept None for any hint
                 self._adapters[name].validate_python(None)
             schema["default"] = self._adapters[name].dump_python(default, mode="json", warnings="error")
-        except ValueError as error:  # as pydantic's errors are
+        except ValueError as error:  # the base class of pydantic's errors
             raise ConfigError(
                 f"{self._where}: the default of '{name}' does not fit its hint: {one_line(error)}"
             ) from error
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(description, parameter → description) of a Google-style docstring, each on one line."""
+    """Parses a Google-style docstring into (description, {parameter: description}), each text on one line."""
     try:
         parsed = docstring_parser.parse(text, style=DocstringStyle.GOOGLE)
     except docstring_parser.ParseError:
@@ -176,7 +175,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 class FunctionTool(BaseTool):
-    """A tool around one function; calling it calls the function."""
+    """Wraps a function as a tool; calling the tool calls the function."""
 
     def __init__(
         self,
@@ -185,10 +184,10 @@ class FunctionTool(BaseTool):
         schema: Schema | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Derives the schema from type hints and docstring unless one is given; `config` holds call limits.
+        """Derives the schema from type hints and docstring unless `schema` is given; `config` holds call limits.
 
         Raises:
-            ConfigError: the schema cannot be derived, is invalid, or is not named `name`; `config` has an unknown key
+            ConfigError: the schema cannot be derived, is invalid, or is not named `name`; or `config` has an unknown key
                 or an invalid value.
         """
         _check_kind(function)
@@ -198,13 +197,13 @@ class FunctionTool(BaseTool):
         if name is not None and made.function.name != name:
             raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
         super().__init__(dict(config or {}), made)
-        read_options(ToolOptions, self.config, made.function.name)  # it has no keys of its own
+        read_options(ToolOptions, self.config, made.function.name)  # accepts no keys besides the call policy's
         CallPolicy.from_config(self.config, made.function.name)
         self._threads = BlockingCalls(f"etude-tool-{self.name}", limit=_THREADS)
         functools.update_wrapper(self, function)
 
     def configured(self, config: Mapping[str, Any], schema: Schema | None = None) -> FunctionTool:
-        """This tool with `config` merged over its own, and with `schema` instead of its own if given.
+        """Returns a copy of this tool with `config` merged over its config, and `schema`, if given, replacing its schema.
 
         Raises:
             ConfigError: as the constructor.
@@ -212,7 +211,7 @@ class FunctionTool(BaseTool):
         return FunctionTool(self._function, None, schema or self.tool_schema, {**self.config, **config})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The undecorated function."""
+        """Calls the undecorated function."""
         return self._function(*args, **kwargs)
 
     @rollout_trace_op
@@ -222,7 +221,7 @@ class FunctionTool(BaseTool):
         """Calls the function with the model's arguments; a row's `execute_kwargs` override them.
 
         Raises:
-            ToolError: an argument is missing, unknown or of the wrong type, or the function raised it.
+            ToolError: an argument is missing, unknown or of the wrong type, or the function raised a ToolError.
         """
         arguments = self._signature.bind({**parameters, **execute_kwargs})
         return normalize_result(await self._threads.call(self._function, **arguments))
@@ -254,7 +253,7 @@ def function_tool(
 ) -> FunctionTool | Callable[[Callable[..., object]], FunctionTool]:
     """Decorator that turns a sync or async function into a tool.
 
-    Written as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…}, config={…})`;
+    Use it as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…}, config={…})`;
     `config` holds call limits, such as `{"timeout": 5}`.
 
     The function returns a `ToolResponse`, text, a dict (sent as JSON), or a tuple of one of these with a step reward
@@ -274,10 +273,10 @@ def function_tool(
 
 
 def load_function_tools(path: str | Path) -> list[BaseTool]:
-    """The function tools that the file (or dotted module) `path` defines, in the order of their definition.
+    """Returns the function tools defined in the file (or dotted module) `path`, in the order of their definition.
 
     Raises:
-        ConfigError: it cannot be imported, or defines no tool.
+        ConfigError: the file cannot be imported, or defines no tool.
     """
     module = import_module(str(path))
     tools = [tool for tool in vars(module).values() if isinstance(tool, FunctionTool)]
@@ -295,10 +294,10 @@ def _check_kind(function: Callable[..., object]) -> None:
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Converts a function's return value to that of `BaseTool.execute`; unlisted types become their `str`.
+    """Converts a function's return value to that of `BaseTool.execute`, (response, reward, metrics).
 
     Raises:
-        TypeError: a tuple that is empty or has more than three entries.
+        TypeError: the value is a tuple that is empty or has more than three entries.
     """
     reward: Any = None
     metrics: Any = None
@@ -310,7 +309,7 @@ def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any
 
 
 def as_response(result: object) -> ToolResponse:
-    """A `ToolResponse` as it is, a dict as JSON, anything else as its `str`."""
+    """Returns a `ToolResponse` unchanged, a dict as JSON text, anything else as its `str`."""
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, dict):
@@ -322,7 +321,7 @@ def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
     """Validates a tool's schema.
 
     Raises:
-        ConfigError: it is not an OpenAI function schema; the message begins with `where` and names the place in it.
+        ConfigError: `raw` is not an OpenAI function schema; the message begins with `where` and names the place in it.
     """
     try:
         schema = OpenAIFunctionToolSchema.model_validate(raw)

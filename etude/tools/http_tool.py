@@ -1,12 +1,12 @@
-"""`HttpTool`: an HTTP service as a tool, without code.
+"""`HttpTool`: calls an HTTP service, configured without code.
 
     - config: {type: http, url: "https://host/items/{id}", headers: {Authorization: "Bearer ${KEY}"}}
       tool_schema: …
 
-Invariant: the model's arguments fill the `{name}` places of the address, each as one quoted path segment or query value,
-and the rest goes where `send` says; nothing the model writes can change host, method or headers. A response is bounded in
-bytes and redirects are not followed. A client error is returned to the model, unless it is about the key or the rate:
-those, server errors and broken connections are infrastructure failures.
+Invariant: the model's arguments fill the `{name}` placeholders of the URL, each as one quoted path segment or query value;
+the remaining arguments go where `send` says. Nothing the model writes can change host, method or headers. The size of a
+response is limited, and redirects are not followed. A client error is returned to the model, unless it concerns the API key
+or the rate limit: those, server errors and broken connections are infrastructure failures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _NOT_THE_MODELS_FAULT = (401, 402, 403, 407, 408, 421, 425, 426, 429)
-_TOLD_CHARS = 1000  # of an error response's body
+_ERROR_BODY_CHARS = 1000  # of an error response's body, returned to the model
 
 
 class HttpOptions(ToolOptions):
@@ -75,7 +75,7 @@ class HttpTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: an option is invalid, there is no schema, or it lacks an argument that the address needs.
+            ConfigError: an option is invalid, there is no schema, or the schema lacks an argument that the URL needs.
         """
         if tool_schema is None:
             raise ConfigError("a tool of type 'http' needs a tool_schema: name, description and parameters")
@@ -102,27 +102,27 @@ class HttpTool(BaseTool):
         """Sends one request; a row's `execute_kwargs` are added to the arguments and override the model's.
 
         Raises:
-            ToolError: an argument that the address needs is missing, or the service rejects the request.
-            InfrastructureError: the service does not answer, or its answer is unreadable.
+            ToolError: an argument that the URL needs is missing, or the service rejects the request.
+            InfrastructureError: the service does not respond, or its response is unreadable.
         """
         arguments = {**parameters, **execute_kwargs}
-        url, rest = _addressed(self._options.url, arguments)
+        url, rest = _fill_url(self._options.url, arguments)
         status, body = await self._service.fetch(
             self._method,
             seconds=self._timeout,
             url=url,
-            params={name: _plain(value) for name, value in rest.items()} if self._send == "query" and rest else None,
+            params={name: _as_text(value) for name, value in rest.items()} if self._send == "query" and rest else None,
             body=rest if self._send == "json" else None,
         )
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
-            self._refuse(status, text)
+            self._raise_for_status(status, text)
         return ToolResponse(text=self._read(text)), 0.0, {"status": status}
 
-    def _refuse(self, status: int, text: str) -> None:
+    def _raise_for_status(self, status: int, text: str) -> None:
         if 400 <= status < 500 and status not in _NOT_THE_MODELS_FAULT:
-            said = " ".join(text.split())[:_TOLD_CHARS]
-            raise ToolError(f"Error: HTTP {status}{': ' if said else ''}{said}")
+            body = " ".join(text.split())[:_ERROR_BODY_CHARS]
+            raise ToolError(f"Error: HTTP {status}{': ' if body else ''}{body}")
         raise InfrastructureError(f"{self._service.host} answered with HTTP {status}")
 
     def _read(self, text: str) -> str:
@@ -139,20 +139,20 @@ class HttpTool(BaseTool):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _addressed(template: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(the address with its placeholders filled, the remaining arguments)."""
+def _fill_url(template: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Fills the placeholders of the URL; returns (URL, remaining arguments)."""
     rest = dict(arguments)
     filled_in = {}
     for name in dict.fromkeys(_PLACE.findall(template)):
         if rest.get(name) is None:
             raise ToolError(f"missing argument '{name}'")
-        segment = quote(_plain(rest.pop(name)), safe="")
-        if segment.strip(".") == "":  # "..", which a server would read as the parent folder
+        segment = quote(_as_text(rest.pop(name)), safe="")
+        if segment.strip(".") == "":  # a server would resolve ".." as the parent folder
             raise ToolError(f"the argument '{name}' cannot be empty or consist of dots")
         filled_in[name] = segment
     return _PLACE.sub(lambda match: filled_in[match[1]], template), rest
 
 
-def _plain(value: object) -> str:
-    """A value as text: strings as they are, anything else as JSON."""
+def _as_text(value: object) -> str:
+    """Returns a string unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,10 @@
 """`ToolInstance`: one tool in one trajectory, from its `create` to its `release`.
 
-Invariant: `create` is started once, immediately; `execute` and `calc_reward` run only after it succeeded, each within the
-tool's time limit; `close` calls `release` exactly if `create` succeeded. No method of a replayed tool is ever called.
+Invariant: `create` is started once, immediately; `execute` and `calc_reward` run only after it has succeeded, each within
+the tool's time limit; `close` calls `release` if, and only if, `create` succeeded. No method of a replayed tool is ever
+called.
 
-Timing, and ending running calls before `close`, are left to the session.
+The session decides when to call each method, and ends running calls before `close`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class ToolInstance:
     """Created inside the session's event loop; starts the tool's `create`.
 
     Attributes:
-        executing: the tool's running code.
+        executing: the tasks of running `execute` calls.
         closing: set by the session once no new call may start.
     """
 
     __slots__ = (
-        "_asked", "_given_id", "_greeting", "_kwargs", "_opening", "_replayed", "_tokens", "_trajectory", "_watch",
+        "_creation", "_given_id", "_greeting", "_kwargs", "_num_calls", "_replayed", "_tokens", "_trajectory", "_watch",
         "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
@@ -52,18 +53,19 @@ class ToolInstance:
         trajectory: str,
         watch: LoopWatch,
     ) -> None:
-        """Raises MissingCall where the tool is replayed and the recording lacks this row."""
+        """Raises MissingCall if the tool is replayed and the recording lacks this row."""
         self.tool, self.calls = tool, calls
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
         self._kwargs, self._tokens, self._trajectory, self._watch = kwargs, tokens, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
-        self._asked = 0
+        self._num_calls = 0
         self._greeting: ToolResponse | None = None
         self._replayed: ReplayedInstance | None = None
-        self._opening = self._open()
+        self._creation = self._create()
 
-    def _open(self) -> asyncio.Future[object]:
+    def _create(self) -> asyncio.Future[object]:
+        """Starts `create` and returns its future; a tool that is replayed or has no `create` is created at once."""
         kwargs = self._arguments("create_kwargs")
         greeting = ToolResponse()
         if self.calls.replay is not None:
@@ -72,63 +74,67 @@ class ToolInstance:
         elif overrides(self.tool, "create"):
             whole = {"create_kwargs": dict(kwargs)} if self.calls.reads_create_kwargs else {}
             return asyncio.ensure_future(called(self.tool.create, self._given_id, **{**whole, **kwargs}))
-        opening: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        opening.set_result((self._given_id, greeting))
-        return opening
+        created: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        created.set_result((self._given_id, greeting))
+        return created
 
     @property
     def created(self) -> bool:
         """Whether `create` has succeeded."""
-        return self._opening.done() and not self._opening.cancelled() and self._opening.exception() is None
+        return self._creation.done() and not self._creation.cancelled() and self._creation.exception() is None
 
     async def ready(self) -> ToolResponse:
-        """Waits for the response of `create`; any number of calls may wait concurrently, and none of them cancels it.
+        """Waits for `create` and returns its response. Any number of calls may wait concurrently; cancelling one does not
+        cancel `create`.
 
         Raises:
-            InfrastructureError: it failed or timed out.
+            InfrastructureError: `create` failed or timed out.
         """
         if self._greeting is not None:
             return self._greeting
         limit = self.calls.policy.timeout
         try:
-            await asyncio.wait({self._opening}, timeout=limit)
-            if not self._opening.done():
+            await asyncio.wait({self._creation}, timeout=limit)
+            if not self._creation.done():
                 raise TimeoutError(f"no answer within {limit:g} s")
-            if self._opening.cancelled():
+            if self._creation.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
-            response = read_creation(self._opening.result(), self._given_id)[1]
+            response = read_creation(self._creation.result(), self._given_id)[1]
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
-        if self._greeting is None:  # others may be waiting as well
+        if self._greeting is None:  # another waiter may have set it
             if self.calls.recorder is not None:
                 self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
             self._greeting = self.shown(response)
         return self._greeting
 
     def ask(self, call: FunctionCall, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
-        """The next `call`, in the order in which the model wrote them; `agent_data` goes to tools that read it.
+        """Builds the request of the next call; calls are numbered in the order in which the model wrote them. `agent_data`
+        goes to tools that take it.
 
         Raises:
             MissingCall: the tool is replayed, and the recording has no answer.
         """
-        place = CallPlace(self.tool.name, self._trajectory, turn, self._asked)
-        self._asked += 1
+        place = CallPlace(self.tool.name, self._trajectory, turn, self._num_calls)
+        self._num_calls += 1
         kwargs = self._arguments("execute_kwargs")
         recorded = None
-        if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
+        if self._replayed is not None and self.calls.reaches_tool(
+            place
+        ):  # calls that a fault stopped were not recorded
             recorded = self._replayed.execute(arguments, kwargs)
         shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
         return ToolRequest(call, place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
     async def execute(self, request: ToolRequest) -> object:
-        """Runs the tool once; counts in `request` when it blocked the event loop.
+        """Runs the tool once; adds to `request.blocked_loop` how often it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
-            Exception: what the tool raised.
-            asyncio.CancelledError: the session closes.
+            Exception: raised by the tool.
+            asyncio.CancelledError: the session is closing.
         """
-        if self.closing:  # the call was still waiting for its turn
+        if self.closing:  # the call was still waiting for a permit
             raise asyncio.CancelledError
         work = called(self.tool.execute, self._id, request.arguments, **{**request.shared, **request.kwargs})
         task = asyncio.get_running_loop().create_task(work)
@@ -144,16 +150,16 @@ class ToolInstance:
             request.blocked_loop += self._watch.stalls(task)
 
     def shown(self, response: ToolResponse) -> ToolResponse:
-        """`response`, truncated to the text limits."""
+        """Returns `response` truncated to the text limits."""
         return bound_response(response, self.calls.policy, self._tokens)
 
     async def calc_reward(self) -> float:
-        """The final reward; 0.0 if the tool does not override `calc_reward`.
+        """Returns the final reward; 0.0 if the tool does not override `calc_reward`.
 
         Raises:
-            ConfigError: it is a list.
-            InfrastructureError: it failed, or is not a finite number.
-            MissingCall: the tool is replayed, and the recording does not have it.
+            ConfigError: `calc_reward` returned a list or tuple.
+            InfrastructureError: `calc_reward` failed, or returned no finite number.
+            MissingCall: the tool is replayed, and the recording has no final reward.
         """
         kwargs = self._arguments("calc_reward_kwargs")
         if self._replayed is not None:
@@ -181,10 +187,10 @@ class ToolInstance:
         return self._replayed is None and self.created and overrides(self.tool, "release")
 
     async def close(self) -> bool:
-        """Cancels a running `create`, and releases what was created; False if the release failed."""
-        if not self._opening.done():
-            self._opening.cancel()
-            await asyncio.wait({self._opening})
+        """Cancels a running `create`, and calls `release` if it succeeded; returns False if the release failed."""
+        if not self._creation.done():
+            self._creation.cancel()
+            await asyncio.wait({self._creation})
         if not self._to_release:
             return True
         try:
@@ -196,14 +202,14 @@ class ToolInstance:
         return True
 
     def sentence(self, method: str, error: Exception) -> str:
-        """`tool 'search': execute failed: ConnectionError: refused`."""
+        """Formats a failure: `tool 'search': execute failed: ConnectionError: refused`."""
         return f"tool '{self.tool.name}': {method} failed: {describe_error(error)}"
 
     @property
     def _id(self) -> str:
-        """The id that `create` returned, or ours if it returned something unreadable."""
+        """The id that `create` returned, or the one passed to it if its return value is malformed."""
         try:
-            return read_creation(self._opening.result(), self._given_id)[0]
+            return read_creation(self._creation.result(), self._given_id)[0]
         except TypeError:
             return self._given_id
 

@@ -1,16 +1,16 @@
-"""`ToolSession`: the lifecycle of one trajectory over its tools.
+"""`ToolSession`: the lifecycle of the tools of one trajectory.
 
-Invariant, for each tool: at most one `create`; if it succeeded, any number of `execute`, at most one `calc_reward`
-(when the trajectory asks for it, always before release), and exactly one `release` however it ends: a tool raises, hangs or
-returns garbage; the trajectory fails or is cancelled, even again during clean-up. Nothing waits forever. No method of a
-tool that is replayed from a recording is ever called.
+Invariant, for each tool: at most one `create`; if it succeeds, any number of `execute`, at most one `calc_reward` (on
+request, always before the release), and exactly one `release`. That holds however the trajectory ends: a tool raises, hangs
+or returns garbage; the trajectory fails or is cancelled, even a second time during clean-up. Every wait has a time limit.
+No method of a tool that is replayed from a recording is ever called.
 
-Order: tools named in the row are created on entry, others at their first call; a turn's calls run concurrently and
-are answered in order; on exit, running calls are cancelled before their tools are released.
+Order: tools named in the row are created on entry, others at their first call; the calls of a turn run concurrently and
+their outcomes are returned in order; on exit, running calls are cancelled before their tools are released.
 
-Left to others: one tool's lifecycle (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolRuntime`),
-how many calls a turn may make (agents), which tools a row may name (data), retrying a trajectory whose infrastructure broke
-(the rollout).
+Left to others: the lifecycle of a single tool (`ToolInstance`); limits, retries, cache and recordings of a call
+(`ToolRuntime`); how many calls a turn may make (agents); which tools a row may name (data); retrying a trajectory after an
+infrastructure failure (the rollout).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-_closers: set[asyncio.Task[None]] = set()  # releases that outlived their session: kept from the garbage collector
+_closers: set[asyncio.Task[None]] = set()  # releases that outlive their session; referenced so that none is collected
 
 
 class ToolSession:
-    """One trajectory's tools, as an asynchronous context manager that is entered once.
+    """The tools of one trajectory, as an async context manager that is entered once.
 
     Attributes:
-        agent_data: passed to tools that read `agent_data`; None: nothing.
+        agent_data: passed to tools whose `execute` takes `agent_data`; None passes nothing.
         initial_responses: the non-empty responses of `create`, in the order of `tools_kwargs`.
-        release_failures: releases that raised or timed out; a tool's first is logged, none is raised.
+        release_failures: number of releases that raised or timed out; they are logged, never raised.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class ToolSession:
         request_id: str,
         token_limit: TokenLimit | None = None,
     ) -> None:
-        """`tools` are the configured ones by name; `tools_kwargs` is the row's, where null means absent.
+        """`tools` maps names to the configured tools; `tools_kwargs` is the row's mapping, where null means absent.
 
-        `token_limit` counts tokens for token limits; without one, only characters are limited.
+        `token_limit` counts the tokens of arguments and responses; without it, only characters are limited.
 
         Raises:
             DataError: the row names a tool that is not configured, or passes it something other than keyword arguments.
@@ -76,7 +76,7 @@ class ToolSession:
         self._request_id = request_id
         self._token_limit = token_limit
         self._instances: dict[str, ToolInstance] = {}
-        self._waiting: set[asyncio.Task[Any]] = set()  # for tools, on behalf of a turn with several calls
+        self._waiting: set[asyncio.Task[Any]] = set()  # the tasks of `_all`
         self._closing: asyncio.Task[None] | None = None
         self._over = False
         self._watch: LoopWatch | None = None
@@ -90,8 +90,8 @@ class ToolSession:
         """Creates all tools that the row names, concurrently.
 
         Raises:
-            InfrastructureError: one could not be created; the others are released again.
-            DataError: one is replayed, and the recording lacks this row.
+            InfrastructureError: a tool could not be created; the others have been released.
+            DataError: a tool is replayed, and the recording lacks this row.
         """
         if self._entered:
             raise RuntimeError("a ToolSession is entered once")
@@ -109,7 +109,7 @@ class ToolSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancels running calls and releases every created tool; raises only a pending cancellation."""
+        """Cancels running calls and releases every created tool; raises only if the caller is cancelled meanwhile."""
         await self._close()
 
     @property
@@ -118,32 +118,32 @@ class ToolSession:
         return [calls.schema for calls in self._calls.values()]
 
     def shown(self, response: ToolResponse) -> ToolResponse:
-        """`response`, truncated to the default text limits."""
+        """Returns `response` truncated to the default text limits."""
         return bound_response(response, CallPolicy(), self._token_limit)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     async def execute(self, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
-        """Runs the calls of assistant turn `turn` concurrently; outcomes in the order of `calls`.
+        """Runs the calls of assistant turn `turn` concurrently; returns their outcomes in the order of `calls`.
 
         Raises:
-            BrokenCall: an InfrastructureError: a tool timed out, was unreachable or returned no finite reward, after its
-                retries; names the tool. The turn's other calls have been cancelled and have ended.
+            BrokenCall: an InfrastructureError: after its retries, a tool timed out, was unreachable or returned no finite
+                reward; names the tool. The turn's other calls have been cancelled and have ended.
             EtudeError: a tool raised and its `config.on_exception` is `stop`, or a recording has no answer.
             RuntimeError: outside the `async with` block.
         """
         self._check_open()
-        asked = [self._ask(call, turn) for call in calls]
-        answered = iter(await self._all([self._call(*each) for each in asked if isinstance(each, tuple)]))
-        return [next(answered) if isinstance(each, tuple) else each for each in asked]
+        prepared = [self._prepare(call, turn) for call in calls]
+        outcomes = iter(await self._all([self._call(*each) for each in prepared if isinstance(each, tuple)]))
+        return [next(outcomes) if isinstance(each, tuple) else each for each in prepared]
 
     async def calc_rewards(self) -> dict[str, float]:
-        """The final reward of every created tool, by name; call once, after the trajectory has ended.
+        """Returns the final reward of every created tool, by name; call once, after the trajectory has ended.
 
         Raises:
             InfrastructureError: a tool failed, or returned no finite number; names the tool.
-            DataError: a recording does not have it.
-            RuntimeError: the second time, or outside the `async with` block.
+            DataError: a recording has no final reward.
+            RuntimeError: called a second time, or outside the `async with` block.
         """
         self._check_open()
         if self._scored:
@@ -158,46 +158,47 @@ class ToolSession:
             raise RuntimeError("a ToolSession is used inside its 'async with' block")
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-        """All results, or the first exception in order, after cancelling the others."""
+        """Runs all concurrently and returns the results in order; if one raises, cancels the others and raises the first
+        exception in order."""
         if not coroutines:
             return []
-        if len(coroutines) == 1:  # in the caller's task: a second one would gain nothing
+        if len(coroutines) == 1:  # run it in the caller's task
             return [await coroutines[0]]
         tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
         self._waiting.update(tasks)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await settle(tasks, 2 * GRACE_SECONDS)  # a cancelled task waits for what it cancels
+            await settle(tasks, 2 * GRACE_SECONDS)  # a cancelled task waits for the call that it cancels
             self._waiting.difference_update(tasks)
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         return [task.result() for task in tasks]
 
-    def _ask(self, call: FunctionCall, turn: int) -> tuple[ToolInstance, ToolRequest, bool] | ToolOutcome:
-        """The tool, created if needed, the validated call, and whether it is the first one of a tool that the row did not
-        name; or the outcome of a call that cannot be made."""
+    def _prepare(self, call: FunctionCall, turn: int) -> tuple[ToolInstance, ToolRequest, bool] | ToolOutcome:
+        """Validates a call. Returns the tool, created if needed, the request, and whether this call created the tool; or
+        the outcome of an invalid call."""
         calls = self._calls.get(call.name)
         if calls is None:
             listed = ", ".join(self._tools) or "none"
             text = f"Unknown tool '{one_line(ValueError(call.name), 100)}'. Available tools: {listed}."
-            return self._refused(call, turn, "unknown_tool", text)
+            return self._rejection(call, turn, "unknown_tool", text)
         try:
             arguments = calls.read(call, self._token_limit)
         except ArgumentError as error:
-            return self._refused(call, turn, error.word, f"Error in the call of '{call.name}': {one_line(error)}.")
-        greets = call.name not in self._instances
-        instance = self._start(call.name) if greets else self._instances[call.name]
-        return instance, instance.ask(call, arguments, turn, self.agent_data), greets
+            return self._rejection(call, turn, error.word, f"Error in the call of '{call.name}': {one_line(error)}.")
+        creates_tool = call.name not in self._instances
+        instance = self._start(call.name) if creates_tool else self._instances[call.name]
+        return instance, instance.ask(call, arguments, turn, self.agent_data), creates_tool
 
-    def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
+    def _rejection(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
         calls = self._calls.get(call.name)
         policy = calls.policy if calls else CallPolicy()
         response = bound_response(ToolResponse(text=text), policy, self._token_limit)
         return ToolOutcome(call, turn, response, error=error)
 
-    async def _call(self, instance: ToolInstance, request: ToolRequest, greets: bool) -> ToolOutcome:
+    async def _call(self, instance: ToolInstance, request: ToolRequest, creates_tool: bool) -> ToolOutcome:
         call, greeting = request.call, await instance.ready()
         started = time.perf_counter()
         with span("tool", call.name) as recorded:
@@ -207,13 +208,15 @@ class ToolSession:
                 if not is_infrastructure(error):
                     raise
                 raise _broken_call(instance, request, error, time.perf_counter() - started) from error
-            whole = (
-                merge_responses(greeting, answer.response) if greets and not greeting.is_empty() else answer.response
+            response = (
+                merge_responses(greeting, answer.response)
+                if creates_tool and not greeting.is_empty()
+                else answer.response
             )
             outcome = ToolOutcome(
                 call,
                 request.place.turn,
-                instance.shown(whole),
+                instance.shown(response),
                 answer.reward,
                 dict(answer.metrics),
                 time.perf_counter() - started,
@@ -252,13 +255,13 @@ class ToolSession:
             instance.closing = True
         executing = [task for instance in instances for task in instance.executing]
         await settle(executing)
-        await settle(self._waiting)  # after what they wait for, so that no tool's clean-up is cancelled
+        await settle(self._waiting)  # after the tools' own tasks, so that no tool's clean-up is cancelled
         closers = {asyncio.ensure_future(self._close_one(each)): each.tool.name for each in instances}
         if not closers:
             return
         patience = max(instance.calls.policy.timeout for instance in instances) + 2 * GRACE_SECONDS
         _, late = await asyncio.wait(closers, timeout=patience)
-        for task in late:  # its create ignores cancellation: release it if it ever ends
+        for task in late:  # its `create` ignores cancellation: release it if that ever ends
             self.release_failures += 1
             line = f"tool '{closers[task]}': not released within {patience:g} s"
             self._calls[closers[task]].log_release(line)
@@ -287,7 +290,7 @@ def _broken_call(instance: ToolInstance, request: ToolRequest, error: Exception,
 
 
 def _span_attributes(outcome: ToolOutcome) -> dict[str, Any]:
-    """The span attributes of an outcome, besides the call."""
+    """Returns the span attributes of an outcome, without the call's arguments."""
     names = ("turn", "response", "reward", "metrics", "error", "source", "retries")
     return {name: value for name in names if (value := getattr(outcome, name))}
 

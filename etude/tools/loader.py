@@ -1,17 +1,17 @@
 """`load_tools`: loads tools from configuration files. An entry of a file is one of
 
-- the documents' mapping of
+- a mapping, as verl's files have, with the keys
     class_name    package.module.Class, or path/to/file.py:Class: a `BaseTool`, a Qwen-Agent-shaped class, or a function
                   decorated with `@function_tool`. Optional unless `config.type` is `native`.
     config        `type` (native, mcp, http, sandbox_fusion) and the tool's own options
-    tool_schema   an OpenAI function schema; null for the tool's own
-    mcp           of type mcp: `mcp_servers_config_path` or `mcpServers`, and which of their tools
-- `{'mcpServers': …}`, whose tools are named `server-tool` as RL-Factory and Qwen-Agent name them
-- a name, or a mapping with the key `name`, as RL-Factory's `.pydata` files have them.
+    tool_schema   an OpenAI function schema; null for the tool's default
+    mcp           for type mcp: `mcp_servers_config_path` or `mcpServers`, and the selection of their tools
+- `{'mcpServers': …}`, whose tools are named `server-tool`, as in RL-Factory and Qwen-Agent
+- a name, or a mapping with the key `name`, as in RL-Factory's `.pydata` files.
 
 Invariant: an invalid file raises one `ConfigError` that names file and entry, before any model is loaded; a schema
-reaches the tool as written. `${…}` is filled in from the environment everywhere except in schemas. The file formats are
-left to `config_file`.
+reaches the tool as written. `${…}` is substituted from the environment everywhere except in schemas. Parsing the file
+formats is left to `config_file`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NOT_HERE = (
 
 
 def load_tools(path: str | Path | Sequence[str | Path]) -> list[BaseTool]:
-    """The tools of one or several configuration files (YAML, JSON, `.pydata`, or Python with `@function_tool`), in order.
+    """Loads the tools of one or more configuration files (YAML, JSON, `.pydata`, or Python with `@function_tool`), in order.
 
     Raises:
         ConfigError: a file or one of its entries is invalid; names the file and the entry.
@@ -77,7 +77,7 @@ initialize_tools_from_config = load_tools
 
 
 def _tools_of(file: Path) -> Iterator[tuple[BaseTool, str]]:
-    """Each tool of `file`, with the place it comes from."""
+    """Yields (tool, place in the file) for each tool of `file`."""
     if file.suffix == ".py":
         yield from ((tool, str(file)) for tool in load_function_tools(file))
         return
@@ -90,13 +90,13 @@ def _tools_of(file: Path) -> Iterator[tuple[BaseTool, str]]:
 
 
 def load_entry(entry: object, file: Path, where: str) -> list[BaseTool]:
-    """The tool that `entry` of `file` describes or names; several if it names an MCP server.
+    """Loads the tool that `entry` of `file` describes or names; several tools if it names MCP servers.
 
     Raises:
-        ConfigError: it is invalid; begins with `where`.
+        ConfigError: the entry is invalid; begins with `where`.
     """
     if isinstance(entry, str):
-        return _registered(entry, {}, where)
+        return _load_registered(entry, {}, where)
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: expected a mapping with the key 'class_name' (a text), or the name of a tool")
     if "mcpServers" in entry:
@@ -105,11 +105,11 @@ def load_entry(entry: object, file: Path, where: str) -> list[BaseTool]:
         config = _config({"config": options.pop("config", None)}, where)
         return _mcp_tools(servers, {"prefix": True, **options}, MCPBaseTool, config, file, where)
     if "name" in entry and "class_name" not in entry:
-        return _registered(entry["name"], entry, where)
-    return _described(entry, file, where)
+        return _load_registered(entry["name"], entry, where)
+    return _load_described(entry, file, where)
 
 
-def _described(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseTool]:
+def _load_described(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseTool]:
     named = entry.get("class_name")
     where = f"{where} ({named})" if isinstance(named, str) else where
     for key in entry:
@@ -119,7 +119,7 @@ def _described(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseToo
     kind = config.get("type", "native")
     tool_class = _tool_class(named, kind, file, where)
     if kind == "mcp":
-        return _of_servers(entry, tool_class, config, file, where)
+        return _load_mcp_entry(entry, tool_class, config, file, where)
     if "mcp" in entry:
         raise ConfigError(f"{where}: the key 'mcp' belongs to an entry with config.type 'mcp'")
     schema = None if entry.get("tool_schema") is None else read_schema(entry["tool_schema"], where)
@@ -131,16 +131,16 @@ def _described(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseToo
 
 
 def _construct(make: Callable[[], BaseTool], where: str) -> BaseTool:
-    """The tool that `make` returns, checked: its name matches its schema, and its policy is valid.
+    """Calls `make` and validates the tool that it returns: its name matches its schema, and its call policy is valid.
 
     Raises:
-        ConfigError: it is not valid, or `make` raised anything.
+        ConfigError: the tool is invalid, or `make` raised any exception.
     """
     try:
         tool = make()
         named = tool.get_openai_tool_schema().function.name
         ToolRuntime.of(tool)  # validates its policy and schema
-    except Exception as error:  # report whatever a user's constructor raises
+    except Exception as error:  # a user's constructor may raise anything
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where}: {kind}{one_line(error, 600)}") from error
     if named != tool.name:
@@ -161,7 +161,7 @@ def _config(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
-    """A class, or a `FunctionTool`."""
+    """Imports the class of an entry, or the `FunctionTool` that it names."""
     if named is None and kind in _DEFAULT_CLASSES:
         return import_object(_DEFAULT_CLASSES[kind])
     if not isinstance(named, str):
@@ -176,10 +176,10 @@ def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
     return found
 
 
-def _of_servers(
+def _load_mcp_entry(
     entry: Mapping[str, Any], tool_class: Any, config: dict[str, Any], file: Path, where: str
 ) -> list[BaseTool]:
-    """The tools of the servers under the key `mcp`, or in the file that it names."""
+    """Loads the tools of the MCP servers that the key `mcp` lists, or that are listed in the file that it names."""
     if entry.get("tool_schema") is not None:
         raise ConfigError(f"{where}: the schemas of MCP tools come from their server; remove tool_schema")
     if not isinstance(tool_class, type) or not issubclass(tool_class, MCPBaseTool):
@@ -224,10 +224,10 @@ def _mcp_tools(
     return tools
 
 
-def _registered(name: object, config: Mapping[str, Any], where: str) -> list[BaseTool]:
-    """The tool or tools registered as `name`, constructed with `config`. Names are looked up, in this order, among classes
-    of `@register_tool`, functions of `@function_tool`, the built-in tools (`calculator`, …), and the tools of an installed
-    Qwen-Agent."""
+def _load_registered(name: object, config: Mapping[str, Any], where: str) -> list[BaseTool]:
+    """Constructs the tool or tools registered as `name` with `config`. Looks the name up, in this order, among classes
+    registered with `@register_tool`, functions decorated with `@function_tool`, the built-in tools (`calculator`, …), and
+    the tools of an installed Qwen-Agent."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: 'name' must be the name of a tool, not {name!r}")
     where = f"{where} ({name})"

@@ -1,8 +1,8 @@
 """`LoopWatch`: detects tools that block the event loop, and thus every other trajectory of the process.
 
-Invariant: it never slows a call down: a thread pings the loop twice a second, only while trajectories have tools open,
-and inspects the loop's stack only if there is no reply. It blames one step of one tool's code that lasted
-`STALL_SECONDS`; a loop that is merely busy blames no tool. It warns once per tool and stops nothing.
+Invariant: the watch never slows a call down: a thread pings the loop twice a second, only while sessions are open, and
+inspects the loop's stack only if there is no reply. A tool is blamed only if a single step of its code lasts
+`STALL_SECONDS`; a loop that is merely busy blames no tool. The watch warns once per tool and stops nothing.
 
 Not detected: tasks that a tool starts, and C code that holds the GIL.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Step(NamedTuple):
-    """A tool's code on the loop's stack."""
+    """A call of a tool's method on the loop's stack."""
 
     frame: int
     """Identity of the frame in which the call began."""
@@ -50,7 +50,7 @@ class LoopWatch:
 
     @classmethod
     def of_running_loop(cls) -> LoopWatch:
-        """The watch of the running loop; call `close` once for each time it was obtained."""
+        """Returns the watch of the running loop; call its `close` once for each time it was obtained."""
         loop = asyncio.get_running_loop()
         with cls._lock:
             watch = cls._watches.get(loop)
@@ -63,17 +63,17 @@ class LoopWatch:
         self._loop = loop
         self._loop_thread = threading.get_ident()
         self._users = 0
-        self._turned = True
+        self._responded = True
         self._stalls: weakref.WeakKeyDictionary[asyncio.Task[object], int] = weakref.WeakKeyDictionary()
         threading.Thread(target=self._run, name="etude-loop-watch", daemon=True).start()
 
     def close(self, *_: object) -> None:
-        """Removes one user; serves as a callback."""
+        """Removes one user; also usable as a done callback."""
         with self._lock:
             self._users -= 1
 
     def stalls(self, task: asyncio.Task[object]) -> int:
-        """How often `task`, which has ended, blocked the loop; call once."""
+        """Returns how often `task`, which has ended, blocked the loop; the count is removed."""
         return self._stalls.pop(task, 0) if self._stalls else 0
 
     def _run(self) -> None:
@@ -82,20 +82,20 @@ class LoopWatch:
                 if self._loop.is_closed() or not self._users:
                     del self._watches[self._loop]
                     return
-            if self._turned:
-                self._turned = False
+            if self._responded:
+                self._responded = False
                 with contextlib.suppress(RuntimeError):  # closed just now
-                    self._loop.call_soon_threadsafe(self._turn)
+                    self._loop.call_soon_threadsafe(self._pong)
             time.sleep(TICK_SECONDS)
-            self._look()
+            self._inspect()
 
-    def _turn(self) -> None:
-        self._turned = True
+    def _pong(self) -> None:
+        self._responded = True
 
-    def _look(self) -> None:
-        """Until the loop responds: checks whether a single step of a tool is blocking it."""
+    def _inspect(self) -> None:
+        """Polls the stack until the loop responds, and reports a single step of a tool that blocks it."""
         suspect, since, reported = None, 0.0, False
-        while not self._turned and self._loop.is_running():
+        while not self._responded and self._loop.is_running():
             step, task = self._step(), asyncio.current_task(self._loop)
             if step is None or step.frame != suspect:
                 suspect, since, reported = step and step.frame, time.monotonic(), False
@@ -107,7 +107,7 @@ class LoopWatch:
             time.sleep(TICK_SECONDS)
 
     def _step(self) -> _Step | None:
-        """The tool's code that the loop's thread is executing, if any."""
+        """Returns the tool call that the loop's thread is executing, if any."""
         frame: FrameType | None = sys._current_frames().get(self._loop_thread)
         innermost, place = frame, ""
         while frame is not None:

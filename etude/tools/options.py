@@ -1,8 +1,9 @@
-"""The keys of a tool's `config` as frozen, checked data: `CallPolicy`, those of every tool, and `ToolOptions`, a tool's own.
+"""The keys of a tool's `config` as frozen, validated data: `CallPolicy` has those of every tool, subclasses of `ToolOptions`
+those of one tool.
 
-Invariant: a value that does not fit stops the run at its start with one line that names tool and key; a key that is absent
-or null has its default. Every tool has a time limit and a text limit, whether its `config` sets them or not. Applying the
-policy is left to `ToolRuntime` and the session.
+Invariant: an invalid value stops the run at its start with one line that names tool and key; a key that is absent or null
+has its default. Every tool has a time limit and a text limit, whether its `config` sets them or not. Applying the policy is
+left to `ToolRuntime` and the session.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class FaultPolicy(ToolOptions):
 
 
 def _short_for(key: str) -> BeforeValidator:
-    """Accepts the bare value of `key` for the section that has it."""
+    """Accepts a bare value as shorthand for a section with only `key`."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | int | float) else value)
 
 
@@ -146,7 +147,7 @@ class CallPolicy(ToolOptions):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | None, tool_name: str) -> CallPolicy:
-        """The policy in a tool's `config`.
+        """Reads the call policy from a tool's `config`.
 
         Raises:
             ConfigError: a value is invalid; names tool and key.
@@ -156,11 +157,11 @@ class CallPolicy(ToolOptions):
 
 
 POLICY_KEYS = frozenset(CallPolicy.model_fields)
-"""The keys of `config` that are not the tool's own."""
+"""The keys of `config` that every tool has."""
 
 
 def read_options(kind: type[Options], config: Mapping[str, Any], tool_name: str) -> Options:
-    """The tool's own part of `config`.
+    """Reads the tool's own options from `config`.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid; names tool and key.
@@ -172,7 +173,7 @@ def read_options(kind: type[Options], config: Mapping[str, Any], tool_name: str)
 def read_section(
     kind: type[Options], section: Mapping[str, Any], where: str, prefix: str = "", others: frozenset[str] = frozenset()
 ) -> Options:
-    """`section` as a `kind`; in messages its keys follow `prefix`, and `others` are suggested beside them.
+    """Validates `section` as a `kind`. Error messages prepend `prefix` to its keys, and suggest the keys of `others` too.
 
     Raises:
         ConfigError: as `read_options`; begins with `where`.
@@ -181,19 +182,21 @@ def read_section(
         return kind.model_validate(section)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        first = min(found, key=lambda each: each["type"] != "extra_forbidden")  # a typo explains what is missing
+        first = min(
+            found, key=lambda each: each["type"] != "extra_forbidden"
+        )  # an unknown key is often a typo of a missing one: report it first
         raise ConfigError(f"{where}: {_sentence(kind, first, prefix, others)}") from error
 
 
 def _sentence(kind: type[BaseModel], error: Mapping[str, Any], prefix: str, others: frozenset[str]) -> str:
-    """What is wrong, in one line."""
+    """Describes a validation error in one line."""
     hint: Any = kind
     place, secret = prefix.removesuffix("."), False
     path = [str(part) for part in error["loc"]]
     for part in path:
         inner = next((each for each in (hint, *get_args(hint)) if _is_section(each)), None)
         inner = inner or next((each for arg in get_args(hint) for each in get_args(arg) if _is_section(each)), None)
-        if inner is None:  # an entry of a list or a mapping, which the key's own sentence covers
+        if inner is None:  # an entry of a list or a mapping: the key's own message covers it
             break
         if part not in inner.model_fields:
             return f"unknown key {prefix}{part}{did_you_mean(part, [*inner.model_fields, *others])}"

@@ -1,6 +1,7 @@
-"""`ToolResult` and `ToolOutcome`: a tool's answer to one call, the call's outcome, and the parsing of return values.
+"""`ToolResult` and `ToolOutcome`: what a tool returned for a call, and the outcome of the call in its trajectory; parsing of
+the return values of tools.
 
-Invariant: the metrics of an outcome are small JSON values, and its `error` is one of the words of `ToolCallRecord`.
+Invariant: the metrics of an outcome are small JSON values, and its `error` is one that `ToolCallRecord` lists.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _MAX_METRIC_CHARS = 1_000
 
 
 class Source(str, Enum):
-    """Where an answer came from."""
+    """Where a result came from."""
 
     TOOL = "tool"  # executed by this call
-    CACHE = "cache"  # by an earlier call with the same arguments
-    SHARED = "shared"  # by a concurrent call with the same arguments
-    REPLAY = "replay"  # a recording
-    FAULT = "fault"  # an injected fault
+    CACHE = "cache"  # executed by an earlier call with the same arguments
+    SHARED = "shared"  # executed by a concurrent call with the same arguments
+    REPLAY = "replay"  # read from a recording
+    FAULT = "fault"  # injected by `config.faults`
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
+    """The result of one `execute`; `error` is None, "tool" or "exception" (the response then describes the error)."""
 
     response: ToolResponse
     reward: float = 0.0
@@ -39,17 +40,18 @@ class ToolResult:
     source: Source = Source.TOOL
 
     def is_equivalent_to(self, other: ToolResult) -> bool:
-        """Whether the two look the same to a trajectory; metrics may differ."""
+        """Whether response, reward and error are equal; metrics and source may differ."""
         return (self.response, self.reward, self.error) == (other.response, other.reward, other.error)
 
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """One call of assistant turn `turn`: `response` for the model, step `reward`, `seconds` that the trajectory waited.
+    """The outcome of one call of assistant turn `turn`: `response` for the model, step `reward`, and the `seconds` that the
+    trajectory waited for it.
 
-    `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments"; `retries` counts attempts
-    before the last that infrastructure broke, `timeouts` those of them that took too long, and `blocked_loop` the times that
-    the tool blocked the event loop.
+    `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments". `retries` counts the attempts
+    that ended in an infrastructure failure before the last one, `timeouts` those of them that timed out, and
+    `blocked_loop` how often the tool blocked the event loop.
     """
 
     call: FunctionCall
@@ -65,7 +67,8 @@ class ToolOutcome:
     blocked_loop: int = 0
 
     def to_record(self, shown: str | None = None) -> ToolCallRecord:
-        """The record in a trajectory: text only, `shown` if the model saw another text than the response's."""
+        """Converts to the trajectory's record, text only; `shown` is the text that the model saw if it is not the
+        response's."""
         return ToolCallRecord(
             turn=self.turn,
             name=self.call.name,
@@ -83,7 +86,7 @@ class ToolOutcome:
 
 
 class BrokenCall(InfrastructureError):
-    """A call that infrastructure failed for good: it ends the trajectory; `record` has what is known of it."""
+    """An infrastructure failure of a call after its last retry, which ends the trajectory; `record` describes the call."""
 
     def __init__(self, message: str, record: ToolCallRecord) -> None:
         super().__init__(message)
@@ -91,10 +94,10 @@ class BrokenCall(InfrastructureError):
 
 
 def read_response(value: object) -> ToolResponse:
-    """A tool's response: a `ToolResponse`, a str, or None for an empty one.
+    """Converts a tool's response: a `ToolResponse`, a str, or None for an empty one.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `value` is of another type.
     """
     if isinstance(value, ToolResponse):
         return value
@@ -106,10 +109,10 @@ def read_response(value: object) -> ToolResponse:
 
 
 def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, Any]]:
-    """(response, reward, metrics) as `execute` returned them; the reward is not checked here.
+    """Parses the return value of `execute` into (response, reward, metrics); the reward is not checked here.
 
     Raises:
-        TypeError: `returned` has another shape.
+        TypeError: `returned` is not such a tuple.
     """
     if not isinstance(returned, tuple) or len(returned) != 3:
         shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
@@ -117,38 +120,40 @@ def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, An
     response, reward, metrics = returned
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics that execute returns must be a dict, not {type(metrics).__name__}")
-    return read_response(response), reward, _small(metrics) if metrics else {}
+    return read_response(response), reward, _small_metrics(metrics) if metrics else {}
 
 
-def _small(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """At most `_MAX_METRICS` entries of JSON values: long text is cut, large or unknown values become their type's name."""
+def _small_metrics(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns up to `_MAX_METRICS` entries as JSON values: long text is truncated, large or unknown values become their
+    type's name."""
     small: dict[str, Any] = {}
     for key, value in metrics.items():
         if len(small) == _MAX_METRICS:
             break
-        small[str(key)[:_MAX_METRIC_CHARS]] = _plain(value)
+        small[str(key)[:_MAX_METRIC_CHARS]] = _plain_value(value)
     return small
 
 
-def _plain(value: Any, depth: int = 2) -> Any:
+def _plain_value(value: Any, depth: int = 2) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         return value[:_MAX_METRIC_CHARS].encode("utf-8", "replace").decode("utf-8")
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return _plain(value.item(), 0)  # a numpy or torch scalar
+        return _plain_value(value.item(), 0)  # a numpy or torch scalar
     if depth and isinstance(value, list | tuple) and len(value) <= _MAX_METRICS:
-        return [_plain(item, depth - 1) for item in value]
+        return [_plain_value(item, depth - 1) for item in value]
     if depth and isinstance(value, Mapping) and len(value) <= _MAX_METRICS:
-        return {str(key)[:_MAX_METRIC_CHARS]: _plain(item, depth - 1) for key, item in value.items()}
+        return {str(key)[:_MAX_METRIC_CHARS]: _plain_value(item, depth - 1) for key, item in value.items()}
     return f"<{type(value).__name__}>"
 
 
 def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
-    """(instance id, initial response) as `create` returned them; a bare id or no id at all is accepted.
+    """Parses the return value of `create` into (instance id, initial response); accepts a bare id, or None as the id, which
+    stands for `given_id`.
 
     Raises:
-        TypeError: `returned` has another shape.
+        TypeError: `returned` is neither an id nor such a tuple.
     """
     if isinstance(returned, str):
         return returned, ToolResponse()
@@ -158,7 +163,7 @@ def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
 
 
 def merge_responses(first: ToolResponse, second: ToolResponse) -> ToolResponse:
-    """Merges both responses, their texts joined by a newline."""
+    """Concatenates both responses; their texts are joined by a newline."""
     return ToolResponse(
         text="\n".join(text for text in (first.text, second.text) if text) or None,
         image=[*(first.image or []), *(second.image or [])] or None,

@@ -1,11 +1,10 @@
-"""Tools in the shape of Qwen-Agent: a class with `name`, `description`, `parameters` and `call(params, **kwargs)`.
+"""Qwen-Agent tools: classes with `name`, `description`, `parameters` and `call(params, **kwargs)`.
 
 Invariant: such a class works unchanged, registered with `@register_tool("name")` or named by a configuration's
-`class_name`; one object of it serves all trajectories, as in Qwen-Agent, so it should keep nothing of a call. `call` gets
-the arguments as JSON text, as in Qwen-Agent's own loop, unless its `params` is hinted as `dict`. Synchronous methods
-run in threads.
+`class_name`. One object serves all trajectories, as in Qwen-Agent, so it should be stateless. `call` gets the arguments as
+JSON text, as in Qwen-Agent's own loop, unless its `params` is hinted as `dict`. Synchronous methods run in threads.
 
-The package `qwen-agent` is not needed; where it is installed, its registered tools are found by name.
+The package `qwen-agent` is not required; if it is installed, its registered tools are found by name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PARAMETER_KEYS = ("name", "required")
 
 
 class ToolClassRegistry(Registry[type]):
-    """Qwen-Agent's registry: also read with `TOOL_REGISTRY[name]`, and may be overwritten on request."""
+    """A registry as in Qwen-Agent: `TOOL_REGISTRY[name]` works, and entries can be overwritten."""
 
     def __getitem__(self, name: str) -> type:
         return self.get(name)
@@ -48,16 +47,16 @@ TOOL_REGISTRY = ToolClassRegistry("registered tool")
 
 
 def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[Class], Class]:
-    """Decorator that registers a Qwen-Agent-shaped class under `name`, which becomes its name.
+    """Decorator that registers a Qwen-Agent tool class under `name` and sets its `name`.
 
     Raises:
         ConfigError: the name is taken, or the class sets another one.
     """
 
-    def enter(tool_class: Class) -> Class:
-        said = getattr(tool_class, "name", "") or name
-        if said != name:
-            raise ConfigError(f"register_tool('{name}'): {tool_class.__qualname__} names itself '{said}'")
+    def register(tool_class: Class) -> Class:
+        own_name = getattr(tool_class, "name", "") or name
+        if own_name != name:
+            raise ConfigError(f"register_tool('{name}'): {tool_class.__qualname__} names itself '{own_name}'")
         if allow_overwrite:
             TOOL_REGISTRY.overwrite(name, tool_class)
         else:
@@ -65,11 +64,11 @@ def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[Class],
         tool_class.name = name  # type: ignore[attr-defined]
         return tool_class
 
-    return enter
+    return register
 
 
 class QwenBaseTool:
-    """What a Qwen-Agent tool may derive from where `qwen_agent.tools.base.BaseTool` is not installed."""
+    """A base class for Qwen-Agent tools, for where `qwen_agent.tools.base.BaseTool` is not installed."""
 
     name: str = ""
     description: str = ""
@@ -79,11 +78,12 @@ class QwenBaseTool:
         self.cfg = dict(cfg or {})
 
     def call(self, params: str | dict[str, Any], **kwargs: Any) -> Any:
-        """Answers one call: text, a dict or list (sent as JSON), or a list of content items."""
+        """Executes one tool call; returns text, a dict or list (sent as JSON), or a list of content items."""
         raise NotImplementedError(f"{type(self).__name__} does not define call")
 
     def _verify_json_format_args(self, params: str | dict[str, Any], strict_json: bool = False) -> dict[str, Any]:
-        """The arguments as a dict, in either form; raises `ValueError` if one is missing or they are not JSON."""
+        """Returns the arguments, JSON text or a dict, as a dict; raises `ValueError` if one is missing or the text is not
+        JSON."""
         arguments = json.loads(params) if isinstance(params, str) else params
         for name in parameters_schema(self.parameters)["required"]:
             if name not in arguments:
@@ -92,12 +92,12 @@ class QwenBaseTool:
 
 
 def is_qwen_shaped(found: object) -> bool:
-    """Whether `found` is a class with Qwen-Agent's method `call` that is not a `BaseTool`."""
+    """Whether `found` is a class with Qwen-Agent's method `call`, and not a `BaseTool`."""
     return isinstance(found, type) and not issubclass(found, BaseTool) and callable(getattr(found, "call", None))
 
 
 def registered_tool_class(name: str) -> type | None:
-    """The class registered as `name`, here or in an installed Qwen-Agent; None if there is none.
+    """Returns the class registered as `name`, here or in an installed Qwen-Agent; None if there is none.
 
     Raises:
         ConfigError: Qwen-Agent is installed but cannot be imported, and `name` is not registered here.
@@ -115,7 +115,7 @@ def registered_tool_class(name: str) -> type | None:
 
 
 class QwenTool(BaseTool):
-    """A Qwen-Agent-shaped object as a tool."""
+    """Wraps a Qwen-Agent tool as a `BaseTool`."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class QwenTool(BaseTool):
         *,
         name: str | None = None,
     ) -> None:
-        """`tool` is the object, or its class, constructed with `config` if the constructor takes one; `name` is the
-        registered one.
+        """`tool` is an object, or a class, which is then constructed, with `config` if the constructor takes one; `name` is
+        the registered name.
 
         Raises:
-            ConfigError: it has no name, or its `parameters` are in neither of Qwen-Agent's two formats.
+            ConfigError: the tool has no name, or its `parameters` are in neither of Qwen-Agent's two formats.
         """
         if isinstance(tool, type):
             tool = tool(config) if _takes_config(tool) else tool()
@@ -142,16 +142,16 @@ class QwenTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """`call(params, **execute_kwargs)`; its return value is the answer."""
+        """Calls `call(params, **execute_kwargs)` and returns its result as the response."""
         params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
         return _response(await self._threads.call(self._tool.call, params, **execute_kwargs)), 0.0, {}
 
 
 def parameters_schema(parameters: object, where: str = "parameters") -> dict[str, Any]:
-    """A JSON Schema from either of Qwen-Agent's formats: a list of named parameters, or a schema, kept unchanged.
+    """Returns a JSON Schema from either of Qwen-Agent's formats: a list of named parameters, or a schema.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `parameters` is neither.
     """
     if isinstance(parameters, Mapping):
         return {"type": "object", "properties": {}, "required": [], **parameters}
@@ -165,9 +165,7 @@ def parameters_schema(parameters: object, where: str = "parameters") -> dict[str
         if each["name"] in properties:
             raise ConfigError(f"{where}[{number}]: there already is a parameter '{each['name']}'")
         properties[each["name"]] = {key: value for key, value in each.items() if key not in _PARAMETER_KEYS}
-        if isinstance(
-            each.get("required"), list
-        ):  # JSON Schema's keyword of an object parameter, not Qwen-Agent's flag
+        if isinstance(each.get("required"), list):  # JSON Schema's keyword for an object, not Qwen-Agent's flag
             properties[each["name"]]["required"] = each["required"]
         elif each.get("required"):
             required.append(each["name"])
@@ -185,7 +183,7 @@ def _schema(tool: Any, class_name: str, registered: str | None) -> OpenAIFunctio
 
 
 def _takes_config(tool_class: type) -> bool:
-    """Whether the constructor has a first parameter for Qwen-Agent's `cfg`."""
+    """Whether the constructor has a positional parameter for Qwen-Agent's `cfg`."""
     try:
         parameters = list(inspect.signature(tool_class).parameters.values())
     except (TypeError, ValueError):
@@ -194,7 +192,7 @@ def _takes_config(tool_class: type) -> bool:
 
 
 def _wants_dict(call: Callable[..., Any]) -> bool:
-    """Whether the first parameter of `call` is hinted as a dict, and not as text too."""
+    """Whether the first parameter of `call` is hinted as a dict, and not as a union with str."""
     try:
         hints = typing.get_type_hints(call)
         first = next(iter(inspect.signature(call).parameters))

@@ -1,8 +1,8 @@
-"""`Recorder` and `Recording`: write and read the calls of a run as JSON lines.
+"""`Recorder` and `read_recording`: write and read the tool calls of a run as JSON lines.
 
 Invariant: every line is one self-contained event of one tool in one trajectory; a recording can be written by many
-processes at once, read meanwhile, joined with others by `cat`, and edited by hand. Calls that failed for infrastructure
-reasons are written for human readers and skipped by `replay`.
+processes at once, read meanwhile, concatenated with others by `cat`, and edited by hand. Infrastructure failures are
+written for human readers and skipped by `replay`.
 
     {"tool": "search", "event": "create", "trajectory": "0-0/0/0", "kwargs": {…}, "response": {"text": …}}
     {"tool": "search", "event": "execute", "trajectory": "0-0/0/0", "turn": 0, "number": 0, "kwargs": {…},
@@ -32,10 +32,10 @@ BROKEN = "infrastructure"
 
 
 class Recorder:
-    """Appends one tool's events to a file.
+    """Appends the events of one tool to a file.
 
-    Its methods raise ConfigError when the file or an answer (an image of an unknown kind) cannot be written: a
-    recording must not lack a call.
+    Its methods raise ConfigError if the file or a result (an image of an unknown type) cannot be written: a recording must
+    not lack a call.
     """
 
     def __init__(self, path: str, tool: str) -> None:
@@ -43,7 +43,7 @@ class Recorder:
         self._tool = tool
 
     def create(self, trajectory: str, kwargs: Kwargs, response: ToolResponse) -> None:
-        """A `create` that succeeded."""
+        """Records a `create` that succeeded."""
         self._write("create", trajectory, kwargs=kwargs, response=response)
 
     def execute(
@@ -55,15 +55,15 @@ class Recorder:
         seconds: float,
         error: str = "",
     ) -> None:
-        """An `execute`; after an infrastructure failure, `answer` is None and `error` says why."""
-        values: dict[str, Any] = {"turn": place.turn, "number": place.number, "arguments": _plain(arguments)}
+        """Records an `execute`; after an infrastructure failure, `answer` is None and `error` is the reason."""
+        values: dict[str, Any] = {"turn": place.turn, "number": place.number, "arguments": _as_json(arguments)}
         values["seconds"] = round(seconds, 6)
         if answer is None:
             values |= {"error": BROKEN, "cause": error}
         self._write("execute", place.trajectory, kwargs=kwargs, answer=answer, **values)
 
     def calc_reward(self, trajectory: str, kwargs: Kwargs, reward: float) -> None:
-        """A `calc_reward` that succeeded."""
+        """Records a `calc_reward` that succeeded."""
         self._write("calc_reward", trajectory, kwargs=kwargs, reward=reward)
 
     def _write(
@@ -77,24 +77,24 @@ class Recorder:
         **values: Any,
     ) -> None:
         try:
-            said = result_to_json(answer) if answer is not None else {}
-            said |= {"response": response_to_json(response)} if response is not None else {}
-            line = {"tool": self._tool, "event": event, "trajectory": trajectory, "kwargs": _plain(kwargs)}
-            self._lines.append(line | values | said)
+            result = result_to_json(answer) if answer is not None else {}
+            result |= {"response": response_to_json(response)} if response is not None else {}
+            line = {"tool": self._tool, "event": event, "trajectory": trajectory, "kwargs": _as_json(kwargs)}
+            self._lines.append(line | values | result)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"tool '{self._tool}': its answer cannot be recorded: {one_line(error)} (config.record)"
             ) from error
 
 
-def _plain(kwargs: Kwargs) -> Any:
+def _as_json(kwargs: Kwargs) -> Any:
     """Round-trips the values through JSON, so that they compare equal in a replay."""
     return json.loads(canonical(dict(kwargs)))
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """An `execute` that was answered."""
+    """A recorded `execute` with its result."""
 
     arguments: Kwargs
     kwargs: Kwargs
@@ -103,7 +103,7 @@ class RecordedCall:
 
 @dataclass
 class RecordedInstance:
-    """One tool in one trajectory; `reward` is None where the trajectory ended without one."""
+    """The recorded events of one tool in one trajectory; `reward` is None if the trajectory ended without one."""
 
     trajectory: str
     kwargs: Kwargs = field(default_factory=dict)
@@ -115,16 +115,16 @@ class RecordedInstance:
 
     @property
     def broken(self) -> bool:
-        """Whether a call failed for infrastructure reasons for good: no later attempt was answered either."""
+        """Whether a call ended in an infrastructure failure, and no retry of it succeeded."""
         return not self.broken_calls <= self.calls.keys()
 
     def in_order(self) -> list[RecordedCall]:
-        """The calls, as the model wrote them."""
+        """Returns the calls in the order in which the model wrote them."""
         return [call for _, call in sorted(self.calls.items())]
 
 
 def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
-    """The events of `tool` in the file, in the order in which its trajectories start.
+    """Reads the events of `tool` from the file; one entry per trajectory, in the order in which they start.
 
     Raises:
         DataError: the file cannot be read, or a line is not an event; names file and line.
@@ -136,10 +136,12 @@ def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
             continue
         try:
             trajectory = str(line["trajectory"])
-            if line["event"] == "create" or trajectory not in latest:  # another run may have used the same name
+            if (
+                line["event"] == "create" or trajectory not in latest
+            ):  # a second `create`: another run used the same name
                 latest[trajectory] = RecordedInstance(trajectory)
                 instances.append(latest[trajectory])
-            _take(latest[trajectory], line)
+            _add_event(latest[trajectory], line)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise DataError(
                 f"{path}: line {number} is not a recorded call: {type(error).__name__}: {one_line(error)}"
@@ -147,7 +149,7 @@ def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
     return instances
 
 
-def _take(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
+def _add_event(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
     kwargs = dict(line.get("kwargs") or {})
     match line["event"]:
         case "create":

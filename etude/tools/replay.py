@@ -1,12 +1,12 @@
-"""`Replay`: serves recorded calls, so that a rollout runs without the service behind a tool.
+"""`Replay`: serves recorded results, so that a rollout runs without the service behind a tool.
 
-Invariant: an answer is served only if the recording determines it; if it has none, or several that differ, `MissingCall`
-reports what was asked. Which answer is served does not depend on the order in which trajectories run.
+Invariant: a result is served only if the recording determines it; if the recording has none, or several that differ,
+`MissingCall` names the call. In strict mode the result does not depend on the order in which trajectories run.
 
-Modes: `strict` looks a call up by what was asked (the row's `create_kwargs` and `execute_kwargs`, and the arguments). One
-with the same preceding calls is preferred; otherwise all recorded answers to it must be equal. `order` looks a call up by
-its number in the trajectory, whatever was asked; the trajectory is the one with the same request id, or the first
-unclaimed one recorded with the same `create_kwargs`.
+Modes: `strict` looks a call up by its content (the row's `create_kwargs` and `execute_kwargs`, and the arguments). A call
+recorded after the same preceding calls is preferred; otherwise all recorded results of the call must be equal. `order` looks
+a call up by its number in the trajectory, whatever its arguments; the recorded trajectory is the one with the same request
+id, or the first unclaimed one with the same `create_kwargs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HINT = "record the run again, or set replay.mode to order"
 
 
 class MissingCall(DataError):
-    """The recording has no answer to what was asked, or more than one."""
+    """The recording has no result for a call, or several that differ."""
 
 
 class Replay:
@@ -38,7 +38,7 @@ class Replay:
         """Reads the file.
 
         Raises:
-            DataError: it cannot be read, or has no call of this tool.
+            DataError: the file cannot be read, or has no call of this tool.
         """
         self._where = f"tool '{tool}': {policy.path}"
         self._strict = policy.mode == "strict"
@@ -46,9 +46,8 @@ class Replay:
         if not instances:
             raise DataError(f"{self._where} holds no call of this tool")
         self._unclaimed = [instance for instance in instances if not instance.broken]
-        self._answers: dict[str, dict[str, Any]] = defaultdict(
-            dict
-        )  # by question and the calls before it; first one kept
+        # (digest of the call, digest of the calls before it) → result; the first one recorded is kept.
+        self._answers: dict[str, dict[str, Any]] = defaultdict(dict)
         for each in instances if self._strict else ():
             self._index(each)
 
@@ -64,7 +63,7 @@ class Replay:
             self._answers[question].setdefault(history, instance.reward)
 
     def begin(self, trajectory: str, create_kwargs: Kwargs) -> ReplayedInstance:
-        """The recorded `create` of the tool for a trajectory.
+        """Starts the replay of the tool in a trajectory.
 
         Raises:
             MissingCall: no such `create` was recorded.
@@ -83,7 +82,8 @@ class Replay:
         return _OrderedInstance(alike[0], self._where)
 
     def find(self, what: str, asked: Kwargs, question: str, history: str) -> Any:
-        """The answer to `question`: the one after `history`, else the one that every recorded trajectory got.
+        """Returns the recorded result of the call with digest `question`: the one after the calls `history`, else the one
+        that all recorded trajectories agree on.
 
         Raises:
             MissingCall: there is none, or they differ.
@@ -92,7 +92,7 @@ class Replay:
         if answers is None:
             raise MissingCall(f"{self._where} holds no {what} with {_shown(asked)}: {_HINT}")
         first = next(iter(answers.values()))
-        if history not in answers and not all(_agree(first, other) for other in answers.values()):
+        if history not in answers and not all(_equivalent(first, other) for other in answers.values()):
             raise MissingCall(
                 f"{self._where} holds different answers to the {what} with {_shown(asked)}, and none that was given "
                 f"after the same calls as now: {_HINT}"
@@ -101,7 +101,7 @@ class Replay:
 
 
 class _OrderedInstance:
-    """One tool in one replayed trajectory: its calls in the recorded order, whatever is asked."""
+    """One tool in one trajectory, replayed in `order` mode: results in the recorded order, whatever the arguments."""
 
     def __init__(self, recorded: RecordedInstance, where: str) -> None:
         self._recorded = recorded
@@ -110,35 +110,36 @@ class _OrderedInstance:
         self.greeting = recorded.greeting
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
-        """The answer to the next call, in the order in which the model wrote them; raises MissingCall."""
+        """Returns the result of the next call, in the order in which the model wrote them; raises MissingCall if there is
+        none."""
         call = next(self._calls, None)
         if call is None:
             raise MissingCall(f"{self._of} made {len(self._recorded.calls)} calls, no further one")
         return call.answer
 
     def calc_reward(self, kwargs: Kwargs) -> float:
-        """The final reward; raises MissingCall."""
+        """Returns the final reward; raises MissingCall if none was recorded."""
         if self._recorded.reward is None:
             raise MissingCall(f"{self._of} was recorded without its reward")
         return self._recorded.reward
 
 
 class _StrictInstance:
-    """One tool in one replayed trajectory: its calls by what is asked."""
+    """One tool in one trajectory, replayed in `strict` mode: results looked up by the call's content."""
 
     def __init__(self, replay: Replay, create_kwargs: Kwargs) -> None:
         self._replay, self._row, self._history = replay, dict(create_kwargs), ""
         self.greeting = replay.find("create", create_kwargs, digest("create", self._row), "")
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
-        """As `_OrderedInstance.execute`."""
+        """Returns the result of the call; raises MissingCall as `Replay.find`."""
         question = digest("call", self._row, dict(kwargs), dict(arguments))
         self._history = digest(self._history, question)
         answer: ToolResult = self._replay.find("call", arguments, question, self._history)
         return answer
 
     def calc_reward(self, kwargs: Kwargs) -> float:
-        """As `_OrderedInstance.calc_reward`."""
+        """Returns the final reward after the calls so far; raises MissingCall as `Replay.find`."""
         question = digest("calc_reward", self._row, dict(kwargs))
         return float(self._replay.find("calc_reward", kwargs, question, self._history))
 
@@ -146,7 +147,7 @@ class _StrictInstance:
 ReplayedInstance = _OrderedInstance | _StrictInstance
 
 
-def _agree(one: object, other: object) -> bool:
+def _equivalent(one: object, other: object) -> bool:
     return (
         one.is_equivalent_to(other) if isinstance(one, ToolResult) and isinstance(other, ToolResult) else one == other
     )

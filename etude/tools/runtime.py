@@ -1,13 +1,14 @@
-"""`ToolRuntime`: the state of one tool that all trajectories of a process share, and the path of a call through it.
+"""`ToolRuntime`: the state of a tool that all trajectories of a process share, and the path of a call through it.
 
     faults ── recording? ── cache ── limits ── execute          retried as a whole after infrastructure failures
        │      (replay)                            │
        ▼          ▼                               ▼
     garbage ◀── recorder ◀───────────────── answer to the model, or failure
 
-Invariant: one `ToolRuntime` per tool object, so that "at most n at once" means n; only infrastructure failures of `execute`
-are retried, with delays that depend on the call's place, not on the clock; a call ends in a `ToolResult`, an
-infrastructure failure, or the end of the run. Lifecycle and time limits are left to the session.
+Invariant: there is one `ToolRuntime` per tool object, so that a limit of n concurrent calls holds across trajectories. Only
+infrastructure failures of `execute` are retried; the delay depends on the call's place in the trajectory, not on the clock.
+A call ends in a `ToolResult`, an infrastructure failure, or the end of the run. Lifecycle and time limits are left to the
+session.
 """
 
 from __future__ import annotations
@@ -52,41 +53,41 @@ _MAX_RETRY_DELAY = 30.0
 
 logger = logging.getLogger(__name__)
 
-_shared: dict[int, ToolRuntime] = {}  # by the tool's id, as long as the tool lives
+_shared: dict[int, ToolRuntime] = {}  # by id(tool), until the tool is garbage-collected
 
 
 def overrides(tool: BaseTool, method: str) -> bool:
-    """Whether the tool overrides this method, which does nothing in `BaseTool`."""
+    """Whether the tool overrides `method`, which does nothing in `BaseTool`."""
     return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
 
 
-def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
-    """Whether `method` takes `keyword`: as a parameter, or in its `**kwargs` if the code of a method of the class
-    names it. Other tools must not get it: they may forward all their keywords."""
+def _accepts_keyword(tool: BaseTool, method: str, keyword: str) -> bool:
+    """Whether `method` takes `keyword`: as a parameter, or in its `**kwargs` if some method of a user's class has the
+    keyword as a string constant. Other tools must not get it, as they may forward all their keywords."""
     parameters = inspect.signature(getattr(tool, method)).parameters
     if keyword in parameters and parameters[keyword].kind is not inspect.Parameter.VAR_KEYWORD:
         return True
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return False
-    own = (base for base in type(tool).__mro__ if not base.__module__.startswith("etude."))
-    functions = (inspect.unwrap(value) for base in own for value in vars(base).values() if callable(value))
-    return any(_names(getattr(function, "__code__", None), keyword) for function in functions)
+    classes = (base for base in type(tool).__mro__ if not base.__module__.startswith("etude."))
+    functions = (inspect.unwrap(value) for base in classes for value in vars(base).values() if callable(value))
+    return any(_has_constant(getattr(function, "__code__", None), keyword) for function in functions)
 
 
-def _names(code: CodeType | None, word: str) -> bool:
-    """Whether the text `word` is a constant of `code`, or of anything defined within it."""
+def _has_constant(code: CodeType | None, word: str) -> bool:
+    """Whether the string `word` is a constant of `code`, or of a code object nested in it."""
     constants = code.co_consts if code is not None else ()
-    return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
+    return any(each == word or (isinstance(each, CodeType) and _has_constant(each, word)) for each in constants)
 
 
 @dataclass(slots=True)
 class ToolRequest:
-    """A valid call under way.
+    """A validated call in flight.
 
     Attributes:
-        recorded: its answer in a recording, if there is one.
-        shared: the part of the conversation that the tool gets, which caches and recordings do not compare.
-        broken, timeouts: attempts that infrastructure failed, and those of them that timed out.
+        recorded: its answer in a recording, if any.
+        shared: keyword arguments that the cache and recordings ignore (`agent_data`, if the tool takes it).
+        broken, timeouts: attempts that ended in an infrastructure failure, and those of them that timed out.
         blocked_loop: how often the tool blocked the event loop.
     """
 
@@ -103,23 +104,24 @@ class ToolRequest:
 
 
 class ToolRuntime:
-    """Created by `ToolRuntime.of(tool)`. `schema` is the tool's, as a read-only OpenAI dictionary.
+    """Created by `ToolRuntime.of(tool)`. `schema` is the tool's schema, as a read-only OpenAI dictionary.
 
-    `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
+    `reads_create_kwargs`, `reads_agent_data`: whether the tool's `create` takes verl's keyword `create_kwargs`, and its
+    `execute` takes `agent_data`.
     """
 
     @staticmethod
     def of(tool: BaseTool) -> ToolRuntime:
-        """The runtime of this tool object.
+        """Returns the runtime of this tool object.
 
         Raises:
             ConfigError: the tool's `config` or schema is invalid; names tool and key.
         """
-        found = _shared.get(id(tool))
-        if found is None:
-            found = _shared[id(tool)] = ToolRuntime(tool)
+        runtime = _shared.get(id(tool))
+        if runtime is None:
+            runtime = _shared[id(tool)] = ToolRuntime(tool)
             weakref.finalize(tool, _shared.pop, id(tool), None)
-        return found
+        return runtime
 
     def __init__(self, tool: BaseTool) -> None:
         self.name = tool.name
@@ -130,16 +132,16 @@ class ToolRuntime:
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
         self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
         self._process_limiter: Limiter | None = None
-        self._cluster_limiter: Limiter | None = None  # opened by the first call: connecting takes a while
+        self._cluster_limiter: Limiter | None = None  # opened by the first call, as connecting takes a while
         self._cluster_limit: Limit | None = None
-        calls, here = policy.max_concurrent_calls, None
+        calls, process_limit = policy.max_concurrent_calls, None
         if calls is not None and calls.scope == "cluster":
             require_ray(f"tool '{tool.name}': config.max_concurrent_calls of scope cluster")
             self._cluster_limit = Limit(calls.limit)
         elif calls is not None:
-            here = calls.limit
-        if here or policy.calls_per_second:
-            self._process_limiter = LocalLimiter(Limit(here, policy.calls_per_second))
+            process_limit = calls.limit
+        if process_limit or policy.calls_per_second:
+            self._process_limiter = LocalLimiter(Limit(process_limit, policy.calls_per_second))
         self._cache = None if policy.cache is None else ResultCache(policy.cache)
         if policy.cache is not None and overrides(tool, "calc_reward"):
             raise ConfigError(
@@ -152,14 +154,14 @@ class ToolRuntime:
                 logger.warning(
                     "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
                 )
-        code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
+        code = getattr(tool, "__qualname__", type(tool).__qualname__)  # a function tool has its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
-        self.reads_create_kwargs = _reads(tool, "create", "create_kwargs")
-        self.reads_agent_data = _reads(tool, "execute", "agent_data")
+        self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")
+        self.reads_agent_data = _accepts_keyword(tool, "execute", "agent_data")
         self._exception_logged = self._release_logged = False
 
     def log_release(self, line: str) -> None:
-        """Logs the tool's first failed release as a warning; later ones are counted and logged at INFO."""
+        """Logs the tool's first failed release as a warning, later ones at INFO."""
         logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
         self._release_logged = True
 
@@ -167,7 +169,7 @@ class ToolRuntime:
         """Decodes and validates the call's arguments.
 
         Raises:
-            ArgumentError: they are too long, not a JSON object, or violate the schema.
+            ArgumentError: the arguments are too long, not a JSON object, or violate the schema.
         """
         policy, text = self.policy, call.arguments
         if len(text) > policy.max_arguments_chars:
@@ -178,10 +180,11 @@ class ToolRuntime:
         return self._checker.check(decode_arguments(text))
 
     async def answer(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
-        """The answer to a call; `execute` runs the tool once, within its time limit.
+        """Returns the result of a call, retrying infrastructure failures; `execute` runs the tool once, within its time
+        limit.
 
         Raises:
-            Exception: infrastructure failed the last attempt.
+            Exception: the infrastructure failure of the last attempt.
             EtudeError: `config.on_exception` is `stop` and the tool raised.
         """
         while True:
@@ -194,12 +197,12 @@ class ToolRuntime:
                 if request.broken >= self.policy.max_retries:
                     raise
                 request.broken += 1
-            # Doubling, with jitter of up to a half, so that calls that failed together do not retry together.
+            # Exponential back-off with jitter, so that calls that failed together do not retry together.
             longest = min(self.policy.retry_delay * 2 ** min(request.broken - 1, 30), _MAX_RETRY_DELAY)
             await asyncio.sleep(longest * (1 - 0.5 * request.place.chance("delay", request.broken)))
 
     def reaches_tool(self, place: CallPlace) -> bool:
-        """Whether `config.faults` let the call through to the tool or its recording."""
+        """Whether the faults of `config.faults` let the call reach the tool or its recording."""
         if self.policy.faults is None:
             return True
         retried = {Fault.TIMEOUT}
@@ -216,13 +219,13 @@ class ToolRuntime:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
             return replace(self._failure_result(InjectedError("injected by config.faults")), source=Source.FAULT)
-        answer = request.recorded or await self._recorded(request, execute)
+        answer = request.recorded or await self._execute_or_recall(request, execute)
         if faults is not None and fault is Fault.GARBAGE:
             return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
-    async def _recorded(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
-        """The answer of the tool or the cache; recorded if `config.record` is set."""
+    async def _execute_or_recall(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+        """Returns the result of the cache or the tool; records it if `config.record` is set."""
         started = time.perf_counter()
         try:
             if self._cache is None:
@@ -232,13 +235,13 @@ class ToolRuntime:
                 answer = await self._cache.answer(key, lambda: self._live(execute))
         except Exception as error:
             if self.recorder is not None and is_infrastructure(error):
-                self._write(request, None, started, f"{type(error).__name__}: {one_line(error)}")
+                self._record(request, None, started, f"{type(error).__name__}: {one_line(error)}")
             raise
         if self.recorder is not None:
-            self._write(request, answer, started)
+            self._record(request, answer, started)
         return answer
 
-    def _write(self, request: ToolRequest, answer: ToolResult | None, started: float, cause: str = "") -> None:
+    def _record(self, request: ToolRequest, answer: ToolResult | None, started: float, cause: str = "") -> None:
         assert self.recorder is not None
         seconds = time.perf_counter() - started
         self.recorder.execute(request.place, request.kwargs, request.arguments, answer, seconds, cause)
@@ -254,14 +257,15 @@ class ToolRuntime:
         return ToolResult(response, as_reward(reward, "it"), metrics)
 
     async def _limiters(self) -> list[Limiter]:
-        """The limiters a call needs permits from. The cluster's is last, so it is not held while waiting for another."""
+        """Returns the limiters that a call needs a permit of; the cluster's is last, so that its permit is not held while
+        the call waits for the other."""
         cluster = self._cluster_limiter
         if self._cluster_limit is not None and (cluster is None or not cluster.is_current()):
             self._cluster_limiter = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _failure_result(self, raised: Exception) -> ToolResult:
-        """The answer to the model after an exception; re-raises one that ends the trajectory or the run."""
+        """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
             return ToolResult(ToolResponse(text=text), error="tool")

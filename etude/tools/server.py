@@ -1,10 +1,10 @@
 """`ToolServer`: serves configured tools to any MCP client (`etude tools serve`).
 
 Invariant: each MCP session has one `ToolSession`: a stateful tool keeps its state per client, is created once
-and released when the session ends, however it ends. Over stdio the process is the session. Over streamable HTTP it is the
-session that the handshake opened; the server therefore offers clients the protocol versions that have one, and a client
+and is released when the session ends, however it ends. Over stdio the process is the session. Over streamable HTTP it is the
+session that the handshake opened; the server therefore offers only protocol versions with a handshake, and a client
 that insists on the stateless version 2026-07-28 gets a session per request. Errors, infrastructure failures included,
-are answers with `is_error`; nothing a client sends ends the server.
+are results with `is_error`; nothing a client sends ends the server.
 
 `calc_reward` is never called: an MCP client has no use for it.
 """
@@ -37,15 +37,15 @@ SESSION_IDLE_SECONDS = 1800.0
 MAX_SESSIONS = 1000
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 MAX_LINE_BYTES = 16 * 1024 * 1024
-_STATE = "etude"  # our key in a connection's scratch state
+_STATE = "etude"  # the key of the `ClientSession` in a connection's state
 
 logger = logging.getLogger(__name__)
 
-_closing: set[asyncio.Task[None]] = set()  # kept from the garbage collector
+_closing: set[asyncio.Task[None]] = set()  # referenced so that none is garbage-collected
 
 
 class ClientSession:
-    """One client's tools: opened by its first call, closed with its connection."""
+    """The tools of one client: opened by its first call, closed with its connection."""
 
     def __init__(self, tools: Mapping[str, BaseTool], tools_kwargs: Mapping[str, Any]) -> None:
         self._tools = tools
@@ -56,14 +56,13 @@ class ClientSession:
         self._turn = 0
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, bool]:
-        """(the tool's answer, whether it is an error); the response of `create` precedes the first answer."""
+        """Calls a tool; returns (response, whether it is an error). The response of `create` is prepended to the first
+        response."""
         work = asyncio.ensure_future(self._call(name, arguments))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         try:
-            await asyncio.wait(
-                {work}
-            )  # in a task of its own: the SDK cancels again and again, a session cleans up once
+            await asyncio.wait({work})  # a separate task, as the SDK cancels repeatedly and a session cleans up once
         except asyncio.CancelledError:
             work.cancel()
             raise
@@ -83,7 +82,7 @@ class ClientSession:
         return response, outcome.error is not None
 
     async def _session(self) -> ToolSession:
-        """The tool session, opened once for all waiting calls; a failed attempt is retried by the next call."""
+        """Returns the tool session, opened once for all waiting calls; after a failure, the next call tries again."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
         opening = self._opening
@@ -102,7 +101,7 @@ class ClientSession:
         return session
 
     async def close(self) -> None:
-        """Releases the tools; completes even if the caller stops waiting."""
+        """Releases the tools; runs to completion even if the caller is cancelled."""
         if self._opening is None:
             return
         closing = asyncio.ensure_future(self._close(self._opening))
@@ -117,7 +116,7 @@ class ClientSession:
 
 
 class ToolServer:
-    """An MCP server over `tools`; `tools_kwargs` are those of a row, the same for every client.
+    """An MCP server of `tools`; `tools_kwargs` has the form of a row's, and is the same for every client.
 
     Raises:
         MissingExtraError: the MCP SDK is not installed.
@@ -132,7 +131,7 @@ class ToolServer:
             raise MissingExtraError("serving tools over MCP", "mcp") from error
         self._tools = {tool.name: tool for tool in tools}
         self._tools_kwargs = dict(tools_kwargs or {})
-        ToolSession(self._tools, self._tools_kwargs, request_id="check")  # invalid names fail before clients connect
+        ToolSession(self._tools, self._tools_kwargs, request_id="check")  # reject invalid names before clients connect
         self._only: ClientSession | None = None
         self.server: Server[Any] = Server(
             name,
@@ -145,7 +144,7 @@ class ToolServer:
     async def serve_stdio(self) -> None:
         """Serves one client over this process's stdin and stdout, until it closes them or the caller is cancelled.
 
-        Meanwhile tools see an empty stdin, and what they print goes to stderr.
+        Meanwhile tools see an empty stdin, and their output goes to stderr.
         """
         from mcp.server.stdio import stdio_server
 
@@ -154,7 +153,7 @@ class ToolServer:
             await self.server.run(read, write, self.server.create_initialization_options())
 
     async def serve_http(self, listener: socket.socket, *, path: str = "/mcp") -> None:
-        """Serves clients that connect to `listener`, a bound socket, at `path`, until SIGINT or SIGTERM."""
+        """Serves clients over streamable HTTP at `path` of `listener`, a bound socket, until SIGINT or SIGTERM."""
         import uvicorn
         from mcp_types import RequestParams
 
@@ -201,7 +200,8 @@ class ToolServer:
         return CallToolResult(content=content_of(response), is_error=is_error)
 
     def _session_of(self, context: Any) -> ClientSession:
-        """The session of the request's connection, which closes it; the SDK has no public access to a connection."""
+        """Returns the session of the request's connection, and has the connection close it; the SDK gives no public access
+        to a connection."""
         connection = context.session._connection
         session = connection.state.get(_STATE)
         if session is None:
@@ -210,7 +210,7 @@ class ToolServer:
         return session
 
     async def _discover(self, context: Any, params: Any) -> Any:
-        """Offers only versions whose handshake opens a session; clients then fall back to one."""
+        """Offers only versions whose handshake opens a session, so that clients fall back to one of them."""
         from mcp_types import DiscoverResult
         from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
@@ -221,7 +221,7 @@ class ToolServer:
 
 
 def content_of(response: ToolResponse) -> list[ContentBlock]:
-    """A tool's answer as MCP content: its text, then its images as PNG; anything else is named in the text."""
+    """Converts a tool's response to MCP content: its text, then its images as PNG; other media become a text note."""
     from mcp_types import ImageContent, TextContent
 
     blocks: list[ContentBlock] = []
@@ -240,7 +240,7 @@ def content_of(response: ToolResponse) -> list[ContentBlock]:
 
 
 def _png(image: Any) -> str | None:
-    """A PIL image as base64 of a PNG; None for anything else."""
+    """Encodes a PIL image as a base64 PNG; returns None for anything else."""
     from PIL.Image import Image
 
     if not isinstance(image, Image):
@@ -258,8 +258,8 @@ def _parameters(tool: BaseTool) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _claimed_stdin() -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of stdin, read in the event loop: the SDK's own reader is a thread, which no signal ends. Meanwhile file
-    descriptor 0 is empty; stdout is claimed by the SDK."""
+    """Yields the lines of stdin, read in the event loop: the SDK's own reader is a thread, which no signal can end.
+    Meanwhile file descriptor 0 is /dev/null; the SDK redirects stdout to stderr."""
     wire, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)

@@ -1,9 +1,8 @@
-"""Truncates a tool's answer to a number of characters and tokens.
+"""Truncates a tool's response to a number of characters and tokens.
 
-Invariant: the result, mark included, is within the limits, tokens counted as the chat template encodes them; it consists
-of whole characters of the answer, and an answer that fits is returned unchanged, but for lone surrogates, which tokenizers
-refuse: they are replaced by '?'. Work is bounded by the limit,
-however long the answer is.
+Invariant: the result, truncation mark included, is within the limits; tokens are counted as the chat template encodes them.
+The result consists of whole characters of the response, and a response that fits is returned unchanged, except that lone
+surrogates, which tokenizers reject, become '?'. Work is bounded by the limit, however long the response is.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from etude.schemas import ToolResponse
 from etude.tools.options import CallPolicy
 
 _MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
-_CHARACTERS_PER_TOKEN = 64  # above any text's average: text beyond it is never tokenized
+_CHARACTERS_PER_TOKEN = 64  # above the average of any text: characters beyond it are never tokenized
 _TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The default limit of an answer, for tools whose `config` sets none.
+    """The agent loop's limit of a tool response; a tool's `config` can set a lower one.
 
     Attributes:
-        max_tokens: at least 1; None: any number.
-        side: the part that is cut: "left", "middle" or "right". A mark replaces it, if it fits.
+        max_tokens: at least 1; None for no limit.
+        side: the part that is truncated: "left", "middle" or "right". A mark replaces it, if the mark fits.
         tokenizer: finds the cut positions.
         count: counts the tokens of a text in its final context.
-        max_chars: the same limit in characters, if that is the unit.
+        max_chars: the limit in characters, where that is the unit.
     """
 
     max_tokens: int | None
@@ -39,7 +38,7 @@ class TokenLimit:
     max_chars: int | None = None
 
     def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
-        """`text` truncated to `max_tokens` or the limit's own, whichever is less."""
+        """Truncates `text` to `max_tokens` or the limit's `max_tokens`, whichever is smaller."""
         limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
         if not limits:
             return text
@@ -47,7 +46,7 @@ class TokenLimit:
         return shorten(text, limit=limit, side=side or self.side, tokenizer=self.tokenizer, count=self.count)
 
     def exceeded(self, text: str, max_tokens: int) -> bool:
-        """Whether `text`, by itself, is longer than `max_tokens` tokens."""
+        """Whether `text`, tokenized without context, is longer than `max_tokens` tokens."""
         if _TOKENS_PER_CHARACTER * len(text) <= max_tokens:
             return False
         return len(text) > _CHARACTERS_PER_TOKEN * max_tokens or len(_offsets(self.tokenizer, text)) > max_tokens
@@ -56,7 +55,7 @@ class TokenLimit:
 def bound_text(
     text: str, tokens: TokenLimit | None, max_chars: int, max_tokens: int | None = None, side: str | None = None
 ) -> str:
-    """`text` within these limits and those of `tokens`; `side` (default: of `tokens`) is the part that is cut."""
+    """Truncates `text` to these limits and those of `tokens`; `side` (default: that of `tokens`) is the part that is cut."""
     side = side or (tokens.side if tokens else "middle")
     if tokens is not None and tokens.max_chars is not None:
         max_chars = min(max_chars, tokens.max_chars)
@@ -67,7 +66,7 @@ def bound_text(
 
 
 def bound_response(response: ToolResponse, policy: CallPolicy, tokens: TokenLimit | None) -> ToolResponse:
-    """`response` with its text within the limits of the policy and those of `tokens`."""
+    """Returns `response` with its text truncated to the limits of the policy and of `tokens`."""
     if not response.text:
         return response
     side = policy.tool_response_truncate_side
@@ -76,17 +75,17 @@ def bound_response(response: ToolResponse, policy: CallPolicy, tokens: TokenLimi
 
 
 def shorten_chars(text: str, limit: int, side: str) -> str:
-    """`text` truncated to `limit` characters; see `TokenLimit` for `side`."""
+    """Truncates `text` to `limit` characters; see `TokenLimit` for `side`."""
     if len(text) <= limit:
         return text
     mark = _MARKS[side] if len(_MARKS[side]) < limit else ""
     kept = limit - len(mark)
-    first = _first_part(kept, side)
+    first = _head_length(kept, side)
     return text[:first] + mark + text[len(text) - (kept - first) :]
 
 
 def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable[[str], int]) -> str:
-    """`text` truncated to `limit` tokens; see `TokenLimit` for the others."""
+    """Truncates `text` to `limit` tokens; see `TokenLimit` for the other parameters."""
     if _TOKENS_PER_CHARACTER * len(text) <= limit:
         return text
     reach = _CHARACTERS_PER_TOKEN * limit
@@ -98,7 +97,7 @@ def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable
     starts = [start for start, _ in _offsets(tokenizer, tail)]
     kept = limit
     while kept > 0:
-        first = _first_part(kept, side)
+        first = _head_length(kept, side)
         last = kept - first
         cut = (head[: ends[:first][-1]] if first else "") + mark + (tail[starts[-last:][0] :] if last else "")
         size = count(cut)
@@ -108,12 +107,12 @@ def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable
     return mark
 
 
-def _first_part(kept: int, side: str) -> int:
-    """How many of `kept` units precede the mark."""
+def _head_length(kept: int, side: str) -> int:
+    """Returns how many of `kept` characters or tokens precede the mark."""
     return {"left": 0, "right": kept, "middle": kept // 2}[side]
 
 
 def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """(start, end) in characters of each token of `text`."""
+    """Returns (start, end) in characters of each token of `text`."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]

@@ -1,4 +1,4 @@
-"""Answers and arguments as JSON, for files that outlive the process: the cache's and recordings.
+"""JSON serialization of results and arguments, for the files of the cache and of recordings.
 
 Invariant: `result_from_json` returns what `result_to_json` was given, images included; a value that JSON and
 PNG cannot represent raises `TypeError`. `canonical` returns equal texts for equal values.
@@ -20,10 +20,10 @@ _MEDIA = ("image", "video")
 
 
 def canonical(value: Any) -> str:
-    """JSON text of `value`: keys sorted, no spaces, arrays of numpy as lists, other objects by their `repr`."""
+    """Returns the JSON text of `value`: sorted keys, no spaces, numpy arrays as lists, other objects as their `repr`."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_jsonable)
-    except (TypeError, ValueError, RecursionError):  # keys of mixed types; a cycle
+    except (TypeError, ValueError, RecursionError):  # keys of mixed types, or a cycle
         return json.dumps(repr(value))
 
 
@@ -38,15 +38,15 @@ def _jsonable(value: Any) -> Any:
 
 
 def digest(*parts: Any) -> str:
-    """A short text that is the same for equal `parts`, in any process."""
+    """Returns a hash of `parts`, equal for equal `parts` in any process."""
     return hashlib.blake2b(canonical(parts).encode(), digest_size=16).hexdigest()
 
 
 def result_to_json(answer: ToolResult) -> dict[str, Any]:
-    """A mapping that `json.dumps` takes.
+    """Converts a result to a mapping for `json.dumps`.
 
     Raises:
-        TypeError: a medium or metric cannot be written.
+        TypeError: an image, video or metric cannot be represented.
     """
     record = {
         "response": response_to_json(answer.response),
@@ -58,10 +58,10 @@ def result_to_json(answer: ToolResult) -> dict[str, Any]:
 
 
 def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
-    """The answer in `record`.
+    """Reads the result in `record`.
 
     Raises:
-        KeyError, TypeError, ValueError: it holds none.
+        KeyError, TypeError, ValueError: `record` is not a result.
     """
     error = record.get("error")
     return ToolResult(
@@ -74,10 +74,10 @@ def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
 
 
 def response_to_json(response: ToolResponse) -> dict[str, Any]:
-    """`response` without its absent fields.
+    """Converts a response to a mapping for `json.dumps`, without absent fields.
 
     Raises:
-        TypeError: a medium cannot be written.
+        TypeError: an image or video cannot be represented.
     """
     record: dict[str, Any] = {} if response.text is None else {"text": response.text}
     for kind in _MEDIA:
@@ -88,10 +88,10 @@ def response_to_json(response: ToolResponse) -> dict[str, Any]:
 
 
 def response_from_json(record: Mapping[str, Any]) -> ToolResponse:
-    """The response in `record`.
+    """Reads the response in `record`.
 
     Raises:
-        KeyError, TypeError, ValueError: it holds none.
+        KeyError, TypeError, ValueError: `record` is not a response.
     """
     media = {kind: [_medium_from_json(m) for m in record[kind]] for kind in _MEDIA if kind in record}
     return ToolResponse(text=record.get("text"), **media)

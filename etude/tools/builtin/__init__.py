@@ -11,7 +11,7 @@ _CONFIGS = Path(__file__).parent / "configs"
 
 
 def builtin_config(name: str) -> Path:
-    """The YAML file of the built-in tool `name`, for `load_tools`.
+    """Returns the YAML file of the built-in tool `name`, for `load_tools`.
 
     Raises:
         ConfigError: there is no such tool; lists the known ones.
@@ -23,7 +23,7 @@ def builtin_config(name: str) -> Path:
 
 
 def builtin_names() -> list[str]:
-    """The names that `builtin_config` accepts."""
+    """Returns the names that `builtin_config` accepts."""
     return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 

@@ -1,8 +1,8 @@
-"""`AnswerTool`: a tool that judges the model's answer against a reference, turn after turn.
+"""`AnswerTool`: a tool that scores the model's answer against a reference, in any number of turns.
 
-Invariant: an instance knows its reference from `create` on; a trajectory without one is an error, not a wrong answer.
-Several calls in one turn are judged in the order written, so that rewards do not depend on timing. Comparing answers is
-left to subclasses.
+Invariant: `create` stores the reference; a trajectory without one is an error, not a wrong answer. Several calls in one turn
+are scored in the order in which the model wrote them, so that rewards do not depend on timing. Comparing answers is left to
+subclasses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ANSWER_CHARS = 2000
 
 @dataclass
 class AnswerState:
-    """One trajectory: its reference, its last answer and that answer's score."""
+    """The state of one trajectory: the reference, the last answer and its score."""
 
     ground_truth: str
     response: str = ""
@@ -31,21 +31,21 @@ class AnswerState:
 
 
 class AnswerTool(StatefulTool[AnswerState]):
-    """`create_kwargs`: `ground_truth`, the reference answer (required). A subclass gives `name`, `schema` and `judge`."""
+    """`create_kwargs`: `ground_truth`, the reference answer (required). A subclass defines `name`, `schema` and `judge`."""
 
     def as_response(self, answer: str) -> str:
-        """The normalized form of an answer."""
+        """Returns the normalized form of an answer."""
         return answer
 
     async def judge(self, response: str, ground_truth: str) -> float:
-        """The score of `response`, from 0.0 to 1.0."""
+        """Returns the score of `response`, from 0.0 to 1.0."""
         raise NotImplementedError
 
     async def begin(self, ground_truth: str | None = None, **create_kwargs: Any) -> AnswerState:
-        """Keeps the reference answer.
+        """Stores the reference answer.
 
         Raises:
-            DataError: the row has none for this tool.
+            DataError: the row has no `ground_truth` for this tool.
         """
         if ground_truth is None:
             raise DataError(f"tools_kwargs.{self.name}.create_kwargs.ground_truth is missing")
@@ -55,7 +55,7 @@ class AnswerTool(StatefulTool[AnswerState]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Judges `parameters["answer"]`; step reward 0.0 if it improves on the last answer, else -0.05.
+        """Scores `parameters["answer"]`; the step reward is 0.0 if the score is better than the last answer's, else -0.05.
 
         Raises:
             ToolError: the answer is too long.
@@ -72,10 +72,10 @@ class AnswerTool(StatefulTool[AnswerState]):
             return ToolResponse(text=f"Current parsed answer={state.response!r} reward={reward}"), step_reward, {}
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """The score of the last answer; 0.0 without one."""
+        """Returns the score of the last answer; 0.0 if there is none."""
         return self._instance_dict[instance_id].reward
 
 
 def answer_schema(name: str, description: str, answer: str) -> dict[str, Any]:
-    """The schema of a function with one string argument `answer`, described by `answer`."""
+    """Returns the schema of a function with one string argument `answer`, whose description is `answer`."""
     return function_schema(name, description, ["answer"], answer={"type": "string", "description": answer})

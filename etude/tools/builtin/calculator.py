@@ -1,7 +1,7 @@
-"""`Calculator`: arithmetic for models that are bad at it.
+"""`Calculator`: evaluates arithmetic expressions.
 
-Invariant: an expression is parsed and interpreted, never evaluated as Python; time and memory are bounded by its bounded
-length: no intermediate integer exceeds `MAX_BITS`. Integers are exact.
+Invariant: an expression is parsed and interpreted, never evaluated as Python. Time and memory are bounded, as its length is
+limited and no intermediate integer exceeds `MAX_BITS`. Integers are exact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CalculatorOptions(ToolOptions):
 
 
 class Calculator(BaseTool):
-    """`config.max_expression_chars` (default 200, at most 2,000) bounds the expression."""
+    """`config.max_expression_chars` (default 200, at most 2,000) limits the length of the expression."""
 
     name = "calculator"
     schema = _SCHEMA
@@ -51,7 +51,7 @@ class Calculator(BaseTool):
         """Reads the limit.
 
         Raises:
-            ConfigError: it is not an integer from 1 to 2,000, or there is an unknown key.
+            ConfigError: the limit is not an integer from 1 to 2,000, or there is an unknown key.
         """
         super().__init__(config, tool_schema)
         self._max_chars = read_options(CalculatorOptions, config, self.name).max_expression_chars
@@ -60,7 +60,7 @@ class Calculator(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The value of `parameters["expression"]` as text; reward 0.
+        """Returns the value of `parameters["expression"]` as text; step reward 0.0.
 
         Raises:
             ToolError: the expression is missing or has no value; one line with the reason.
@@ -76,10 +76,10 @@ class Calculator(BaseTool):
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression.
+    """Returns the value of an arithmetic expression.
 
     Raises:
-        ToolError: it is invalid, or its value is not a finite real number of reasonable size.
+        ToolError: the expression is invalid, or its value is not a finite real number within `MAX_BITS`.
     """
     try:
         tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")
@@ -93,7 +93,7 @@ def evaluate(expression: str) -> Number:
 
 
 def format_number(value: Number) -> str:
-    """Integers in full; other numbers to 15 significant digits, without a trailing ".0"."""
+    """Formats an integer in full, and another number to 15 significant digits without a trailing ".0"."""
     if isinstance(value, int):
         return str(value)
     if value.is_integer() and abs(value) < 1e15:
@@ -134,7 +134,7 @@ def _divide(left: Number, right: Number) -> Number:
 def _power(base: Number, exponent: Number) -> object:
     integers = isinstance(base, int) and isinstance(exponent, int)
     if integers and exponent * (abs(base).bit_length() - 1) > MAX_BITS:  # type: ignore[attr-defined]
-        raise OverflowError  # before it is computed: the result has at least that many bits
+        raise OverflowError  # without computing it: the result has at least that many bits
     return base**exponent
 
 

@@ -1,11 +1,11 @@
 """`SandboxFusionTool`: the tool `code_interpreter`, which runs the model's code in a sandbox.
 
-Invariant: whatever the code does is reported to the model in words: the text is never empty, and never hides that a program
-failed, was cut off or was killed; output is unchanged, except that a long stderr keeps its end, where Python puts the
-reason. A failure of the sandbox is an infrastructure failure, never an answer. At most `num_workers` programs run at once
-per process, and `rate_limit` in the whole cluster. Stateless calls share nothing; a stateful trajectory has its own
-interpreter from its first call to its release, and a new one only after its own code ended that: once a cell was sent,
-losing the interpreter in any other way is a permanent infrastructure failure, and no cell is ever sent twice.
+Invariant: the response is never empty, and always states that a program failed, timed out or was killed; output is
+unchanged, except that only the end of a long stderr is kept, where Python puts the reason. A failure of the sandbox is an
+infrastructure failure, never a response. At most `num_workers` programs run at once per process, and `rate_limit` in the
+whole cluster. Stateless calls share nothing. A stateful trajectory has its own interpreter from its first call to its
+release, and gets a new one only if its own code ended the old one: once a cell has been sent, losing the interpreter in any
+other way is a permanent infrastructure failure, and no cell is ever sent twice.
 """
 
 from __future__ import annotations
@@ -85,21 +85,21 @@ class SandboxFusionOptions(ToolOptions):
 
 @dataclass
 class _Trajectory:
-    """The state of one instance: its interpreter, in a stateful tool."""
+    """The state of one trajectory: the session of its interpreter, if the tool is stateful."""
 
     session: str | None = None
     lost: str = ""
-    """Why its interpreter is, or may be, gone, not through its own code; nothing more can run for it."""
+    """The reason why the interpreter is, or may be, gone, if not through the trajectory's own code; no more code can run."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class SandboxFusionTool(StatefulTool[_Trajectory]):
-    """The argument is `code`; a schema of your own may also have `language`, and `timeout` up to `default_timeout`."""
+    """The argument is `code`; a configured schema may add `language`, and `timeout` (seconds, at most `default_timeout`)."""
 
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options; the sandbox is reached, or started, by the first call.
+        """Reads the options; the first call connects to the sandbox, or starts it.
 
         Raises:
             ConfigError: an option is invalid.
@@ -113,14 +113,14 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
             self._sandbox()  # report an invalid address now
 
     async def begin(self, **create_kwargs: Any) -> _Trajectory:
-        """No interpreter yet."""
+        """Returns the state of a trajectory without an interpreter."""
         return _Trajectory()
 
     @rollout_trace_op
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """What the code printed and how it ended; step reward 0.
+        """Runs `parameters["code"]` and returns its output and how it ended; step reward 0.0.
 
         Raises:
             ToolError: there is no code, or it cannot be run as requested.
@@ -139,14 +139,14 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
             try:
                 result = await self._sandbox().run(request)
             except SandboxRequestError as error:
-                if "language" not in parameters:  # the configuration is at fault, not the model
+                if "language" not in parameters:  # an error of the configuration, not of the model
                     raise
                 raise ToolError(f"Error: {one_line(error)}") from error
         metrics = {"status": result.status.value, "return_code": result.return_code, "seconds": result.wall_seconds}
         return ToolResponse(text=run_report(result, limits)), 0.0, metrics
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Ends a trajectory, and its interpreter."""
+        """Closes the trajectory's interpreter, if any."""
         trajectory = self._instance_dict.pop(instance_id, None)
         if trajectory is not None and trajectory.session is not None:
             await self._sandbox().close_session(trajectory.session)
@@ -164,16 +164,16 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
         return ToolResponse(text=text, image=_images(result) or None), 0.0, metrics
 
     async def _cell_of(self, trajectory: _Trajectory, code: str, limits: Limits) -> CellResult:
-        if trajectory.lost:  # also for a retried call
+        if trajectory.lost:  # fails a retried call, too
             raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}")
         sandbox = self._sandbox()
         if trajectory.session is None:
             trajectory.session = await sandbox.session(limits)
         try:
             return await sandbox.run_cell(trajectory.session, code, limits.wall_seconds)
-        except SandboxRequestError:  # refused: it did not run
+        except SandboxRequestError:  # rejected: the cell did not run
             raise
-        except BaseException as error:  # a cancelled cell may have run as well
+        except BaseException as error:  # a cancelled cell may have run, too
             trajectory.lost = one_line(error) or type(error).__name__
             if isinstance(error, UnknownSessionError):
                 raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}") from error
@@ -181,7 +181,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
 
     @contextlib.asynccontextmanager
     async def _permits(self) -> AsyncIterator[None]:
-        """The permits to run one program, in this process and in the cluster."""
+        """Holds the permits to run one program, in this process and in the cluster."""
         options = self._options
         opened = self._everywhere is not None and self._everywhere.is_current()
         if options.enable_global_rate_limit and not opened:
@@ -200,7 +200,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
             self._client = SandboxClient(
                 options.sandbox_fusion_url,
                 token=options.sandbox_token,
-                attempts=1,  # retries are the session's, by `max_retries`
+                attempts=1,  # `ToolRuntime` retries, by `max_retries`
                 workers=options.num_workers,
                 isolation=options.isolation,
             )
@@ -236,7 +236,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
 
 
 def _images(result: CellResult) -> list[Any]:
-    """The cell's images, decoded within limits; invalid ones are dropped."""
+    """Decodes the cell's images, within limits; drops invalid ones."""
     images = []
     for content in result.images:
         with contextlib.suppress(DataError):
@@ -245,12 +245,12 @@ def _images(result: CellResult) -> list[Any]:
 
 
 def run_report(result: RunResult, limits: Limits) -> str:
-    """The text for a program that ran."""
+    """Returns the response's text for a program that ran."""
     if result.status is RunStatus.COMPILE_FAILED:
         compiled = result.compile
         late = compiled is not None and compiled.status is RunStatus.TIME_LIMIT
         reason = "the compiler timed out" if late else "compilation failed"
-        return _joined(f"({reason})", tail(compiled.stderr or compiled.stdout) if compiled else "")
+        return _join_lines(f"({reason})", tail(compiled.stderr or compiled.stdout) if compiled else "")
     ending = _ending(result.status, limits.wall_seconds, limits)
     code = result.return_code or 0
     stderr = tail(result.stderr)
@@ -258,22 +258,22 @@ def run_report(result: RunResult, limits: Limits) -> str:
         ending = f"(killed by {_signal_name(-code)})"
     elif not ending and code > 0 and not stderr:
         ending = f"(ended with exit status {code} and no error message)"
-    return _joined(result.stdout.rstrip("\n"), stderr, ending) or NOTHING
+    return _join_lines(result.stdout.rstrip("\n"), stderr, ending) or NOTHING
 
 
 def cell_report(result: CellResult, limits: Limits, seconds: float) -> str:
-    """The text for a cell of a session that was given `seconds`."""
+    """Returns the response's text for a cell of a session with a time limit of `seconds`."""
     ending = _ending(result.status, seconds, limits)
     if not result.session_alive:
-        ending = _joined(ending, "(the interpreter ended: its variables are lost, the next call starts a new one)")
+        ending = _join_lines(ending, "(the interpreter ended: its variables are lost, the next call starts a new one)")
     images = f"({len(result.images)} image{'s' * (len(result.images) > 1)} shown)" if result.images else ""
     error = tail(result.error.traceback) if result.error and result.status is RunStatus.FINISHED else ""
     parts = (result.stdout.rstrip("\n"), result.text or "", images, tail(result.stderr), error, ending)
-    return _joined(*parts) or NOTHING
+    return _join_lines(*parts) or NOTHING
 
 
 def tail(text: str, limit: int = MAX_STDERR_CHARS) -> str:
-    """The last `limit` or so characters of `text`, from the start of a line."""
+    """Truncates `text` to its last `limit` characters or fewer, from the start of a line, after a note."""
     text = text.rstrip()
     if len(text) <= limit:
         return text
@@ -290,7 +290,7 @@ def _ending(status: RunStatus, seconds: float, limits: Limits) -> str:
     }.get(status, "")
 
 
-def _joined(*parts: str) -> str:
+def _join_lines(*parts: str) -> str:
     return "\n".join(part for part in parts if part)
 
 

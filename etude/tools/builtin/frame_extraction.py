@@ -1,9 +1,10 @@
-"""`FrameExtractionTool`: gives the model frames of a row's video; `FRAMES` remembers them for the other tools of the set.
+"""`FrameExtractionTool`: extracts frames of a row's video for the model; `FRAMES` keeps references to them for the other
+video tools.
 
-Invariant: frames are the midpoints of equal parts of the requested span, so that equal arguments give equal frames; a
-call gives at most `max_frames`. A trajectory sees only its own frames, numbered from 0 in the order of extraction;
-nothing is kept after the extracting tool is released. A reference is a file and a time: each tool decodes it at
-its own resolution.
+Invariant: frames are taken at the midpoints of equal parts of the requested span, so that equal arguments give equal
+frames; a call returns at most `max_frames`. A trajectory sees only its own frames, numbered from 0 in the order of
+extraction; its references are deleted when the extracting tool is released. A reference is a file and a time: each tool
+decodes the frame at its own resolution.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FrameReference:
 
 
 class FrameReferences:
-    """Frames by trajectory; one object is shared by the tools of a process."""
+    """The extracted frames of each trajectory; one object is shared by the tools of a process."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[FrameReference]] = {}
@@ -60,7 +61,7 @@ class FrameReferences:
         return len(held) - len(frames)
 
     def get(self, trajectory: str, number: object) -> tuple[int, FrameReference]:
-        """(number, frame): frame `number`, or the last one where `number` is None.
+        """Returns (number, frame) of frame `number`, or of the last one if `number` is None.
 
         Raises:
             ToolError: there is no such frame.
@@ -74,7 +75,7 @@ class FrameReferences:
         return chosen, held[chosen]
 
     def forget(self, trajectory: str) -> None:
-        """Drops what the trajectory extracted."""
+        """Deletes the frames of the trajectory."""
         self._of.pop(trajectory, None)
 
 
@@ -82,7 +83,7 @@ FRAMES = FrameReferences()
 
 
 def trajectory_of(instance_id: str, tool_name: str) -> str:
-    """The trajectory of an instance of `tool_name`: the session names it `<trajectory>:<tool>`."""
+    """Returns the trajectory of an instance of `tool_name`; its id is `<trajectory>:<tool>`."""
     return instance_id.removesuffix(f":{tool_name}")
 
 
@@ -111,7 +112,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them is invalid.
+            ConfigError: an option is invalid.
             MissingExtraError: PyAV is not installed.
         """
         super().__init__(config, tool_schema)
@@ -126,10 +127,10 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         resolution: int = 224,
         **create_kwargs: Any,
     ) -> _Clip:
-        """Inspects the row's video.
+        """Opens the row's video to read its duration.
 
         Raises:
-            DataError: the row has none for this tool, or it cannot be read.
+            DataError: the row has no video for this tool, or it cannot be read.
         """
         where = f"tools_kwargs.{self.name}.create_kwargs"
         if video_path is None:
@@ -146,10 +147,10 @@ class FrameExtractionTool(StatefulTool[_Clip]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Frames of the video as images, with their numbers and times as text; step reward 0.0.
+        """Returns frames of the video as images, and their numbers and times as text; step reward 0.0.
 
         Raises:
-            ToolError: the span or the number of frames is impossible.
+            ToolError: the span or the number of frames is invalid.
         """
         clip = self._instance_dict[instance_id]
         times = self._times(clip, parameters)
@@ -161,7 +162,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         return ToolResponse(text=text, image=list(images)), 0.0, {"num_frames": len(images)}
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the video and its frames."""
+        """Drops the trajectory's state and its frames."""
         await super().release(instance_id)
         FRAMES.forget(trajectory_of(instance_id, self.name))
 

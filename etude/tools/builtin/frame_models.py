@@ -1,7 +1,7 @@
-"""Tools around a user's model of one frame: object detection and captioning.
+"""Tools that run a user's model on one frame: object detection and captioning.
 
-Invariant: without a model the run does not start. The model is loaded once per process, on first use, and called in
-a thread (or awaited, if asynchronous), `num_workers` calls at once; its output is validated before the policy sees it.
+Invariant: without a model the run does not start. The model is loaded once per process, on first use, and called in a thread
+(and awaited, if asynchronous), at most `num_workers` calls at once; its output is validated before the policy sees it.
 Keeping track of frames is left to `frame_extraction`.
 """
 
@@ -41,18 +41,18 @@ class FrameModelOptions(VideoOptions):
 
 
 class FrameModelTool(StatefulTool[dict[str, Any]]):
-    """Runs the model on one frame and reports its output.
+    """Runs the model on one frame and returns its output as text.
 
     `config.model` is `path/to/file.py:name` or `package.module.name`: a function, or a class that is constructed
-    without arguments and then called. `create_kwargs`: `resolution` (448: pixels of the longer side of the model's
-    frame); all others are passed to the model as keywords in every call.
+    without arguments and then called. `create_kwargs`: `resolution` (448: pixels of the longer side of the frame that the
+    model gets); all others are passed to the model as keyword arguments in every call.
     """
 
     call: ClassVar[str]
-    """How the model is called, for the error that asks for one."""
+    """The model's signature, for the error message if there is no model."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Locates the model without loading it.
+        """Imports the model's function or class, without loading the model.
 
         Raises:
             ConfigError: `config.model` is missing or does not name a callable.
@@ -74,14 +74,14 @@ class FrameModelTool(StatefulTool[dict[str, Any]]):
         self._threads = BlockingCalls(f"etude-{self.name}", self._options.num_workers)
 
     async def begin(self, resolution: int = 448, **create_kwargs: Any) -> dict[str, Any]:
-        """Keeps the row's arguments for the model."""
+        """Stores the row's arguments for the model."""
         return {"resolution": int(resolution), "arguments": create_kwargs}
 
     @rollout_trace_op
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The model's output for the frame `parameters["frame"]`; step reward 0.0.
+        """Returns the model's output for the frame `parameters["frame"]`; step reward 0.0.
 
         Raises:
             ToolError: there is no such frame, or an argument is invalid.
@@ -101,11 +101,11 @@ class FrameModelTool(StatefulTool[dict[str, Any]]):
         return ToolResponse(text=f"Frame {number} at {frame.seconds:.2f} s: {text}"), 0.0, {}
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keyword arguments in a call of the policy's; raises ToolError if they are invalid."""
+        """Returns the model's keyword arguments from the policy's call; raises ToolError if they are invalid."""
         raise NotImplementedError
 
     def report(self, said: Any, image: Image) -> str:
-        """The model's output as text; raises TypeError or ValueError if it is invalid."""
+        """Returns the model's output as text; raises TypeError or ValueError if the output is invalid."""
         raise NotImplementedError
 
     def _call_model(self, image: Image, arguments: dict[str, Any]) -> Any:
@@ -118,8 +118,8 @@ class FrameModelTool(StatefulTool[dict[str, Any]]):
 class ObjectDetectionTool(FrameModelTool):
     """`model(image, labels=None | [text, …], **create_kwargs)` returns `[{"label", "score", "box": [x1, y1, x2, y2]}]`.
 
-    The box is in pixels of `image`; the policy reads it as fractions of the frame's width and height, which are valid at any
-    resolution.
+    The model's box is in pixels of `image`; the policy gets it as fractions of the frame's width and height, which are valid
+    at any resolution.
     """
 
     name = "execute_object_detection"
@@ -132,7 +132,7 @@ class ObjectDetectionTool(FrameModelTool):
     )
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`labels`: texts, or None for all that the model knows."""
+        """Returns `labels`: a list of texts, or None for all labels that the model knows."""
         labels = parameters.get("labels")
         if labels is None:
             return {"labels": None}
@@ -142,7 +142,7 @@ class ObjectDetectionTool(FrameModelTool):
         return {"labels": [label[:MAX_TEXT_CHARS] for label in labels]}
 
     def report(self, said: Any, image: Image) -> str:
-        """One line per object, the most certain first."""
+        """Returns one line per object, highest score first."""
         if not isinstance(said, list | tuple):
             raise TypeError(f"expected a list of detections, not {type(said).__name__}")
         found = sorted((_detection(each, image.size) for each in said), key=lambda each: -each[1])
@@ -163,21 +163,21 @@ class FrameCaptionTool(FrameModelTool):
     )
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`prompt`: a text or None."""
+        """Returns `prompt`: a text or None."""
         prompt = parameters.get("prompt")
         if prompt is not None and not isinstance(prompt, str):
             raise ToolError("Error: prompt must be a text")
         return {"prompt": None if prompt is None else prompt[:MAX_TEXT_CHARS]}
 
     def report(self, said: Any, image: Image) -> str:
-        """The caption itself."""
+        """Returns the caption, truncated."""
         if not isinstance(said, str):
             raise TypeError(f"expected a text, not {type(said).__name__}")
         return said.strip()[:MAX_TEXT_CHARS]
 
 
 def _detection(found: Any, size: tuple[int, int]) -> tuple[str, float, list[float]]:
-    """(label, score, box as fractions) of one object as a model gave it."""
+    """Validates one detection of a model; returns (label, score, box as fractions)."""
     if not isinstance(found, Mapping) or not {"label", "score", "box"} <= found.keys():
         raise TypeError('a detection is {"label": text, "score": number, "box": [x1, y1, x2, y2]}')
     score, box = float(found["score"]), [float(value) for value in found["box"]]

@@ -1,4 +1,4 @@
-"""`Geo3kTool`: tells the model whether its answer to a geometry problem is right, and scores the last answer given.
+"""`Geo3kTool`: returns the score of the model's answer to a geometry problem; the last answer's score is the final reward.
 
 Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbolic algebra may use its whole time limit.
 """
@@ -14,7 +14,7 @@ _algebra = BlockingCalls("etude-geo3k", limit=8)
 
 
 class Geo3kTool(AnswerTool):
-    r"""`create_kwargs`: `ground_truth`, the reference answer (required); the model's may stand in a `\boxed{…}`."""
+    r"""`create_kwargs`: `ground_truth`, the reference answer (required). The model's answer may be in a `\boxed{…}`."""
 
     name = "calc_geo3k_reward"
     schema = answer_schema(
@@ -24,6 +24,6 @@ class Geo3kTool(AnswerTool):
     )
 
     async def judge(self, response: str, ground_truth: str) -> float:
-        """1.0 for an answer that equals the reference, else 0.0."""
+        """Returns 1.0 for an answer that equals the reference, else 0.0."""
         answer = last_boxed(response) or response
         return await _algebra.run(geo3k.compute_score, answer, ground_truth, use_boxed=False, format_score=0.0)

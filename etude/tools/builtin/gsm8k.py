@@ -1,4 +1,4 @@
-"""`Gsm8kTool`: tells the model whether its answer to a grade-school problem is right, and scores the last answer given.
+"""`Gsm8kTool`: returns the score of the model's answer to a GSM8K problem; the last answer's score is the final reward.
 
 Comparing answers is left to `etude.rewards.gsm8k`.
 """
@@ -20,9 +20,9 @@ class Gsm8kTool(AnswerTool):
     )
 
     def as_response(self, answer: str) -> str:
-        """The answer after `####`, as solutions end."""
+        """Returns the answer after `####`, as at the end of a solution."""
         return answer if answer.startswith("#### ") else f"#### {answer}"
 
     async def judge(self, response: str, ground_truth: str) -> float:
-        """1.0 for the reference number, else 0.0."""
+        """Returns 1.0 for the reference number, else 0.0."""
         return gsm8k.compute_score(response, ground_truth, method="flexible")

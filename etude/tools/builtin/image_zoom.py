@@ -1,8 +1,8 @@
 """`ImageZoomInTool`: crops a region of a row's image, so that the model can look closer.
 
-Invariant: a crop lies inside the image, is at least `min_dimension` pixels wide and high (what a vision model's patches
-need), and its sides differ by a factor of at most 100. A box that is too small grows around its centre; one that cannot
-fit is answered with the reason and a step reward of -0.05.
+Invariant: a crop lies inside the image, is at least `min_dimension` pixels wide and high (as a vision model's patches
+require), and its sides differ by a factor of at most 100. A box that is too small is enlarged around its centre; if none
+fits, the response gives the reason and the step reward is -0.05.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ImageZoomOptions(ToolOptions):
 
 
 class ImageZoomInTool(StatefulTool["Image"]):
-    """`create_kwargs`: `image` (required), as accepted by `load_image`."""
+    """`create_kwargs`: `image` (required), in any form that `load_image` accepts."""
 
     name = "image_zoom_in_tool"
     schema = _SCHEMA
@@ -68,7 +68,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them is invalid.
+            ConfigError: an option is invalid.
         """
         super().__init__(config, tool_schema)
         self._options = read_options(ImageZoomOptions, config, self.name)
@@ -78,7 +78,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
         """Loads the row's image.
 
         Raises:
-            DataError: the row has none for this tool, or it cannot be loaded.
+            DataError: the row has no image for this tool, or it cannot be loaded.
         """
         if image is None:
             raise DataError(f"tools_kwargs.{self.name}.create_kwargs.image is missing")
@@ -88,7 +88,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The region `parameters["bbox_2d"]` as an image; step reward 0.0, or -0.05 for a box that cannot be cropped."""
+        """Returns the region `parameters["bbox_2d"]` as an image; step reward 0.0, or -0.05 for an invalid box."""
         image, wanted = self._instance_dict[instance_id], parameters.get("bbox_2d")
         numbers = _four_numbers(wanted)
         if numbers is None:
@@ -108,7 +108,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
         return ToolResponse(text=text, image=[crop]), 0.0, {"success": True}
 
     def _size_seen(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(width, height) of the model's coordinate system."""
+        """Returns (width, height) of the model's coordinate system."""
         options = self._options
         if options.coordinates == "resized":
             return resized(size, options.min_dimension, options.min_pixels, options.max_pixels)
@@ -116,7 +116,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
 
 
 def resized(size: tuple[int, int], factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size to which Qwen2-VL's image processor resizes: multiples of `factor`, their product within the limits."""
+    """Returns the size that Qwen2-VL's image processor resizes to: multiples of `factor`, their product within limits."""
     width, height = (max(factor, round(side / factor) * factor) for side in size)
     if width * height > max_pixels:
         shrink = math.sqrt(size[0] * size[1] / max_pixels)
@@ -128,10 +128,10 @@ def resized(size: tuple[int, int], factor: int, min_pixels: int, max_pixels: int
 
 
 def crop_box(wanted: Sequence[float], size: tuple[int, int], min_dimension: int) -> Box | None:
-    """(left, top, right, bottom) in whole pixels inside an image of `size` (width, height), or None if none fits.
+    """Returns (left, top, right, bottom) in whole pixels inside an image of `size` (width, height), or None if no box fits.
 
-    The box is clipped to the image. If a side is then shorter than `min_dimension`, the box grows around its centre,
-    keeping its shape as far as the image allows, and moves inward at an edge.
+    The box is clipped to the image. If a side is then shorter than `min_dimension`, the box is enlarged around its centre,
+    keeping its shape as far as the image allows, and moved inward at an edge.
     """
     spans = [(max(0.0, wanted[axis]), min(float(size[axis]), wanted[axis + 2])) for axis in (0, 1)]
     sides = [end - start for start, end in spans]

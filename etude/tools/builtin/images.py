@@ -1,9 +1,9 @@
 """`load_image`, `image_size`, `image_name` and `AnswerImages`: decode the images of rows and tools within limits.
 
-Invariant: nothing is decoded before its format, its size in bytes and its size in pixels are checked; the result is RGB,
-upright and independent of its file, without metadata. A file that lies about its size cannot exceed what its header
-says. Whatever Pillow raises for a damaged file becomes a `DataError`; system errors (no free file descriptor, a failing
-disk) say nothing about the file and are infrastructure failures.
+Invariant: an image is decoded only after its format, its size in bytes and its size in pixels are checked; the result is
+RGB, upright and independent of its file, without metadata. A file with a false header cannot exceed the size in that header.
+Whatever Pillow raises for a damaged file becomes a `DataError`; system errors (no free file descriptor, a failing disk) are
+not the file's fault and become infrastructure failures.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 64_000_000
 MAX_PIXELS = 50_000_000
-"""For an image given to a model, and for all images of one answer together (200 MB in Pillow's memory); images that a tool
-opens for itself have the tool's own limit."""
+"""Limit of an image given to a model, and of all images of one response together (200 MB in Pillow's memory); a tool has its
+own limit for images that it opens itself."""
 MAX_IMAGES = 32
-"""Per answer of a tool."""
+"""Limit per tool response."""
 
 _ORIENTATION = 0x0112  # the Exif tag
 _FAULTS_OF_THE_FILE = frozenset(
@@ -42,19 +42,19 @@ _FAULTS_OF_THE_FILE = frozenset(
 
 
 def load_image(source: Any, max_pixels: int) -> Image:
-    """The image in `source`: a PIL image, bytes, a path, a `file://` or `data:` address, or `{"bytes"|"path": …}`; turned
-    as the Exif orientation in its header says.
+    """Loads the image in `source`: a PIL image, bytes, a path, a `file://` or `data:` URL, or `{"bytes"|"path": …}`; applies
+    the Exif orientation of its header.
 
     Raises:
-        DataError: it is none of these, is broken, or has no pixels or more than `max_pixels`.
-        InfrastructureError: the system cannot read it now.
+        DataError: `source` is none of these, or the image is broken, or has no pixels or more than `max_pixels`.
+        InfrastructureError: the system cannot read the image now.
     """
     with _opened(source, max_pixels) as image:
         return _upright(image)
 
 
 def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
-    """(width, height) of the same, from the image's header: the rest may still be broken.
+    """Returns (width, height) of the image that `load_image` would load, from its header only: the rest may be broken.
 
     Raises:
         DataError, InfrastructureError: as `load_image`.
@@ -64,10 +64,10 @@ def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
 
 
 def image_url(source: Any) -> str:
-    """A `data:` address of the same: the file as it is, or a PNG of a PIL image.
+    """Returns a `data:` URL of the image in `source`: the file's bytes unchanged, or a PNG of a PIL image.
 
     Raises:
-        DataError, InfrastructureError: as `load_image`, as far as the header tells.
+        DataError, InfrastructureError: as `load_image`, for errors in the header.
     """
     from PIL import Image as pillow
 
@@ -83,8 +83,8 @@ def image_url(source: Any) -> str:
 
 
 def image_name(source: Any) -> bytes | None:
-    """A cache key of the image in `source`: a digest of its bytes, or of its file's path, size and time. None if it
-    has neither."""
+    """Returns a cache key of the image in `source`: a digest of its bytes, or of its file's path, size and modification
+    time; None if there is neither."""
     source = _of_row(source)
     if isinstance(source, bytes | bytearray):
         return hashlib.blake2b(source, digest_size=16, person=b"bytes").digest()
@@ -101,20 +101,20 @@ def image_name(source: Any) -> bytes | None:
 
 
 class AnswerImages:
-    """Loads the images of one answer, up to `MAX_IMAGES` images and `MAX_PIXELS` in total."""
+    """Loads the images of one tool response, up to `MAX_IMAGES` images and `MAX_PIXELS` in total."""
 
     def __init__(self) -> None:
-        self._given = self._pixels = 0
+        self._count = self._pixels = 0
 
     def load(self, source: Any) -> Image:
-        """The answer's next image.
+        """Loads the next image.
 
         Raises:
-            DataError: as `load_image`, or it exceeds the answer's limits.
+            DataError: as `load_image`, or the image exceeds the limits of a response.
             InfrastructureError: as `load_image`.
         """
-        self._given += 1
-        if self._given > MAX_IMAGES:
+        self._count += 1
+        if self._count > MAX_IMAGES:
             raise DataError(f"more than {MAX_IMAGES} images")
         with _opened(source, MAX_PIXELS) as image:
             pixels = self._pixels + image.width * image.height
@@ -141,22 +141,22 @@ def _upright(image: Image) -> Image:
         8: Transpose.ROTATE_90,
     }
     turn = turns.get(_orientation(image))  # before converting: a TIFF file loses it then
-    picture = image.convert("RGB")
+    upright = image.convert("RGB")
     if turn is not None:
-        picture = picture.transpose(turn)
-    picture.info.clear()  # a remaining orientation would be applied again
-    return picture
+        upright = upright.transpose(turn)
+    upright.info.clear()  # a remaining orientation would be applied again
+    return upright
 
 
 def _orientation(image: Image) -> int:
-    """1 to 8, as Exif counts them; 1 if the header has no readable one, or Pillow applies it itself (TIFF)."""
+    """Returns the Exif orientation, 1 to 8; 1 if the header has no readable one, or Pillow applies it itself (TIFF)."""
     from PIL import Image as pillow
 
     if image.format == "TIFF":
         return 1
     try:
         found = pillow.Image.getexif(image).get(_ORIENTATION, 1)  # PNG's own `getexif` decodes the image
-    except Exception:  # damaged metadata; the image itself may be intact
+    except Exception:  # damaged metadata: the image may be intact
         return 1
     return found if found in range(1, 9) else 1
 
@@ -174,23 +174,23 @@ def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
                 yield _checked(image, max_pixels)
     except DataError:
         raise
-    except pillow.UnidentifiedImageError as error:  # its text has a memory address, which differs in every run
+    except pillow.UnidentifiedImageError as error:  # its message contains a memory address, which differs in every run
         raise DataError(f"image {_named(source)}: cannot be read: no image of a known format") from error
-    except Exception as error:  # a damaged file can make Pillow raise nearly anything
-        if _is_the_systems(error):
+    except Exception as error:  # a damaged file can make Pillow raise almost anything
+        if _is_system_error(error):
             raise InfrastructureError(f"image {_named(source)}: cannot be read now: {one_line(error)}") from error
         raise DataError(f"image {_named(source)}: cannot be read: {one_line(error)}") from error
 
 
 def _of_row(source: Any) -> Any:
-    """What a data set's mapping holds; anything else as it is."""
+    """Returns the image in the mapping of a data set's row; anything else unchanged."""
     if isinstance(source, Mapping):
         return source.get("bytes") or source.get("path") or source.get("image")
     return source
 
 
-def _is_the_systems(error: Exception) -> bool:
-    """Whether the system is at fault rather than the file; the errors that Pillow makes itself have no `errno`."""
+def _is_system_error(error: Exception) -> bool:
+    """Whether the system is at fault rather than the file; the OSErrors that Pillow itself raises have no `errno`."""
     if isinstance(error, OSError):
         return error.errno is not None and error.errno not in _FAULTS_OF_THE_FILE
     return isinstance(error, MemoryError)
@@ -207,13 +207,13 @@ def _checked(image: Image, max_pixels: int) -> Image:
 
 def _stream_of(source: Any) -> IO[bytes]:
     if isinstance(source, bytes | bytearray):
-        return io.BytesIO(_limited(bytes(source), "image"))
+        return io.BytesIO(_check_size(bytes(source), "image"))
     if not isinstance(source, str | Path) or not str(source):
         raise DataError(f"an image must be a path, bytes or a PIL image, not {type(source).__name__}")
     text = str(source)
     if text.startswith("data:"):
         try:
-            return io.BytesIO(_limited(base64.b64decode(text.partition(",")[2], validate=True), "image"))
+            return io.BytesIO(_check_size(base64.b64decode(text.partition(",")[2], validate=True), "image"))
         except binascii.Error as error:
             raise DataError(f"image {_named(source)}: not valid base64") from error
     if text.startswith(("http://", "https://")):
@@ -230,7 +230,7 @@ def _path(text: str) -> Path:
     return Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser()
 
 
-def _limited(data: bytes, what: str) -> bytes:
+def _check_size(data: bytes, what: str) -> bytes:
     if len(data) > MAX_BYTES:
         raise DataError(f"an {what} of {len(data)} bytes is larger than the {MAX_BYTES} that are allowed")
     return data

@@ -1,8 +1,8 @@
 """`SearchTool`: retrieves passages from a `/retrieve` service as defined by Search-R1.
 
-Invariant: the queries of one call are sent in one request and answered in order. The model reads the JSON
-`{"result": text}`, or with `result_format: text` the text alone: passages as `Doc 1 (Title: …)` and their text, the
-answers of several queries separated by a line `---`. Retries are left to the session.
+Invariant: the queries of one call are sent in one request, and their results are returned in order. The model gets the JSON
+`{"result": text}`, or the text alone with `result_format: text`: each passage as `Doc 1 (Title: …)` and its text, the
+results of several queries separated by a line `---`. Retries are left to `ToolRuntime`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SearchOptions(ToolOptions):
 
 
 class SearchTool(BaseTool):
-    """The arguments are `query_list`, or, under a schema of your own, `query`. `execute_kwargs`: `timeout`, `topk`."""
+    """The argument is `query_list`, or `query` if the configured schema says so. `execute_kwargs`: `timeout`, `topk`."""
 
     name = "search"
     schema = _SCHEMA
@@ -58,7 +58,7 @@ class SearchTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: the service's address is missing, or an option is invalid.
+            ConfigError: the service's URL is missing, or an option is invalid.
         """
         super().__init__(config, tool_schema)
         if not config.get("retrieval_service_url"):
@@ -83,16 +83,16 @@ class SearchTool(BaseTool):
         topk: int | None = None,
         **execute_kwargs: Any,
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The best passages for every query, as one text; step reward 0.0.
+        """Returns the best passages for every query, as one text; step reward 0.0.
 
         Raises:
-            ToolError: there is no query, or they are too many or too long.
-            InfrastructureError: the service's answer is missing or invalid.
+            ToolError: there is no query, or the queries are too many or too long.
+            InfrastructureError: the service's response is missing or invalid.
         """
         queries = self._queries(parameters)
         body = {"queries": queries, "topk": topk or self._options.topk, "return_scores": True}
         answer = await self._service.request("POST", body=body, seconds=timeout or self._timeout)
-        found = self._found(answer, len(queries))
+        found = self._results(answer, len(queries))
         text = _SEPARATOR.join(passages_text(passages) or NOTHING_FOUND for passages in found)
         if self._options.result_format == "json":
             text = json.dumps({"result": text}, ensure_ascii=False)
@@ -108,7 +108,7 @@ class SearchTool(BaseTool):
             raise ToolError(f"Error: a call may have {self._options.max_queries} queries, not {len(queries)}")
         return [check_query(query, self._options.max_query_chars) for query in queries]
 
-    def _found(self, answer: Any, count: int) -> list[list[Any]]:
+    def _results(self, answer: Any, count: int) -> list[list[Any]]:
         found = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(found, list) or len(found) != count or not all(isinstance(each, list) for each in found):
             raise InfrastructureError(f"{self._service.host} gave no list of passages for each of {count} queries")
@@ -116,7 +116,7 @@ class SearchTool(BaseTool):
 
 
 def passages_text(passages: list[Any]) -> str:
-    """The passages of one query as text; the first line of a passage's contents is its title."""
+    """Formats the passages of one query; the first line of a passage's contents is its title."""
     return "\n\n".join(_passage_text(passage, number) for number, passage in enumerate(passages, 1)).strip()
 
 

@@ -1,8 +1,8 @@
 """Decodes frames of a video at given times, within limits (PyAV).
 
-Invariant: a video is read only through an open file, never an address, and only in one of the container formats below, so
-that a file cannot make the decoder open others. Duration and frame size are checked before decoding, which stops at a
-deadline. The frame at `t` is the last one that starts at or before `t`.
+Invariant: a video is read only through an open file, never a URL, and only in one of the container formats below, so that a
+file cannot make the decoder open others. Duration and frame size are checked before decoding, which stops at a deadline. The
+frame at `t` is the last one that starts at or before `t`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class VideoOptions(ToolOptions):
 
 
 def require_av() -> Any:
-    """The module `av`.
+    """Imports and returns the module `av` (PyAV).
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: PyAV is not installed.
     """
     try:
         import av
@@ -47,17 +47,17 @@ def require_av() -> Any:
 
 
 def video_seconds(path: str | Path, limits: VideoOptions) -> float:
-    """The duration of a video.
+    """Returns the duration of a video in seconds.
 
     Raises:
-        DataError: the file is missing, not a video, or beyond the limits; names it.
+        DataError: the file is missing, not a video, or exceeds the limits; names it.
     """
     with _open(path, limits) as video:
         return video.seconds
 
 
 def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: VideoOptions) -> list[Image]:
-    """The frame at each of `times` (seconds, ascending), its longer side at most `longest` pixels.
+    """Returns the frame at each of `times` (seconds, ascending), its longer side scaled down to at most `longest` pixels.
 
     Raises:
         DataError: the video cannot be read or decoded within the limits; names the file.
@@ -68,7 +68,7 @@ def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: 
 
 @contextmanager
 def _open(path: str | Path, limits: VideoOptions) -> Iterator[_Video]:
-    """An open video; every error of the decoder within the block is a `DataError` that names the file."""
+    """Opens a video; converts every error of the decoder within the block to a `DataError` that names the file."""
     av = require_av()
     path = Path(path).expanduser()
     if not path.is_file():
@@ -102,21 +102,21 @@ class _Video:
             raise DataError(f"{name}: a duration of {self.seconds:g} s; {limits.max_seconds:g} s are allowed")
 
     def frame_at(self, seconds: float, longest: int) -> Image:
-        """The frame shown at `seconds`."""
+        """Decodes the frame at `seconds`."""
         start = self._stream.start_time or 0
         self._container.seek(start + int(seconds / self._stream.time_base), stream=self._stream, backward=True)
         origin = float(start * self._stream.time_base)
-        shown: Any = None
+        current: Any = None
         for frame in self._container.decode(self._stream):
             if time.monotonic() > self._deadline:
                 raise DataError(f"{self._name}: not decoded within {self._limits.decode_seconds:g} s")
             if frame.width * frame.height > self._limits.max_pixels:
                 raise DataError(f"{self._name}: a frame of {frame.width} x {frame.height} is too large")
-            if shown is not None and frame.time is not None and frame.time - origin > seconds + 1e-6:
+            if current is not None and frame.time is not None and frame.time - origin > seconds + 1e-6:
                 break
-            shown = frame
-        if shown is None:
+            current = frame
+        if current is None:
             raise DataError(f"{self._name}: there is no frame at {seconds:.2f} s")
-        scale = min(1.0, longest / max(shown.width, shown.height))
-        width, height = (max(1, round(side * scale)) for side in (shown.width, shown.height))
-        return shown.reformat(width=width, height=height, format="rgb24").to_image()
+        scale = min(1.0, longest / max(current.width, current.height))
+        width, height = (max(1, round(side * scale)) for side in (current.width, current.height))
+        return current.reformat(width=width, height=height, format="rgb24").to_image()

@@ -1,4 +1,4 @@
-"""`VideoAnswerTool`: tells the model whether its answer to a question on a video is right, and scores the last one given.
+"""`VideoAnswerTool`: returns the score of the model's answer to a question on a video; the last score is the final reward.
 
 Comparing answers is left to `etude.rewards.choice`.
 """
@@ -10,7 +10,7 @@ from etude.tools.builtin.answer import AnswerTool, answer_schema
 
 
 class VideoAnswerTool(AnswerTool):
-    """`create_kwargs`: `ground_truth`, the letter of the right option, or the answer as text (required)."""
+    """`create_kwargs`: `ground_truth` (required), the letter of the correct option, or the answer as text."""
 
     name = "calc_video_reward"
     schema = answer_schema(
@@ -20,5 +20,5 @@ class VideoAnswerTool(AnswerTool):
     )
 
     async def judge(self, response: str, ground_truth: str) -> float:
-        """1.0 for the reference choice, else 0.0."""
+        """Returns 1.0 for the reference choice, else 0.0."""
         return choice.compute_score(response, ground_truth)

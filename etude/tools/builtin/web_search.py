@@ -1,9 +1,10 @@
 """`WebSearchTool`: searches the web through an HTTP API.
 
-Invariant: an answered search costs `cost`, whatever it found; an unanswered one is an infrastructure failure and costs
-nothing. What the model reads is bounded: `max_results` results, each cut to `max_snippet_chars`.
+Invariant: a search that gets a response costs `cost`, whatever its results; one without a response is an infrastructure
+failure and costs nothing. The model gets at most `max_results` results, their titles and snippets truncated to
+`max_snippet_chars`.
 
-`ENGINES` follows the services' public documentation; any other service with JSON answers is described by the same keys of
+`ENGINES` follows the services' public documentation; any other service with JSON responses is described by the same keys in
 the tool's `config`.
 """
 
@@ -55,7 +56,7 @@ ENGINES: dict[str, dict[str, str]] = {
     },
     "searxng": {"url": "http://127.0.0.1:8888/search?format=json", "results": "results", "snippet_key": "content"},
 }
-"""What `config` need not say of these engines; its own keys come first."""
+"""Defaults of `config` for these engines; keys that `config` sets take precedence."""
 
 
 class WebSearchOptions(ToolOptions):
@@ -86,14 +87,14 @@ class WebSearchOptions(ToolOptions):
 
 @dataclass
 class SearchState:
-    """One trajectory's searches."""
+    """The searches of one trajectory."""
 
     search_history: list[dict[str, Any]] = field(default_factory=list)
     total_calls: int = 0
 
 
 class WebSearchTool(StatefulTool[SearchState]):
-    """`execute_kwargs`: `timeout` (seconds per request) and `max_results`; the configuration has the defaults."""
+    """`execute_kwargs`: `timeout` (seconds per request) and `max_results`; the defaults are in the configuration."""
 
     name = "web_search"
     schema = _SCHEMA
@@ -102,7 +103,7 @@ class WebSearchTool(StatefulTool[SearchState]):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them is invalid.
+            ConfigError: an option is invalid.
         """
         super().__init__(config, tool_schema)
         own = {key: value for key, value in config.items() if value is not None}
@@ -117,7 +118,7 @@ class WebSearchTool(StatefulTool[SearchState]):
         self._timeout = CallPolicy.from_config(config, self.name).timeout
 
     async def begin(self, **create_kwargs: Any) -> SearchState:
-        """No searches yet."""
+        """Returns the state of a trajectory without searches."""
         return SearchState()
 
     @rollout_trace_op
@@ -129,11 +130,11 @@ class WebSearchTool(StatefulTool[SearchState]):
         max_results: int | None = None,
         **execute_kwargs: Any,
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The first results for `parameters["query"]`, one a line; step reward minus `cost`.
+        """Returns the first results for `parameters["query"]`, one per line; the step reward is minus `cost`.
 
         Raises:
             ToolError: the query is empty or too long, or the service rejects it.
-            InfrastructureError: the service's answer is missing or invalid.
+            InfrastructureError: the service's response is missing or invalid.
         """
         query = check_query(parameters.get("query"), self._options.max_query_chars)
         wanted = min(max_results or self._options.max_results, self._options.max_results)
@@ -148,7 +149,7 @@ class WebSearchTool(StatefulTool[SearchState]):
         state.search_history.append({"query": query, "results": results})
         state.total_calls += 1
         metrics = {"num_results": len(results), "total_calls": state.total_calls}
-        return ToolResponse(text=self._shown(results)), -self._options.cost, metrics
+        return ToolResponse(text=self._format_results(results)), -self._options.cost, metrics
 
     def _results(self, answer: Any) -> list[dict[str, Any]]:
         for key in filter(None, self._options.results.split(".")):
@@ -160,7 +161,7 @@ class WebSearchTool(StatefulTool[SearchState]):
             raise InfrastructureError(f"{self._service.host} gave no list of results {place}; check config.results")
         return [result for result in answer if isinstance(result, dict)]
 
-    def _shown(self, results: list[dict[str, Any]]) -> str:
+    def _format_results(self, results: list[dict[str, Any]]) -> str:
         if not results:
             return "Search results:\nnone"
         keys, limit = (self._options.title_key, self._options.snippet_key), self._options.max_snippet_chars
@@ -169,10 +170,10 @@ class WebSearchTool(StatefulTool[SearchState]):
 
 
 def check_query(query: object, max_chars: int) -> str:
-    """`query` without surrounding space.
+    """Validates `query` and returns it without surrounding whitespace.
 
     Raises:
-        ToolError: it is not a string, empty, or longer than `max_chars`.
+        ToolError: the query is not a string, is empty, or is longer than `max_chars`.
     """
     if not isinstance(query, str) or not query.strip():
         raise ToolError("Error: the query must be a text that is not empty")

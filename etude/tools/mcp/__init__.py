@@ -1,8 +1,8 @@
 """Tools of MCP servers: over stdio, streamable HTTP and SSE, with the official SDK (`pip install 'etude[mcp]'`).
 
-    options     how to reach a server       stdio       a server as a subprocess
-    session     one live session            connection  reconnecting, and the pool of a process
-    tool        `MCPBaseTool`               discovery   a server's tools and their schemas
+    options     configuration of a server   stdio       transport to a subprocess
+    session     one live session            connection  reconnecting, and the connection pool of a process
+    tool        `MCPBaseTool`               discovery   the servers' tools and their schemas
 
 The SDK is imported only when the first connection opens.
 """

@@ -1,11 +1,11 @@
-"""`McpConnection`: a reconnecting connection to a server; `McpPool`: the connections of a process.
+"""`McpConnection`: a reconnecting connection to a server; `McpPool`: the connections of a process to one server.
 
-Invariant: a call is sent at most once. If the connection is down, one task opens it first, with back-off, for all
-waiting callers; if it breaks during a call, the call fails as infrastructure at once, and the next one reconnects.
-Nothing here waits without a limit. A connection lives in its own loop and thread, however many loops use it, in turn or
-concurrently: rollouts, commands and tests each run their own.
+Invariant: a call is executed at most once. If the connection is down, one task opens it first, with exponential back-off,
+for all waiting callers; if it breaks during a call, the call fails at once with an infrastructure failure, and the next one
+reconnects. Every wait has a time limit. All connections live in one background event loop, whichever loops use them, in turn
+or concurrently: rollouts, commands and tests each run their own.
 
-Left to others: repeating a call that failed (`config.max_retries`, else the trajectory as a whole).
+Retrying a failed call is left to others (`config.max_retries`, or the retry of the whole trajectory).
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp_types import CallToolResult, Tool
 
-_FIRST_PAUSE = 0.25  # seconds between attempts to connect; doubled each time, plus up to half of it
+_FIRST_PAUSE = 0.25  # seconds between attempts to connect; doubled each time, plus up to 50 % jitter
 _LONGEST_PAUSE = 8.0
 R = TypeVar("R")
 
-_EXIT_SECONDS = 15.0  # for connections to close: a stubborn subprocess takes up to 6
+_EXIT_SECONDS = 15.0  # for connections to close: a subprocess that ignores SIGTERM takes up to 6
 _MAX_PAGES, _MAX_TOOLS = 100, 10_000
-_HOPELESS = (
-    FileNotFoundError,
-    PermissionError,
-    NotADirectoryError,
-)  # retrying a command that cannot be started is useless
-_jitter = random.Random()  # our own generator, so that reconnecting disturbs no seed
+_NOT_RETRIED = (FileNotFoundError, PermissionError, NotADirectoryError)  # the command cannot be started
+_jitter = random.Random()  # a separate generator, so that reconnecting does not advance the global one
 
 
 class McpConnection:
-    """One connection to `server`, reopened on demand when it is gone."""
+    """One connection to `server`, opened on demand and reopened after it is lost."""
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
@@ -49,15 +45,15 @@ class McpConnection:
         self.tools: list[Tool] = []
         self._session: McpSession | None = None
         self._opening: asyncio.Task[McpSession] | None = None
-        self._proving: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._closing: dict[McpSession, asyncio.Task[None]] = {}
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
-        """The result of one call of the tool `name`, an error result included.
+        """Calls the tool `name` and returns its result, which may be an error result.
 
         Raises:
             ToolError: the server rejected the arguments, or has no such tool.
-            InfrastructureError: it cannot be reached, timed out, or broke meanwhile.
+            InfrastructureError: the server cannot be reached, timed out, or broke meanwhile.
         """
         self.busy += 1
         try:
@@ -73,7 +69,7 @@ class McpConnection:
             try:
                 return await session.request(lambda client: client.call_tool(name, arguments, timeout))
             except asyncio.CancelledError:
-                self._prove(session)
+                self._probe(session)
                 raise
             except SessionLostError as error:
                 self._drop(session)
@@ -81,30 +77,30 @@ class McpConnection:
             except Exception as error:
                 if getattr(error, "code", None) == INVALID_PARAMS:
                     raise ToolError(one_line(error)) from error
-                self._judge(session, error)
+                self._handle_error(session, error)
                 if again and _never_ran(error):
                     continue
                 why = session.hint() if session.lost.done() or session.status >= 400 else ""
                 raise InfrastructureError(f"{self.server}: '{name}': {one_line(root_cause(error))}{why}") from error
         raise AssertionError("unreachable")
 
-    def _judge(self, session: McpSession, error: Exception) -> None:
-        """What a failed call tells about its connection: nothing, that it may be dead, or that it is."""
+    def _handle_error(self, session: McpSession, error: Exception) -> None:
+        """Drops or probes the connection if the error of a failed call means that it is, or may be, dead."""
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, REQUEST_TIMEOUT
 
         code = getattr(error, "code", None)
         if code == REQUEST_TIMEOUT:
-            self._prove(session)
+            self._probe(session)
         elif code == CONNECTION_CLOSED:
             self._drop(session)
         elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport != "stdio":
-            self._drop(session)  # HTTP statuses of a session, or a server behind an address, that is gone
+            self._drop(session)  # how the SDK reports an HTTP status that means that the session is gone
 
     async def session(self) -> McpSession:
-        """The open session, opened now if there is none.
+        """Returns the open session, and opens one if needed.
 
         Raises:
-            InfrastructureError: `connect_attempts` attempts failed; gives the last one's reason.
+            InfrastructureError: `connect_attempts` attempts failed; gives the reason of the last one.
         """
         if self._session is not None and not self._session.lost.done():
             return self._session
@@ -133,8 +129,8 @@ class McpConnection:
             except Exception as error:
                 await session.close()
                 cause = root_cause(error)
-                if not left or isinstance(cause, _HOPELESS):
-                    raise InfrastructureError(f"{self.server}: {_described(cause)}{session.hint()}") from error
+                if not left or isinstance(cause, _NOT_RETRIED):
+                    raise InfrastructureError(f"{self.server}: {_connect_error(cause)}{session.hint()}") from error
             except BaseException:
                 await session.close()
                 raise
@@ -142,21 +138,21 @@ class McpConnection:
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise AssertionError("unreachable")
 
-    def _prove(self, session: McpSession) -> None:
-        """Pings a connection that owes an answer, with the timeout of opening it, as a server may be busy with another
-        call. It is dropped if it does not respond."""
-        if self._proving is None and not session.lost.done():
-            self._proving = asyncio.ensure_future(self._proof(session))
-            self._proving.add_done_callback(self._proven)
+    def _probe(self, session: McpSession) -> None:
+        """Probes a connection on which a call timed out or was cancelled by listing its tools, and drops it if there is no
+        response within the timeout for connecting: the server may be busy with another call."""
+        if self._probing is None and not session.lost.done():
+            self._probing = asyncio.ensure_future(self._probe_or_drop(session))
+            self._probing.add_done_callback(self._probed)
 
-    async def _proof(self, session: McpSession) -> None:
+    async def _probe_or_drop(self, session: McpSession) -> None:
         try:
             await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
         except Exception:
             self._drop(session)
 
-    def _proven(self, task: asyncio.Task[None]) -> None:
-        self._proving = None
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probing = None
 
     def _drop(self, session: McpSession) -> None:
         if self._session is session:
@@ -167,7 +163,7 @@ class McpConnection:
 
     async def close(self) -> None:
         """Closes the session, if open; a later call reopens it."""
-        await settle([task for task in (self._opening, self._proving) if task is not None])
+        await settle([task for task in (self._opening, self._probing) if task is not None])
         if self._session is not None:
             self._drop(self._session)
         if self._closing:
@@ -175,23 +171,23 @@ class McpConnection:
 
 
 class McpPool:
-    """`num_instances` connections to one server; each call takes the least busy one."""
+    """`num_instances` connections to one server; each call goes to the least busy one."""
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
         self.connections = [McpConnection(server) for _ in range(server.num_instances)]
 
     async def list_tools(self) -> list[Tool]:
-        """The tools of the server, from the first connection; the others are opened on demand.
+        """Returns the tools of the server, listed over the first connection; the others are opened on demand.
 
         Raises:
-            InfrastructureError: it cannot be reached.
+            InfrastructureError: the server cannot be reached.
         """
         await self.connections[0].session()
         return self.connections[0].tools
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
-        """As `McpConnection.call`."""
+        """Calls a tool over the least busy connection; see `McpConnection.call`."""
         return await min(self.connections, key=lambda each: each.busy).call(name, arguments, timeout)
 
     async def close(self) -> None:
@@ -203,8 +199,8 @@ _pools: dict[tuple[asyncio.AbstractEventLoop, McpServer], McpPool] = {}
 
 
 def pool_of(server: McpServer) -> McpPool:
-    """The process's connections to `server`: equal servers, wherever they are configured, share them; a forked child has
-    its own loop, and thus its own connections."""
+    """Returns this process's connections to `server`, shared by equal servers wherever they are configured. A forked child
+    has its own loop, and thus its own connections."""
     key = (_loop(), server)
     if key not in _pools:
         _pools.setdefault(key, McpPool(server))  # atomic: only one of two threads creates the pool
@@ -214,15 +210,15 @@ def pool_of(server: McpServer) -> McpPool:
 
 
 async def in_loop(work: Coroutine[Any, Any, R]) -> R:
-    """Runs `work` in the connections' loop; cancelling the caller cancels it."""
+    """Runs `work` in the connections' event loop; cancelling the caller cancels `work`."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
 def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
-    """Like `in_loop`, for a thread that may run another event loop.
+    """Like `in_loop`, but blocks the calling thread, which may run another event loop.
 
     Raises:
-        TimeoutError: it took longer than `timeout` seconds and was cancelled.
+        TimeoutError: `work` took longer than `timeout` seconds and was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), _loop())
     try:
@@ -243,7 +239,7 @@ async def _close_all(pools: Sequence[McpPool]) -> None:
 
 
 def _close_at_exit() -> None:
-    with contextlib.suppress(Exception):  # the process ends; a remaining subprocess sees its stdin close
+    with contextlib.suppress(Exception):  # the process is exiting; a remaining subprocess gets end-of-file on its stdin
         close_connections(_EXIT_SECONDS)
 
 
@@ -266,11 +262,11 @@ async def _list_tools(client: Client) -> list[Tool]:
 
 
 def _never_ran(error: Exception) -> bool:
-    """Whether the server refused the call unread: it was restarted and does not know our session."""
+    """Whether the server rejected the call unread, because it was restarted and does not know our session."""
     from mcp_types import INVALID_REQUEST
 
     return getattr(error, "code", None) == INVALID_REQUEST and "session" in str(error).lower()
 
 
-def _described(cause: BaseException) -> str:
+def _connect_error(cause: BaseException) -> str:
     return f"cannot connect: {type(cause).__name__}: {one_line(cause)}"

@@ -1,8 +1,8 @@
-"""`discover_tools`: the tools of MCP servers, as listed by the servers or in a schema file.
+"""`discover_tools`: finds the tools of MCP servers, as listed by the servers or in a schema file.
 
-Invariant: a server that does not answer raises one `ConfigError` that names file, entry and server, at the start of a
-run; selected tools exist; their schemas are the server's, unchanged. With schemas from a file (as `etude tools
-schema` prints them) no server is contacted, and a run that replays recorded calls needs none.
+Invariant: a server that does not respond raises one `ConfigError` that names file, entry and server, at the start of a run;
+selected tools exist; schemas are the server's, unchanged. With schemas from a file (as `etude tools schema` prints them)
+no server is contacted, so a run that replays recorded calls needs no server.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class McpSelection(ToolOptions):
 
 
 class Discovered(NamedTuple):
-    """A tool of a server: its name there, its schema under its name here."""
+    """A tool of `server`, which calls it `remote_name`; `schema` has its name here."""
 
     server: McpServer
     remote_name: str
@@ -53,11 +53,11 @@ class Discovered(NamedTuple):
 
 
 def discover_tools(servers: object, options: Mapping[str, Any], where: str, folder: Path) -> list[Discovered]:
-    """The tools that `options` (a `McpSelection`) selects of `servers`, the mapping of an `mcpServers` key; paths are
-    resolved in `folder` first. All servers are connected to at once; the connections stay open for the calls.
+    """Returns the tools that `options` (a `McpSelection`) selects from `servers`, the value of an `mcpServers` key. Relative
+    paths are looked up in `folder` first. All servers are contacted concurrently; the connections stay open for the calls.
 
     Raises:
-        ConfigError: an option is invalid, a server does not answer, lists an unusable tool, or lacks a selected one.
+        ConfigError: an option is invalid, or a server does not respond, lists an unusable tool, or lacks a selected one.
     """
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError(f"{where}: mcpServers must be a mapping of names to servers")
@@ -68,9 +68,9 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
         for name, entry in servers.items()
     ]
     if selection.tool_schemas_path is None:
-        found = _listed(made, selection.prefix, where)
+        found = _ask_servers(made, selection.prefix, where)
     else:
-        found = _remembered(made, selection, folder, where)
+        found = _read_schema_file(made, selection, folder, where)
     selected = set(selection.tool_selected_list)
     known = {name for each in found for name in (each.remote_name, each.schema.function.name)}
     for name in selection.tool_selected_list:
@@ -80,15 +80,17 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
     return [each for each in found if not selected or {each.remote_name, each.schema.function.name} & selected]
 
 
-def _listed(servers: Sequence[McpServer], prefix: bool, where: str) -> list[Discovered]:
-    """As the servers say; they have time for every attempt to connect, its end, and the pauses between them."""
+def _ask_servers(servers: Sequence[McpServer], prefix: bool, where: str) -> list[Discovered]:
+    """Asks the servers; the time limit covers every attempt to connect, closing it, and the pauses in between."""
     patience = max(server.connect_attempts * (2 * server.connect_timeout + 25.0) for server in servers)
     listed = run_in_loop(_list_all(servers, where), patience)
-    return [each for server, tools in zip(servers, listed) for each in _read(server, tools, prefix, where)]
+    return [each for server, tools in zip(servers, listed) for each in _to_discovered(server, tools, prefix, where)]
 
 
-def _remembered(servers: Sequence[McpServer], selection: McpSelection, folder: Path, where: str) -> list[Discovered]:
-    """As the file says: each tool with the server that its name starts with, or the only one."""
+def _read_schema_file(
+    servers: Sequence[McpServer], selection: McpSelection, folder: Path, where: str
+) -> list[Discovered]:
+    """Reads the schema file; a tool belongs to the server whose name prefixes its name, or to the only server."""
     path, prefix = str(selection.tool_schemas_path), selection.prefix
     if len(servers) > 1 and not prefix:
         raise ConfigError(f"{where}: tool_schemas_path of several servers needs prefix: true, to tell whose they are")
@@ -118,7 +120,7 @@ async def _list_all(servers: Sequence[McpServer], where: str) -> list[list[Tool]
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def _read(server: McpServer, tools: Sequence[Tool], prefix: bool, where: str) -> list[Discovered]:
+def _to_discovered(server: McpServer, tools: Sequence[Tool], prefix: bool, where: str) -> list[Discovered]:
     found = []
     for tool in tools:
         name = f"{server.name}-{tool.name}" if prefix else tool.name

@@ -1,7 +1,7 @@
-"""`McpServer`: how to reach one MCP server, read from an entry of `mcpServers`.
+"""`McpServer`: the configuration of one MCP server, read from an entry of `mcpServers`.
 
 Invariant: an `McpServer` is complete and hashable, and two equal ones share their connections; its `str` never contains
-headers or environment, which hold keys. The keys are those of the documents and of Claude Desktop, Qwen-Agent and verl:
+headers or environment variables, which may be secret. The keys are those of Claude Desktop, Qwen-Agent and verl:
 `{command, args, env, cwd}` for a subprocess, `{url, type, headers, auth_token}` for a running server.
 """
 
@@ -42,7 +42,7 @@ def _pairs(value: object) -> object:
 
 
 Pairs = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)]
-"""A mapping, hashable."""
+"""A mapping of strings as a hashable tuple of pairs."""
 
 
 class McpServer(ToolOptions):
@@ -95,12 +95,12 @@ class McpServer(ToolOptions):
 
     @property
     def request_headers(self) -> dict[str, str]:
-        """The headers sent with every request."""
+        """The headers to send with every request."""
         return dict(self.headers) | ({"Authorization": f"Bearer {self.auth_token}"} if self.auth_token else {})
 
     @classmethod
     def from_config(cls, name: str, entry: object, where: str) -> McpServer:
-        """The server that `entry` (environment already filled in) describes.
+        """Reads the server from `entry`, in which environment variables are already substituted.
 
         Raises:
             ConfigError: a key is unknown, missing or of the wrong type; names `where` and the server.
@@ -112,7 +112,7 @@ class McpServer(ToolOptions):
         return read_section(cls, {"name": name, "transport": _transport(entry, where)} | own, where)
 
     def __str__(self) -> str:
-        """Name and place, without secrets: a URL without user, password and query."""
+        """Name and command or URL, without secrets: the URL lacks user, password and query."""
         if self.transport == "stdio":
             return f"MCP server '{self.name}' ({' '.join([self.command, *self.args])})"
         parts = urlsplit(self.url)
@@ -121,7 +121,7 @@ class McpServer(ToolOptions):
 
 
 def _transport(entry: Mapping[str, Any], where: str) -> Transport:
-    """As its key `type` or `transport` says, or as its other keys look."""
+    """Returns the transport from the key `type` or `transport`, or infers it from the other keys."""
     spelled = entry.get("type", entry.get("transport"))
     if spelled in _SPELLINGS:
         return _SPELLINGS[spelled]
@@ -136,24 +136,24 @@ def _transport(entry: Mapping[str, Any], where: str) -> Transport:
 
 
 def anchor_servers(servers: object, folder: Path) -> object:
-    """`servers`, the mapping of an `mcpServers` key in `folder`, with absolute paths for a `cwd` that is a folder
-    there and, without one, for a command with a slash or an argument that is a file there."""
+    """Makes paths in `servers`, the value of an `mcpServers` key, absolute where they exist in `folder`: a `cwd` that is a
+    folder there or, without a `cwd`, a command with a slash and arguments that are files there."""
     if not isinstance(servers, Mapping):
         return servers
-    return {name: _anchored(entry, folder.resolve()) for name, entry in servers.items()}
+    return {name: _anchor(entry, folder.resolve()) for name, entry in servers.items()}
 
 
-def _anchored(entry: object, folder: Path) -> object:
+def _anchor(entry: object, folder: Path) -> object:
     if not isinstance(entry, Mapping):
         return entry
 
-    def full(text: object, named: Callable[[Path], bool]) -> object:
-        return str(folder / text) if isinstance(text, str) and text and named(folder / text) else text
+    def full(text: object, exists: Callable[[Path], bool]) -> object:
+        return str(folder / text) if isinstance(text, str) and text and exists(folder / text) else text
 
     if entry.get("cwd") is not None:
         return {**entry, "cwd": full(entry["cwd"], Path.is_dir)}
     made = {**entry}
-    if "/" in str(entry.get("command")):  # anything else is a program on PATH
+    if "/" in str(entry.get("command")):  # otherwise a program on PATH
         made["command"] = full(entry["command"], Path.is_file)
     if isinstance(entry.get("args"), list | tuple):
         made["args"] = [full(each, Path.is_file) for each in entry["args"]]

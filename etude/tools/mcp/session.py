@@ -1,8 +1,8 @@
-"""`McpSession`: one live session with an MCP server, from connecting to its end, over the SDK's transports.
+"""`McpSession`: one live session with an MCP server, from connecting to closing, over the SDK's transports.
 
-Invariants: a session is opened and closed inside one task, as the SDK's cancel scopes require; requests run in their own
-tasks and fail at once when the session ends, whether the server died, the stream closed or `close` was called. A message
-of more than `max_message_bytes` ends the session. An ended session is never reused; opening the next one is left to
+Invariants: a session is opened and closed in one task, as the SDK's cancel scopes require; requests run in separate tasks
+and fail at once when the session ends, whether the server died, the stream closed or `close` was called. A message longer
+than `max_message_bytes` ends the session. A session that ended is never reused; opening the next one is left to
 `McpConnection`.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CLOSE_SECONDS = 8.0  # a subprocess has 2 s to exit, then 2 s after SIGTERM, then is killed
-_LAST_ANSWER_SECONDS = 0.5  # grace for an answer that arrived just before the stream ended
+_LAST_ANSWER_SECONDS = 0.5  # grace period for a response that arrived just before the stream ended
 _KEPT_LINES = 20
 _MAX_CONNECTIONS = 200  # concurrent, to one HTTP server
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -46,18 +46,18 @@ class McpSession:
         loop = asyncio.get_running_loop()
         self.server = server
         self.lost: asyncio.Future[None] = loop.create_future()
-        self.status = 0  # of the last HTTP response, 0 if there was none
+        self.status = 0  # HTTP status of the last response; 0 if there was none
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = loop.create_future()
         self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._owner = asyncio.ensure_future(self._own())
+        self._owner = asyncio.ensure_future(self._run())
 
     async def opened(self) -> None:
-        """Returns when the session is ready; await it once, and always call `close` afterwards.
+        """Waits until the session is ready; await it once, and always call `close` afterwards.
 
         Raises:
             MissingExtraError: the MCP SDK is not installed.
-            TimeoutError: not within `server.connect_timeout`.
+            TimeoutError: the session was not ready within `server.connect_timeout`.
             Exception: raised by the transport.
         """
         waiting: set[asyncio.Future[Any]] = {self._owner, self._ready}
@@ -70,10 +70,10 @@ class McpSession:
         raise SessionLostError("the connection closed") if error is None else root_cause(error)
 
     async def request(self, make: Callable[[Client], Awaitable[R]]) -> R:
-        """The result of `make(client)`.
+        """Returns the result of `make(client)`.
 
         Raises:
-            SessionLostError: the session ended before or meanwhile.
+            SessionLostError: the session ended before or during the request.
         """
         if self.lost.done():
             raise SessionLostError("the connection closed")
@@ -92,17 +92,18 @@ class McpSession:
                 task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     def hint(self) -> str:
-        """Possible cause of a failure: the last HTTP status of 400 or more, or the subprocess's last line."""
+        """Returns a possible cause of a failure, for messages: an HTTP status of 400 or more, or the subprocess's last line
+        of output."""
         if self.status >= 400:
             return f" (HTTP {self.status})"
         lines = [line for line in self._logged if line.strip()]
         return f" (it said: {lines[-1]})" if lines else ""
 
     async def close(self) -> None:
-        """Ends the session; returns when the transport is closed and a subprocess is gone or abandoned."""
+        """Ends the session; returns when the transport is closed, and a subprocess has exited or is abandoned."""
         self._end()
         if not self._ready.done():
-            self._owner.cancel()  # it is waiting for the server, not for us; the transport is closed anyway
+            self._owner.cancel()  # it is still connecting; cancelling closes the transport
         await asyncio.wait({self._owner}, timeout=_CLOSE_SECONDS)
         await settle({self._owner})
 
@@ -111,7 +112,7 @@ class McpSession:
         if not self.lost.done():
             self.lost.set_result(None)
 
-    async def _own(self) -> None:
+    async def _run(self) -> None:
         try:
             from mcp import Client
         except ImportError as error:
@@ -120,7 +121,7 @@ class McpSession:
             sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are reported here
         mode = "legacy" if self.server.transport == "sse" else "auto"
         try:
-            # A server that does not answer the newer protocol's probe leaves time for the older handshake.
+            # Half of the time: a server that ignores the newer protocol's probe still gets the older handshake.
             patience = self.server.connect_timeout / 2
             async with Client(self._transport(), mode=mode, cache=None, read_timeout_seconds=patience) as client:
                 self._ready.set_result(client)
@@ -134,7 +135,7 @@ class McpSession:
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
-        """The SDK's transport, watched so that the session ends with its message stream."""
+        """Opens the SDK's transport, watched so that the session ends when its message stream does."""
         async with self._raw_transport() as (read, write):
             yield _Watched(read, self._end), write
 
@@ -162,13 +163,13 @@ class McpSession:
             yield streams
 
     def _http_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
-        """An HTTP client as configured; the arguments are the SDK's defaults, which are overridden."""
+        """Creates the HTTP client as configured; ignores the arguments, which are the SDK's defaults."""
         import httpx2
 
         server = self.server
         return httpx2.AsyncClient(
             headers=server.request_headers,
-            # A call waits for a connection up to its own time limit.
+            # No timeout for a free connection: the call's own time limit applies.
             timeout=httpx2.Timeout(server.connect_timeout, read=server.sse_read_timeout, pool=None),
             limits=httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS // 4),
             trust_env=urlsplit(server.url).hostname not in _LOOPBACK,  # a proxy cannot reach this machine
@@ -176,7 +177,7 @@ class McpSession:
         )
 
     async def _watch_response(self, response: Any) -> None:
-        """Stores the status, and aborts an oversized JSON body; events are bounded by the transport."""
+        """Stores the status, and aborts an oversized JSON body; the transport limits the size of events."""
         self.status = response.status_code
         if response.headers.get("content-type", "").lower().startswith("application/json"):
             response.stream = _bounded_stream(response.stream, self.server.max_message_bytes)
@@ -187,7 +188,7 @@ class McpSession:
 
 
 class _Watched:
-    """A stream of messages that calls `ended` when it ends or fails."""
+    """Wraps a stream of messages; calls `ended` when it ends or fails."""
 
     def __init__(self, stream: Any, ended: Callable[[], None]) -> None:
         self._stream = stream
@@ -216,17 +217,17 @@ class _Watched:
 
 
 def _bounded_stream(stream: Any, limit: int) -> Any:
-    """The body of an HTTP response, which fails after more than `limit` bytes."""
+    """Wraps the body of an HTTP response; it raises after more than `limit` bytes."""
     import httpx2
 
     class Bounded(httpx2.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             size = 0
-            async for piece in stream:
-                size += len(piece)
+            async for chunk in stream:
+                size += len(chunk)
                 if size > limit:
                     raise httpx2.StreamError(f"an answer of more than {limit} bytes")
-                yield piece
+                yield chunk
 
         async def aclose(self) -> None:
             await stream.aclose()
@@ -235,7 +236,7 @@ def _bounded_stream(stream: Any, limit: int) -> Any:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first exception in the nested groups that the SDK's task groups raise."""
+    """Returns the first exception in the nested exception groups that the SDK's task groups raise."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return error

@@ -1,13 +1,13 @@
-"""`subprocess_streams`: the SDK's stdio transport around a subprocess whose lines are bounded.
+"""`subprocess_streams`: the SDK's stdio transport to a subprocess, with a limit on the length of a line.
 
-Invariant: a message longer than the limit ends its stream, so that its caller fails at once, and costs memory and time in
-proportion to the limit, not to its length. A subprocess is gone once its streams are closed: it has 2 s to exit after its
-stdin is closed, 2 s after SIGTERM to its group, and is then killed.
+Invariant: a message longer than the limit ends the stream, so that its caller fails at once, and costs memory and time in
+proportion to the limit, not to its length. Closing the streams ends the subprocess: it has 2 s to exit after its stdin is
+closed, another 2 s after SIGTERM to its process group, and is then killed.
 
 The process is started and stopped here because the SDK's `stdio_client` has no limit and rejoins a partial line with
-every chunk that arrives. Measured CPU time, ours and the SDK's: an answer of 5 MB 0.02 and 0.11 s, one of 15 MB 0.06 and
-1.2 s, 100,000 lines (2 MB) printed beside the protocol 0.2 and 3.9 s (21 s until the answer); the SDK never gives up on an
-endless line. The messages themselves are read and written by the SDK.
+every chunk that arrives. CPU time measured, ours and the SDK's: for a response of 5 MB 0.02 and 0.11 s, for one of 15 MB
+0.06 and 1.2 s, for 100,000 lines (2 MB) on stdout that are not messages 0.2 and 3.9 s (21 s until the response); the SDK
+never gives up on an endless line. The messages themselves are parsed and written by the SDK.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _POLL_SECONDS = 0.01
 _LAST_LINES_SECONDS = 0.5
 _LOGGED_CHARS = 300
 
-_stopping: set[asyncio.Task[None]] = set()  # kept from the garbage collector
+_stopping: set[asyncio.Task[None]] = set()  # referenced so that none is garbage-collected
 
 
 class _Out:
-    """Text to a subprocess, written by the loop's own writer, which waits for a slow reader."""
+    """Writes text to a subprocess; `write` waits for a slow reader."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -43,16 +43,16 @@ class _Out:
         await self._writer.drain()
 
     async def flush(self) -> None:
-        """`write` does that."""
+        """Does nothing: `write` drains."""
 
 
 @asynccontextmanager
 async def subprocess_streams(server: McpServer, log_line: Callable[[str], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """(messages from the server, messages to it) of a subprocess; `log_line` gets each line of its stderr, and lines of
-    its stdout that are not messages.
+    """Starts the subprocess and yields (stream of messages from the server, stream of messages to it). `log_line` is called
+    with each line of its stderr, and with lines of its stdout that are not messages.
 
-    Its environment is what the SDK deems safe of ours (HOME, PATH and the like) plus `server.env`. The command
-    `python` is the current interpreter, whether or not its virtual environment is activated.
+    It inherits the environment variables that the SDK deems safe (HOME, PATH and the like), plus `server.env`. The
+    command `python` is the current interpreter, whether or not its virtual environment is activated.
 
     Raises:
         OSError: the command cannot be started.
@@ -85,7 +85,7 @@ async def subprocess_streams(server: McpServer, log_line: Callable[[str], None])
             try:
                 yield read, write
             finally:
-                stopping = asyncio.ensure_future(_stop(process, stderr))  # closes the pipes, and thus the transport
+                stopping = asyncio.ensure_future(_stop(process, stderr))  # closes the pipes, and so the transport
                 read.close()
                 write.close()
     finally:
@@ -96,7 +96,7 @@ async def subprocess_streams(server: McpServer, log_line: Callable[[str], None])
 
 
 async def _messages(stdout: asyncio.StreamReader, log_line: Callable[[str], None]) -> AsyncIterator[bytes]:
-    """Candidate message lines, until one is too long."""
+    """Yields the lines of stdout that look like messages, until one is too long."""
     while True:
         try:
             line = await stdout.readline()
@@ -108,21 +108,21 @@ async def _messages(stdout: asyncio.StreamReader, log_line: Callable[[str], None
         if line.lstrip().startswith(b"{"):
             yield line
         else:
-            log_line(f"on stdout: {_shortened(line)}")
+            log_line(f"on stdout: {_truncate(line)}")
 
 
 async def _log_stderr(stderr: asyncio.StreamReader, log_line: Callable[[str], None]) -> None:
     while True:
         try:
             line = await stderr.readline()
-        except ValueError:  # longer than the limit, and dropped
+        except ValueError:  # longer than the limit: dropped
             continue
         if not line:
             return
-        log_line(_shortened(line))
+        log_line(_truncate(line))
 
 
-def _shortened(line: bytes) -> str:
+def _truncate(line: bytes) -> str:
     return line[: 4 * _LOGGED_CHARS].decode("utf-8", "replace").strip()[:_LOGGED_CHARS]
 
 
@@ -131,11 +131,11 @@ async def _stop(process: asyncio.subprocess.Process, stderr: asyncio.Task[None])
     if process.stdin is not None:
         process.stdin.close()  # flush pending messages first
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if await _has_left(process):
+        if await _exits(process):
             break
         _signal_group(process, number)
-    await _has_left(process)
-    _signal_group(process, signal.SIGKILL)  # its leftover children
+    await _exits(process)
+    _signal_group(process, signal.SIGKILL)  # children that are still running
     await asyncio.wait({stderr}, timeout=_LAST_LINES_SECONDS)
     await settle([stderr])
     transport = getattr(process, "_transport", None)
@@ -143,8 +143,9 @@ async def _stop(process: asyncio.subprocess.Process, stderr: asyncio.Task[None])
         transport.close()
 
 
-async def _has_left(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends within two seconds; not `process.wait()`, which also waits for its pipes' inheritors."""
+async def _exits(process: asyncio.subprocess.Process) -> bool:
+    """Whether the process exits within two seconds; polls, as `process.wait()` also waits for children that hold its
+    pipes."""
     for _ in range(round(_PATIENCE_SECONDS / _POLL_SECONDS)):
         if process.returncode is not None:
             return True

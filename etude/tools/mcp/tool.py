@@ -1,9 +1,9 @@
 """`MCPBaseTool`: wraps one tool of an MCP server as a `BaseTool`.
 
-Invariant: the model sees the server's own description and whole input schema, and the arguments go to the server as the
-model wrote them; the server's text and images come back in order. An error result is returned to the model; a server
-that is unreachable or breaks is an infrastructure failure. The tool keeps no state: a server's state belongs to its
-connection, which all trajectories of a process share.
+Invariant: the model sees the server's own description and full input schema, and the server gets the arguments as the model
+wrote them; the server's text and images are returned in order. An error result is returned to the model; a server that is
+unreachable or breaks is an infrastructure failure. The tool is stateless: a server's state belongs to its connection, which
+all trajectories of a process share.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class McpToolOptions(ToolOptions):
 
 
 class MCPBaseTool(BaseTool):
-    """A tool of an MCP server; as a configuration's `class_name`, it stands for all selected tools.
+    """A tool of an MCP server; as the `class_name` of a configuration entry, it stands for all selected tools.
 
-    A subclass may override `_parse_tool_result` to parse answers, and add keys to `config`.
+    A subclass may override `_parse_tool_result` to parse results, and add keys to `config`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -63,7 +63,7 @@ class MCPBaseTool(BaseTool):
 
         Raises:
             ToolError: the server reported an error.
-            InfrastructureError: the server is unreachable, or broke.
+            InfrastructureError: the server is unreachable, or broke during the call.
         """
         if self._server is None:
             raise ConfigError(f"tool '{self.name}' belongs to no server: load it with load_tools")
@@ -84,12 +84,13 @@ class MCPBaseTool(BaseTool):
         return response, 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[ContentBlock]) -> tuple[str | ToolResponse, dict[str, Any]]:
-        """(answer, metrics) from the server's content: texts joined by newlines, images as PIL images."""
+        """Parses the server's content into (response, metrics): texts joined by newlines, images as PIL images."""
         return read_content(content), {}
 
 
 def read_content(content: Sequence[ContentBlock]) -> ToolResponse:
-    """Texts joined by newlines, images decoded within an answer's limits; anything else is named in the text.
+    """Converts MCP content to a response: texts joined by newlines, images decoded within the limits of `AnswerImages`;
+    other content becomes a text note.
 
     Raises:
         InfrastructureError: the system cannot decode images now.
