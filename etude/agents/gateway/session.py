@@ -1,10 +1,10 @@
 """`GatewaySession`: one trajectory behind a base URL.
 
-Here requests are limited, sampled, and recorded when they are answered; several may be in flight at once. `placing` decides
-where in the recording one belongs, `reading` what its response reports.
+Checks requests against the limits, samples them, and records each one once it is answered; several may be in flight at
+once. `placing` decides where in the recording a request belongs, `reading` parses the sampled turn for its response.
 
 Invariant: the recording is exactly what the engine saw and sampled. A request that fails, is rejected or cancelled leaves no
-trace; the history goes on as if it had not been made.
+trace in it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_REWARDS = 10_000
-"""Step rewards of a session."""
+"""Maximum number of step rewards per session."""
 _DRAWN = ("temperature", "top_p", "top_k")
-_TAIL = 32  # tokens at a prompt's end among which a thought may be opened
+_TAIL = 32  # tokens at a prompt's end that are checked for an opened reasoning block
 
 
 @dataclass(frozen=True)
 class SessionRules:
-    """Limits of a session's requests.
+    """Limits on a session's requests.
 
-    `own_sampling`: whether a request's temperature, top_p and top_k apply, and its seed alone determines its draws; in
-    training the former are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
-    must differ whatever seed the agent sets. `max_n`: choices per request. `max_turns`: requests per session, answered or
-    in flight. `request_seconds`: time limit of one; None if the trajectory has its own. `max_image_mb`: MiB of pixel values
-    that the session's images may hold; None: unlimited.
+    Attributes:
+        own_sampling: whether a request's temperature, top_p and top_k apply, and its seed alone determines its samples. Off
+            in training: old and new log-probs are compared at the rollout's values, and the samples of one prompt must
+            differ whatever seed the agent sets.
+        max_n: maximum choices per request.
+        max_turns: maximum requests per session, answered or in flight.
+        request_seconds: timeout of one request; None if the trajectory has its own time limit.
+        max_image_mb: MiB of pixel values that the session's images may take up; None: unlimited.
     """
 
     own_sampling: bool = False
@@ -66,7 +69,7 @@ class SessionRules:
 
 
 class GatewaySession:
-    """One trajectory; `sampling` holds the defaults of its requests."""
+    """One trajectory; `sampling` holds the default sampling parameters of its requests."""
 
     def __init__(
         self,
@@ -80,46 +83,46 @@ class GatewaySession:
         self._client, self._context, self._sampling = client, context, sampling
         self.recording = Recording()
         self.replies: dict[str, list[Message]] = {}
-        """The conversation up to each answer that `previous_response_id` may name."""
+        """The conversation up to each response that `previous_response_id` may name, by response id."""
         self._said: dict[bytes, Message] = {}
         self.refused: StopReason | None = None
-        """The limit that rejected the last request, if one did."""
+        """The limit that rejected the last request, if any."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """The failure of a request that was not the request's fault."""
+        """Set to the exception when a request fails through no fault of its own."""
         self.started = self.last_used = time.monotonic()
         self._at_work: set[asyncio.Task[Any]] = set()
         self.declined: GatewayError | None = None
-        """The error message of the last request that failed."""
+        """The error response of the last request that failed."""
         self._closed = False
         self._requests = self._answered = self._admitted = 0
         self._images = KeptImages(self.rules.max_image_mb)
 
     @property
     def under_way(self) -> int:
-        """Tasks that sample choices or decode images."""
+        """Number of running tasks that sample choices or decode images."""
         return len(self._at_work)
 
     @property
     def request_id(self) -> str:
-        """The trajectory's ids at the engine."""
+        """The trajectory's request id at the engine."""
         return self._client.request_id
 
     def end(self) -> None:
-        """Cancels what is in flight; nothing more is sampled."""
+        """Cancels all requests in flight; later ones are rejected."""
         self._closed = True
         for task in self._at_work:
             task.cancel()
 
     async def close(self) -> None:
-        """As `end`, and waits until the cancelled tasks are done."""
+        """Like `end`, but also waits until the cancelled tasks are done."""
         self.end()
         await settle(set(self._at_work))
 
     def read(self, body: bytes, dialect: Dialect) -> ChatRequest:
-        """Parses a body as a request in `dialect`.
+        """Parses a request body written in `dialect`.
 
         Raises:
-            GatewayError: it is malformed, asks for something unsupported, or is too long (`refused` is then set).
+            GatewayError: it is malformed, asks for something unsupported, or is too long (which sets `refused`).
         """
         longest = longest_sequence(self._context.options)
         try:
@@ -128,10 +131,10 @@ class GatewaySession:
             raise self._too_long(error.length, longest) from error
 
     async def complete(self, request: ChatRequest, live: LiveAnswer | None = None) -> Completion:
-        """Answers a request; `live` gets the tokens as the engine draws them, if it tells.
+        """Answers a request; `live` gets the tokens as they are sampled, if the engine streams them.
 
         Raises:
-            GatewayError: it is rejected, or the engine or another part of ours failed (`broken` is then set).
+            GatewayError: it is rejected, or the engine or another part of Étude failed (which sets `broken`).
         """
         try:
             return await self._complete(request, live or LiveAnswer())
@@ -151,7 +154,7 @@ class GatewaySession:
         if any(addresses):
             roles = [message["role"] for message in messages]
             [pictures] = await self._all([read_image_sizes(addresses, roles, self._context)], arrived)
-            self._check_limits(request)  # others may have arrived meanwhile
+            self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
         history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
@@ -192,8 +195,7 @@ class GatewaySession:
         return Completion(request, place.ids, asked.name, turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
-        """Keeps the conversation up to an answer. Agents send the whole history with each request: a message that was kept
-        before is not kept again."""
+        """Keeps the conversation up to a response. Conversations overlap, so each distinct message is stored once."""
         digests = [(hashlib.blake2b(json.dumps(each).encode(), digest_size=16).digest(), each) for each in conversation]
         self.replies[name] = [self._said.setdefault(digest, each) for digest, each in digests]
 
@@ -219,7 +221,7 @@ class GatewaySession:
         self.recording.rewards.append((self.recording.last, name[:100], value))
 
     def trajectories(self) -> list[Trajectory]:
-        """The sequences in time order, the main one last; a single empty one if there are no turns."""
+        """Returns the sequences in time order, the main one last; a single empty one if there are no turns."""
         name = self.request_id
         made = self.recording.sequences(name) if self.recording.turns else [Trajectory(name, [])]
         if self.refused is not None:
@@ -278,7 +280,7 @@ class GatewaySession:
     # -- sampling ------------------------------------------------------------------------------------------------
 
     async def _all(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
-        """The results of `works`, run concurrently as part of a request; a session that ends cancels them."""
+        """Runs the coroutines of one request concurrently and returns their results; ending the session cancels them."""
         tasks = [asyncio.ensure_future(work) for work in works]
         self._at_work.update(tasks)
         try:
@@ -332,7 +334,7 @@ class GatewaySession:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
 
     def failed(self, error: Exception) -> GatewayError:
-        """The engine or another part of ours failed, through no fault of the request."""
+        """Sets `broken` and returns the error response, for a failure that is not the request's fault."""
         if not self.broken.done():
             self.broken.set_result(error)
         status = 503 if is_infrastructure(error) else 500
@@ -386,6 +388,6 @@ def _drawn(params: SamplingParams) -> dict[str, float]:
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:
-    """For formats in which the model writes none: nine letters and digits, as Mistral's template requires, and the same in
-    every run, since templates may render them."""
+    """A call id for formats in which the model writes none: nine letters and digits, as Mistral's template requires, and
+    the same in every run, since templates may render it."""
     return hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9]
