@@ -1,5 +1,7 @@
-"""`/v1/messages` of Anthropic: its blocks as messages, a turn as blocks. Answers of tools come before what else their user's
-message says."""
+"""Anthropic's `/v1/messages`: converts its content blocks to messages, and a turn to blocks.
+
+In a user message, tool results come before its other content.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def _assistants(blocks: list[tuple[str, Json]]) -> Json:
             }
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif kind != "redacted_thinking":  # none of ours
+        elif kind != "redacted_thinking":  # skipped: this policy writes none
             raise GatewayError(400, f"{where}: a block of type '{str(kind)[:100]}' cannot be read", param=where)
     return message
 
@@ -147,7 +149,7 @@ def _calls(turn: Turn) -> Iterator[Json]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as the object that the interface has."""
+    """Parses a call's arguments to the object that the API requires."""
     try:
         read = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""`/v1/responses` of OpenAI: its items as messages, a turn as items.
+"""OpenAI's `/v1/responses`: converts its items to messages, and a turn to items.
 
-A reasoning item, an assistant's message and the calls after it are one turn. `previous_response_id` continues a response of
-the same session, unless it was asked for with `store=false`.
+A reasoning item, an assistant message and the calls after it are one turn. `previous_response_id` continues a response of
+the same session, unless that was requested with `store=false`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _SAME = (
 _HINTS = ("user", "metadata", "service_tier", "reasoning", "prompt_cache_key", "prompt_cache_retention")
 _MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls")
 _READ = ("input", "instructions", "previous_response_id", "tools", "text", "include", "max_output_tokens")
-_NOTHING = {"truncation": "disabled", "background": False}  # the only values that can be kept to
+_NOTHING = {"truncation": "disabled", "background": False}  # the only supported values
 _LOG_PROBS = "message.output_text.logprobs"
 INSTRUCTIONS = "of_instructions"
-"""Marks the message of `instructions`, which do not go on to the next response."""
+"""Marks the message made from `instructions`, which do not carry over to the next response."""
 
 
 def _read(request: Json, replies: Replies) -> Json:
@@ -88,7 +88,7 @@ def _messages(given: object) -> list[Json]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
-    turn: Json | None = None  # the assistant's, which further items may belong to
+    turn: Json | None = None  # the open assistant message, to which further items may belong
     for where, item in each_object(given, "input"):
         kind = item.get("type", "message")
         if kind == "reasoning":
@@ -144,12 +144,12 @@ def _part(part: Json, where: str) -> Json:
 
 
 def response_id(asked: Asked) -> str:
-    """The id by which the answer can be continued."""
+    """Returns the response id, for use as `previous_response_id`."""
     return f"resp_{asked.name}"
 
 
 def conversation(completion: Completion) -> list[Json]:
-    """The messages up to the answer, which `previous_response_id` stands for."""
+    """Returns the messages up to and including the response, for which `previous_response_id` stands."""
     asked = [message for message in completion.request.messages if INSTRUCTIONS not in message]
     return [*asked, completion.turns[0].message]
 
@@ -230,7 +230,7 @@ class _ResponseWriter(PartWriter):
         super().__init__(asked, tokenizer)
         self._numbers = itertools.count()
         self._items: list[Json] = []
-        self._listed: list[Json] = []  # log-probs of the part that is closed last
+        self._listed: list[Json] = []  # log-probs, reported when the last part closes
 
     def _event(self, name: str, data: Json) -> tuple[str, Json]:
         kind = f"response.{name}"

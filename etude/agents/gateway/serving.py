@@ -1,7 +1,7 @@
-"""`LocalGateway`: the gateway inside a rollout worker, on this machine only, for as long as there is a trajectory.
+"""`LocalGateway`: the gateway inside a rollout worker, for agents on the same machine; runs only while trajectories do.
 
-Invariant: one server per event loop; it listens on 127.0.0.1 before the first session is handed out and is closed after
-the last one is released. Signal handling stays with the worker.
+Invariant: one server per event loop; it listens on 127.0.0.1 before the first session is opened and closes after the last
+one is released. Signal handling stays with the worker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from etude.errors import InfrastructureError
 from etude.serving.listening import listen, raise_file_limit
 
 _GRACE_SECONDS = 2
-_MOST_REQUEST_MB = 128  # a history's images travel in every request; and the agents are the user's own
+_MOST_REQUEST_MB = 128  # generous: each request repeats the history's images, and the agents are trusted
 
 
 class BackgroundServer(uvicorn.Server):
-    """Serves concurrently with its caller."""
+    """A uvicorn server that runs as a task of the current event loop."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
@@ -64,10 +64,10 @@ class BackgroundServer(uvicorn.Server):
         await self._leaving.wait()
 
     async def ready(self) -> None:
-        """Returns once it listens.
+        """Waits until the server listens.
 
         Raises:
-            InfrastructureError: it does not start.
+            InfrastructureError: it did not start.
         """
         await asyncio.wait({self._task, self._listens}, return_when=asyncio.FIRST_COMPLETED)
         if not self._listens.done():
@@ -82,7 +82,7 @@ class BackgroundServer(uvicorn.Server):
 
 
 class LocalGateway:
-    """Created by `LocalGateway.here`; callers only need `opened`."""
+    """One event loop's gateway, created by `LocalGateway.here`; callers only need `opened`."""
 
     def __init__(self) -> None:
         self._store = SessionStore(max_sessions=1 << 20)
@@ -91,7 +91,7 @@ class LocalGateway:
 
     @staticmethod
     def here() -> LocalGateway:
-        """The gateway of the running event loop."""
+        """Returns the gateway of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _gateways:
             _gateways[loop] = LocalGateway()
