@@ -1,33 +1,33 @@
-"""`tool_agent`: generate, run the tools the model called, generate again, until the trajectory ends.
+"""`tool_agent`: generates, runs the tools that the model called, and generates again, until the trajectory ends.
 
-    state              goes to
-    PENDING            GENERATING, or TERMINATED where the prompt does not fit
-    GENERATING         PROCESSING_TOOLS (the turn calls), INTERACTING (it does not, and the row has an interaction),
-                       TERMINATED
+    state              next state
+    PENDING            GENERATING, or TERMINATED if the prompt does not fit
+    GENERATING         PROCESSING_TOOLS (the turn has tool calls), INTERACTING (it has none, and the row has an
+                       interaction), TERMINATED
     PROCESSING_TOOLS   GENERATING, TERMINATED
     INTERACTING        GENERATING, TERMINATED
 
-PENDING creates the tools that the row names and renders the prompt; one that does not fit, or leaves no room for an
-answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are checked after a generation:
+PENDING renders the prompt; if it does not fit, or leaves no room for an answer, the trajectory ends (`PROMPT_TOO_LONG`).
+After each generation, stop conditions are checked in this order:
 
-1. the turn was cut, or left no room, by the budget of the response, the model's window, the trajectory or the turn →
-   `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
-2. the turn holds neither a call nor a malformed one, and no interaction answers it → `COMPLETED`;
-3. the turn holds a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
-4. the turn's tools run, or the interaction answers (in the last allowed turn too: the model no longer sees their answers,
-   but their rewards count); the interaction may end the conversation → `COMPLETED`;
+1. the turn was truncated, or left no room, by the response length, the context length, the trajectory's or the turn's token
+   budget → `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
+2. the turn has no tool call, not even a malformed one, and the row has no interaction → `COMPLETED`;
+3. the turn has a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
+4. the turn's tools run, or the interaction answers (after the last allowed turn too: the model never sees the results, but
+   their rewards count); the interaction may end the conversation → `COMPLETED`;
 5. `max_consecutive_malformed_calls` reached → `MAX_MALFORMED_CALLS`; `max_assistant_turns` reached →
    `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds` have passed → `TIME_LIMIT`;
    fewer than `min_answer_tokens` of `max_trajectory_tokens` left → `TRAJECTORY_LENGTH`;
-6. the chat template renders neither the answers nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
-7. the answers, with room for `min_answer_tokens` more, do not fit even with the tools' texts cut to the minimum →
-   `TOOL_RESPONSE_OVERFLOW`.
+6. the chat template can render neither the tool results nor a placeholder for them → `CONTEXT_REFUSED` (the row is
+   dropped);
+7. the tool results plus `min_answer_tokens` do not fit, even truncated to the minimum → `TOOL_RESPONSE_OVERFLOW`.
 
-A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`, with verl's names and arguments.
+A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`, which have verl's names and arguments.
 `agent_data` is a `Conversation`; its token lists are read-only.
 
-Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token, and
-tools and interactions are released in every ending.
+Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token. Tools and
+interactions are released however the trajectory ends.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.tools.outcome import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory
 
-INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards other than tools
+INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards, besides tool names
 logger = logging.getLogger(__name__)
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """See the module's docstring.
+    """The tool-calling agent loop; see the module's docstring.
 
     A subclass may also set `max_user_turns`, `max_assistant_turns`, `max_parallel_calls`, `max_tool_response_length`,
-    `tool_response_truncate_side` and `tool_parser`, on the class or the object; the defaults are the configuration's.
+    `tool_response_truncate_side` and `tool_parser`, on the class or the object; defaults come from the configuration.
     """
 
     max_user_turns: int | None
@@ -78,7 +78,7 @@ class ToolAgentLoop(AgentLoopBase):
     max_tool_response_length: int
     tool_response_truncate_side: str
     tool_parser: ToolParser
-    _not_called: ClassVar[frozenset[str]] = frozenset(  # what subclasses override in verl
+    _not_called: ClassVar[frozenset[str]] = frozenset(  # methods that subclasses override in verl
         {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
         | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
         | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
@@ -106,8 +106,8 @@ class ToolAgentLoop(AgentLoopBase):
             tool_response_truncate_side=limits.tool_response_truncate_side,
             tool_parser=trainer_config.parser,
         )
-        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` passes on, by id()
-        self._broken: InfrastructureError | None = None  # the failure of one of them
+        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` forwards, by id()
+        self._broken: InfrastructureError | None = None  # set when such a call has an infrastructure failure
 
     @property
     def prompt_length(self) -> int:
@@ -123,7 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`; the model sees the row's `active_tools` (default: all).
 
         Raises:
-            DataError: the row selects a tool that is not configured, or has arguments for one that it does not select.
+            DataError: the row selects a tool or interaction that is not configured, or has arguments for a tool that it does
+                not select.
         """
         self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
@@ -158,7 +159,7 @@ class ToolAgentLoop(AgentLoopBase):
         return trajectory
 
     def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
-        """The sessions that are open while the states run."""
+        """Returns a context manager that is open while the states run."""
         return nullcontext()
 
     def _token_limit(self) -> TokenLimit:
@@ -211,7 +212,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:
-        """The image reader for messages of `role`, if model and template support images there."""
+        """Returns the image reader for messages of `role`; None if model or template do not support images there."""
         return self.context.images if role in self.chat.image_roles else None
 
     async def _handle_generating_state(
@@ -223,7 +224,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if (reason := self.used_up(data)) is not None:
-            self._note_malformed(data)  # a call cut off by the length limit needs no answer
+            self._note_malformed(data)  # no result is rendered for a call that the length limit cut off
             return end(data, reason)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._note_malformed(data)
@@ -233,7 +234,7 @@ class ToolAgentLoop(AgentLoopBase):
         return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
-        """Checks the arguments that a generation handler was called with, perhaps by a subclass.
+        """Applies the arguments of a generation handler, which a subclass may have changed.
 
         Raises:
             EtudeError: `ignore_termination` is true.
@@ -252,7 +253,7 @@ class ToolAgentLoop(AgentLoopBase):
         return output
 
     def used_up(self, data: Conversation) -> StopReason | None:
-        """The budget that cut the last turn, or that leaves no room for a token after it."""
+        """The budget that truncated the last turn, or that leaves no room for another token; None if there is room."""
         if data.cut_by is not None or self.room(data.trajectory) >= 1:
             return data.cut_by
         return self.turn_budget(data.trajectory)[1]
@@ -298,11 +299,11 @@ class ToolAgentLoop(AgentLoopBase):
         return await gather(self._call_own(data, call, turn) for call in calls)
 
     async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
-        """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
+        """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
 
         Raises:
-            InfrastructureError: the call had an infrastructure failure, however the subclass handled it.
-            EtudeError: it returned something other than response, reward and metrics.
+            InfrastructureError: the call had an infrastructure failure, even if the subclass handled it.
+            EtudeError: it returned anything other than response, reward and metrics.
         """
         arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
         kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
@@ -326,10 +327,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Runs one call of the current turn: (response, step reward, metrics). A subclass may override it.
+        """Runs one call of the current turn; returns (response, step reward, metrics). A subclass may override it.
 
         Raises:
-            InfrastructureError: as `ToolSession.execute`.
+            InfrastructureError: see `ToolSession.execute`.
         """
         data = self._data
         try:
@@ -343,7 +344,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _answers_with_images(
         self, data: Conversation, outcomes: Sequence[ToolOutcome]
     ) -> dict[int, ShownResponse]:
-        """The outcomes with media, by index; empty if the model takes no images here."""
+        """Returns the responses that have media, by index; empty if the model takes no images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
             return {}
@@ -372,9 +373,9 @@ class ToolAgentLoop(AgentLoopBase):
         image_tokens: Sequence[int] = (),
         shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
     ) -> AgentState:
-        """Checks endings 5 to 7; otherwise adds the messages of tools or the user to the context.
+        """Checks stop conditions 5 to 7; if none applies, appends the tools' or user's messages to the context.
 
-        `shorter` returns the messages in that many tokens fewer, or None if there is not enough to cut.
+        `shorter(excess)` returns the messages shortened by `excess` tokens, or None if that is not possible.
         """
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
@@ -408,7 +409,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
-        """Ends the trajectory without showing its last messages."""
+        """Ends the trajectory; the model never sees its last messages, so their images are dropped."""
         first = len(data.trajectory.messages) - messages
         data.trajectory.messages[first:] = map(drop_images, data.trajectory.messages[first:])
         return end(data, reason)
@@ -416,28 +417,28 @@ class ToolAgentLoop(AgentLoopBase):
     def _context_of(
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
     ) -> list[Run] | None:
-        """The ids of the last messages; if the template does not render them, of lines that say so, or None."""
+        """Encodes the last messages, or placeholders if the template cannot render them; None if neither works."""
         trajectory = data.trajectory
         try:
             return self.chat.context_ids(messages, after=data.sampled, image_tokens=image_tokens)
-        except ConfigError as error:  # start-up checked the template: it is the text of these
+        except ConfigError as error:  # the template passed the start-up check: the cause is the messages' text
             logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
             trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
-            told = replace_unwritable(self.chat, messages, image_tokens)
-            if not told:
+            replaced = replace_unwritable(self.chat, messages, image_tokens)
+            if not replaced:
                 return None
-            trajectory.messages[-len(messages) :] = told
-            return self.chat.context_ids(told, after=data.sampled, image_tokens=image_tokens)
+            trajectory.messages[-len(messages) :] = replaced
+            return self.chat.context_ids(replaced, after=data.sampled, image_tokens=image_tokens)
 
     def _tool_tokens(self, text: str) -> int:
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
-        except ConfigError:  # reported for the answer as a whole; see `feed_back`
+        except ConfigError:  # handled for the whole tool result in `_context_of`
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 
-    _handlers: ClassVar[dict[AgentState, str]] = {  # by name, so that a subclass may override one
+    _handlers: ClassVar[dict[AgentState, str]] = {  # names, so that a subclass may override handlers
         AgentState.PENDING: "_handle_pending_state",
         AgentState.GENERATING: "_handle_generating_state",
         AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
@@ -446,7 +447,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _is_json(value: object) -> bool:
-    """Whether a value that a tool or subclass keeps may leave the process, to the scorer and the dump."""
+    """Whether a value can be serialized as JSON, and so passed to the scorer and the rollout dump."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):

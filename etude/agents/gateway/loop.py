@@ -4,6 +4,7 @@ The agent runs unchanged; its base URL points to this trajectory's `GatewaySessi
 the session's sequences are trained on: see `recording`.
 
 How a run of the agent is classified:
+
 - It returned: `completed`, or `response_length` if its last turn filled the context.
 - A limit rejected its last request: that limit, whether the agent then returned or raised the error.
 - The engine failed: the trajectory is retried, however the agent handled the error.
