@@ -1,10 +1,10 @@
-"""The formats of Mistral's models, with thoughts in `[THINK]`:
+"""Parser of the formats of Mistral's models, with reasoning in `[THINK]`:
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Beijing"}}, …]
     [TOOL_CALLS]get_weather{"city": "Beijing"}
     [TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Beijing"}
 
-The first is that of the tokenizers up to version 7, the others those since version 11. A tag may lead to several calls.
+Tokenizers up to version 7 use the first one, later ones (from version 11) the others. Several calls may follow one tag.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _named(name: str, arguments: str, identifier: str | None) -> FunctionCall:
 
 
 def _labelled(call: FunctionCall, identifier: object) -> FunctionCall:
-    """The call with its identifier, if it is one that Mistral's templates take back."""
+    """Adds the call's id, if it is one that Mistral's templates accept in messages."""
     fits = isinstance(identifier, str) and _CALL_ID.fullmatch(identifier) is not None
     return call.model_copy(update={"id": identifier}) if fits else call
 
