@@ -35,7 +35,7 @@ class TrajectoryClient:
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self.histories: list[History] = []
         self._ended = False
-        self._asked = self._answered = 0
+        self._num_requests = self._num_answered = 0
         self._ids = RequestIds(engine, request_id)
 
     async def generate(
@@ -63,8 +63,8 @@ class TrajectoryClient:
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
-        seed = request_seed(params.seed, self._asked if draw is None else draw)
-        self._asked += 1  # before the await: concurrent requests must not share a seed
+        seed = request_seed(params.seed, self._num_requests if draw is None else draw)
+        self._num_requests += 1  # before the await: concurrent requests must not share a seed
         asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         given: dict[str, Any] = {"images": shown} if shown else {}  # a text-only engine need not have the parameter
         if on_tokens is not None and streams_tokens(self._engine):
@@ -86,7 +86,7 @@ class TrajectoryClient:
         if not self.histories or not self.histories[-1].grows_to(asked):
             self.histories.append(History(asked))
         self.histories[-1].add(asked, output, image_digests(shown))
-        self._answered += 1
+        self._num_answered += 1
         return output
 
     async def sample_turn(
@@ -118,7 +118,7 @@ class TrajectoryClient:
 
     def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
         recorded.set(
-            turn=self._answered,
+            turn=self._num_answered,
             prompt_tokens=len(asked),
             response_tokens=len(output.token_ids),
             stop_reason=output.stop_reason,
@@ -145,8 +145,8 @@ class RequestIds:
 
     def __init__(self, engine: Engine, own: str) -> None:
         self._engine, self.own = engine, own
-        self._under_way: set[str] = set()
-        self._made = 0
+        self._in_flight: set[str] = set()
+        self._num_temporary = 0
         self._own_is_open = True
         self._ended = False
 
@@ -156,24 +156,24 @@ class RequestIds:
 
     def enter(self) -> str:
         """Returns the id for a new request; pass it to `leave` when the request is done."""
-        if not self._under_way:
+        if not self._in_flight:
             name = self.own
         else:
-            self._made += 1
-            name = f"{self.own}#{self._made}"
+            self._num_temporary += 1
+            name = f"{self.own}#{self._num_temporary}"
             self._engine.open([name])
-        self._under_way.add(name)
+        self._in_flight.add(name)
         return name
 
     def leave(self, name: str) -> None:
         """Releases the id of a request that has ended, successfully or not."""
-        self._under_way.discard(name)
+        self._in_flight.discard(name)
         if name != self.own:
             self._engine.close(name)
-        elif self._under_way:
+        elif self._in_flight:
             self._engine.close(name)
             self._own_is_open = False
-        if not self._under_way and not self._own_is_open and not self._ended:
+        if not self._in_flight and not self._own_is_open and not self._ended:
             self._engine.open([self.own])
             self._own_is_open = True
 

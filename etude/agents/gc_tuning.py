@@ -21,7 +21,7 @@ _FROZEN_BY_PYTHON = 1_000  # upper bound: 3.12 starts with about 400 frozen obje
 _UNSEEN = 500_000  # maximum untraversed objects, about several rollouts of a thousand trajectories
 _lock = threading.Lock()
 _blocks = 0
-_found: tuple[int, int, int] | None = None
+_saved_thresholds: tuple[int, int, int] | None = None
 _unseen = 0
 
 
@@ -36,7 +36,7 @@ def relaxed_gc() -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _blocks, _found, _unseen
+    global _blocks, _saved_thresholds, _unseen
     with _lock:
         _blocks += 1
         if _blocks > 1 or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
@@ -44,20 +44,20 @@ def _enter() -> None:
         if _unseen > _UNSEEN:
             _unseen = 0
             gc.collect()
-        _found = gc.get_threshold()
+        _saved_thresholds = gc.get_threshold()
         gc.freeze()
-        gc.set_threshold(*map(max, _THRESHOLDS, _found))
+        gc.set_threshold(*map(max, _THRESHOLDS, _saved_thresholds))
 
 
 def _leave() -> None:
-    global _blocks, _found, _unseen
+    global _blocks, _saved_thresholds, _unseen
     with _lock:
         _blocks -= 1
-        if _blocks == 0 and _found is not None:
+        if _blocks == 0 and _saved_thresholds is not None:
             young, passes, longer = gc.get_count()
             first, second, _ = gc.get_threshold()
             _unseen += young + first * (passes + second * longer)  # estimated: `get_freeze_count` walks all objects
             gc.freeze()
-            gc.set_threshold(*_found)
+            gc.set_threshold(*_saved_thresholds)
             gc.unfreeze()
-            _found = None
+            _saved_thresholds = None

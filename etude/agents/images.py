@@ -108,7 +108,7 @@ def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | Non
     """Appends a line per note; if the result is too long, truncates the text first, and the notes only if necessary."""
     lines = "\n".join(notes).encode("utf-8", "replace").decode()
     whole = "\n".join(part for part in (text, lines) if part)
-    if not lines or limit is None or (cut := _bounded(whole, limit)) == whole:
+    if not lines or limit is None or (cut := _truncate(whole, limit)) == whole:
         return whole
     tokens, chars = limit.max_tokens, limit.max_chars
     rest = replace(
@@ -118,8 +118,8 @@ def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | Non
     )
     if not text or min((left for left in (rest.max_tokens, rest.max_chars) if left is not None), default=-1) < 0:
         return cut
-    return _bounded(f"{_bounded(text, rest)}\n{lines}", limit)
+    return _truncate(f"{_truncate(text, rest)}\n{lines}", limit)
 
 
-def _bounded(text: str, limit: TokenLimit) -> str:
+def _truncate(text: str, limit: TokenLimit) -> str:
     return bound_text(text, limit, len(text))

@@ -162,12 +162,12 @@ class _Batch:
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self.rollouts = [Rollout() for _ in rows]
-        self._asked = time.time()
+        self._submitted_at = time.time()
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
-        self._given_up: set[int] = set()
-        self._under_way: dict[int, asyncio.Task[Any]] = {}
+        self._cancelled_rows: set[int] = set()
+        self._running: dict[int, asyncio.Task[Any]] = {}
         self._scoring: dict[int, asyncio.Task[Any]] = {}
         self._stalled: dict[int, Stalled] = {}  # those of either that are being cancelled because of a stall
         for i, row in enumerate(rows):
@@ -209,7 +209,7 @@ class _Batch:
         index: int | None = first
         while index is not None:
             last_id = await self._roll_out(index)
-            self._give_up_group_of(index)
+            self._cancel_small_group(index)
             done, index = index, next(following, None)
             self._close(last_id, None if index is None else self.request_id(index, 0))
             self.tasks.start(self._finish(done))
@@ -225,7 +225,7 @@ class _Batch:
             request_id, rollout.attempts = self.request_id(index, attempt), attempt
             if attempt:
                 self._close(self.request_id(index, attempt - 1), request_id)
-            if index in self._given_up:
+            if index in self._cancelled_rows:
                 rollout.drop(StopReason.CANCELLED)
                 return request_id
             rollout.attempts += 1
@@ -233,10 +233,10 @@ class _Batch:
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
             given = {**row, "request_id": request_id, "attempt": attempt}
-            waited = time.time() - self._asked
+            waited = time.time() - self._submitted_at
             try:
-                with self._traced(index, request_id) as whole, self._watched(request_id):
-                    task = self._under_way[index] = asyncio.ensure_future(
+                with self._trace(index, request_id) as whole, self._track_spans(request_id):
+                    task = self._running[index] = asyncio.ensure_future(
                         called(_run_loop, name, context, client, params, given)
                     )
                     returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
@@ -246,16 +246,16 @@ class _Batch:
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
-                if index in self._given_up:
+                if index in self._cancelled_rows:
                     rollout.drop(StopReason.CANCELLED)
                     return request_id
                 self._note_failure(rollout, request_id, self._stalled.pop(index, error))
                 continue
             finally:
-                self._under_way.pop(index, None)
+                self._running.pop(index, None)
                 self._stalled.pop(index, None)
                 client.end()
-            rollout.sequences[-1].timeline.insert(0, ("queue", self._asked, waited))
+            rollout.sequences[-1].timeline.insert(0, ("queue", self._submitted_at, waited))
             for sequence in rollout.sequences:
                 sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
             if (reason := rollout.sequences[-1].stop_reason) in _UNTRAINABLE:
@@ -273,7 +273,7 @@ class _Batch:
         if self._manager.deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
             rollout.cause += _LOCKSTEP
 
-    def _traced(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
+    def _trace(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
         tracer, row = self._manager.context.tracer, self._rows[index]
         if tracer is None or index not in self._to_trace:
             return nullcontext()
@@ -293,7 +293,7 @@ class _Batch:
                 timeout=self._options.trajectory_timeout,
                 on_failure=manager.log_failure,
             )
-            self._give_up_group_of(index)
+            self._cancel_small_group(index)
         ended, total = manager.progress
         manager.progress = (ended + 1, total)
 
@@ -301,7 +301,7 @@ class _Batch:
         """Scores a trajectory; retries once after a stall, then drops the rollout."""
         rollout = self.rollouts[index]
         while True:
-            with self._watched(trajectory.request_id), span("scorer", ""):
+            with self._track_spans(trajectory.request_id), span("scorer", ""):
                 task = self._scoring[index] = asyncio.ensure_future(called(scorer, trajectory, row))
                 try:
                     return await task
@@ -316,13 +316,13 @@ class _Batch:
 
     def cancel_stalled(self, error: Stalled) -> None:
         """See `AgentLoopManager.cancel_stalled`."""
-        for index, task in {**self._under_way, **self._scoring}.items():
+        for index, task in {**self._running, **self._scoring}.items():
             if not task.done():
                 self._stalled[index] = error
                 task.cancel()
 
     @contextmanager
-    def _watched(self, request_id: str) -> Iterator[None]:
+    def _track_spans(self, request_id: str) -> Iterator[None]:
         spans = self._manager.open_spans[request_id] = OpenSpans()
         try:
             with watch_spans(spans):
@@ -330,14 +330,14 @@ class _Batch:
         finally:
             del self._manager.open_spans[request_id]
 
-    def _give_up_group_of(self, index: int) -> None:
+    def _cancel_small_group(self, index: int) -> None:
         """If the row was dropped for an infrastructure failure and its group is now too small, cancels the group's other
         rows."""
         if self.rollouts[index].dropped is StopReason.INFRASTRUCTURE:
             for other in self._groups.lost(index):
-                self._given_up.add(other)
-                if other in self._under_way:
-                    self._under_way[other].cancel()
+                self._cancelled_rows.add(other)
+                if other in self._running:
+                    self._running[other].cancel()
 
 
 class Groups:
@@ -406,7 +406,7 @@ class TaskGroup:
             return
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
 
     async def finish(self, grace: float) -> None:
         """Waits for all tasks; cancelled ones have `grace` seconds to clean up.
@@ -421,7 +421,7 @@ class TaskGroup:
             self._over.cancel()
             await settle(self._tasks, grace)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if self._over.done():

@@ -193,14 +193,14 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending_state(self, data: Conversation, sampling_params: Mapping[str, Any]) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            await self._greet(data, response)
+            await self._add_initial_response(data, response)
         messages, images = trajectory.messages, trajectory.images
         trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
 
-    async def _greet(self, data: Conversation, response: ToolResponse) -> None:
+    async def _add_initial_response(self, data: Conversation, response: ToolResponse) -> None:
         trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
             text = shown_text(response, data.token_limit)
@@ -224,10 +224,10 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if (reason := self.used_up(data)) is not None:
-            self._note_malformed(data)  # no result is rendered for a call that the length limit cut off
+            self._record_malformed(data)  # no result is rendered for a call that the length limit cut off
             return end(data, reason)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
-            self._note_malformed(data)
+            self._record_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
@@ -266,7 +266,7 @@ class ToolAgentLoop(AgentLoopBase):
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
-        with_images = {} if self.context.images is None else await self._answers_with_images(data, outcomes)
+        with_images = {} if self.context.images is None else await self._prepare_images(data, outcomes)
         texts = [
             with_images[n].text if n in with_images else shown_text(each.response, data.token_limit)
             for n, each in enumerate(outcomes)
@@ -296,9 +296,9 @@ class ToolAgentLoop(AgentLoopBase):
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
         if type(self)._call_tool is ToolAgentLoop._call_tool:
             return await data.session.execute(calls, turn)
-        return await gather(self._call_own(data, call, turn) for call in calls)
+        return await gather(self._call_overridden(data, call, turn) for call in calls)
 
-    async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
+    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
         """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
 
         Raises:
@@ -341,9 +341,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
-    async def _answers_with_images(
-        self, data: Conversation, outcomes: Sequence[ToolOutcome]
-    ) -> dict[int, ShownResponse]:
+    async def _prepare_images(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, ShownResponse]:
         """Returns the responses that have media, by index; empty if the model takes no images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
@@ -351,7 +349,7 @@ class ToolAgentLoop(AgentLoopBase):
         responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
         return {n: await answer_of(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video}
 
-    def _note_malformed(self, data: Conversation) -> None:
+    def _record_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
         data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
@@ -394,13 +392,13 @@ class ToolAgentLoop(AgentLoopBase):
             if left < limits.min_answer_tokens:
                 return ended(StopReason.TRAJECTORY_LENGTH)
         room = self.room(trajectory) - limits.min_answer_tokens
-        context = self._context_of(data, messages, image_tokens)
+        context = self._encode_context(data, messages, image_tokens)
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
             messages = (shorter(excess) if shorter is not None else None) or ()
             if not messages:
                 return ended(StopReason.TOOL_RESPONSE_OVERFLOW)
             trajectory.messages[-len(messages) :] = messages
-            context = self._context_of(data, messages, image_tokens)
+            context = self._encode_context(data, messages, image_tokens)
         if context is None:
             return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
@@ -414,7 +412,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.trajectory.messages[first:] = map(drop_images, data.trajectory.messages[first:])
         return end(data, reason)
 
-    def _context_of(
+    def _encode_context(
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
     ) -> list[Run] | None:
         """Encodes the last messages, or placeholders if the template cannot render them; None if neither works."""
@@ -434,7 +432,7 @@ class ToolAgentLoop(AgentLoopBase):
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
-        except ConfigError:  # handled for the whole tool result in `_context_of`
+        except ConfigError:  # handled for the whole tool result in `_encode_context`
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 

@@ -103,9 +103,9 @@ def replace_unwritable(
     replaced, images = [], iter(image_tokens)
     for message in messages:
         own = list(islice(images, image_count(message)))
-        content = message["content"] if _is_written(chat, [message], own) else content_of(UNWRITABLE, len(own))
+        content = message["content"] if _can_render(chat, [message], own) else content_of(UNWRITABLE, len(own))
         replaced.append({**message, "content": content})
-    return replaced if _is_written(chat, replaced, image_tokens) else []
+    return replaced if _can_render(chat, replaced, image_tokens) else []
 
 
 def drop_images(message: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def with_tool_name(message: dict[str, Any], name: str | None) -> dict[str, Any]:
     return {**message, "name": name} if name and message.get("role") == "tool" else message
 
 
-def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
+def _can_render(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
     if not all(isinstance(message.get("content"), str) or image_count(message) for message in messages):
         return False
     try:

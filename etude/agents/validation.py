@@ -55,7 +55,7 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
                 f"the agent loop '{name}' returned {sequence.response_length} response tokens, more "
                 f"than data.max_response_length={response_length}"
             )
-        _settle_log_probs(sequence, draws)
+        _set_log_probs(sequence, draws)
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     for number, earlier in enumerate(sequences[:-1]):
@@ -102,7 +102,7 @@ def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> 
     Raises:
         EtudeError: a token marked as sampled was not sampled there, or two sequences claim the same sampled token.
     """
-    all_draws = [_draws(sequence, client) for sequence in sequences]
+    all_draws = [_match_draws(sequence, client) for sequence in sequences]
     for sequence, draws in zip(sequences, all_draws):
         mask = bytes(sequence.response_mask)
         drawn = bytearray(len(mask))
@@ -138,7 +138,7 @@ def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[lis
             )
 
 
-def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
+def _match_draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     first_response = len(sequence.prompt_ids)
     context, shown = sequence.context_ids(), image_digests(sequence.images)
     found = []
@@ -154,7 +154,7 @@ def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     return found
 
 
-def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
+def _set_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
     """Sets every sampled token's log-prob to the engine's; raises EtudeError if the loop gave a different one."""
     ours = [0.0] * trajectory.response_length
     for draw in draws:
@@ -164,7 +164,7 @@ def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
         end = start + len(segment.token_ids)
         if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(ours[start:end])):
             if segment.log_probs is not None:
-                kept = tuple(_engines(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
+                kept = tuple(_engine_log_prob(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
             trajectory.segments[number] = segment._replace(log_probs=kept)
         start = end
 
@@ -185,7 +185,7 @@ def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
         start = end
 
 
-def _engines(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
+def _engine_log_prob(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
     """Returns the engine's log-prob of the token at a response position; the loop's, `claimed`, must equal it up to float32
     rounding. If the token was sampled several times after the same ids, takes the matching one."""
     drawn = [d.log_probs[position - d.place] for d in draws if 0 <= position - d.place < len(d.log_probs)]

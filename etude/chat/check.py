@@ -65,27 +65,27 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
     except EtudeError as error:
         return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_token_ids)
-    lost = tuple(name for name, turn in _TURNS.items() if _lost(chat, turn))
+    lost = tuple(name for name, turn in _TURNS.items() if _drops(chat, turn))
     findings = [
         Finding("an assistant turn ends with a token", True, ends),
-        _tried("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
-        _tried("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
-        _tried("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
-        _tried("tool schemas are shown to the model", lambda: _shows_tools(chat)),
-        _tried("a tool cannot write a control token", lambda: _cannot_forge(chat)),
+        _test("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
+        _test("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
+        _test("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
+        _test("tool schemas are shown to the model", lambda: _shows_tools(chat)),
+        _test("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
-        Finding("written in demonstrations and prompts", None, _listed(lost)),
+        Finding("written in demonstrations and prompts", None, _kept_parts(lost)),
         _earlier_reasoning(chat),
         *([_images(chat)] if options.get("processor") is not None else []),
     ]
     return TemplateReport(findings, _example(chat), lost)
 
 
-def _listed(lost: Sequence[str]) -> str:
+def _kept_parts(lost: Sequence[str]) -> str:
     return ", ".join(["words", *(name for name in _TURNS if name not in lost)])
 
 
-def _lost(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
+def _drops(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
     try:
         return chat.lost_of_turn({"role": "assistant", **turn}) is not None
     except EtudeError:
@@ -108,7 +108,7 @@ def require_answers(chat: ChatTemplate, role: str) -> None:
             raise ConfigError(f"the chat template cannot show the model {shown}: {evidence}")
 
 
-def _tried(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
+def _test(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
     try:
         return Finding(statement, *trial())
     except EtudeError as error:

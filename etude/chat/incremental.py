@@ -56,7 +56,7 @@ class IncrementalRenderer:
         answers = [clean_message(message) for message in stub.answers_to(messages)]
         text = self._tail(stub, answers)
         owners = [owner_of(answer) for answer in answers for _ in texts_of(answer)]
-        spans = [ContentSpan(*place, owner) for place, owner in zip(self._places(stub, answers, text), owners) if place]
+        spans = [ContentSpan(*place, owner) for place, owner in zip(self._locate(stub, answers, text), owners) if place]
         return self._turns.end(stub, str(messages[0].get("role"))).encoder.runs(text, spans)
 
     def text(self, stub: Stub, messages: Sequence[Message], first: Message = USER_STUB) -> str:
@@ -102,7 +102,7 @@ class IncrementalRenderer:
             raise ConfigError(f"{_UNWRITTEN}: it lists the tools again after a turn")
         return tail
 
-    def _places(self, stub: Stub, answers: Sequence[Message], text: str) -> list[Place | None]:
+    def _locate(self, stub: Stub, answers: Sequence[Message], text: str) -> list[Place | None]:
         """Locates each text of the messages in `text`, the rendered tail; None for a blank one that is not verbatim."""
         contents = [content for answer in answers for content in texts_of(answer)]
         places: list[Place | None] = []
@@ -113,8 +113,8 @@ class IncrementalRenderer:
             written += content
         if written == text:
             return places[:-1]
-        places = [self._place_by_marks(stub, answers, contents, n, text) for n in range(len(contents))]
-        return _with_missing([content.strip() for content in contents], places, text)
+        places = [self._locate_by_marks(stub, answers, contents, n, text) for n in range(len(contents))]
+        return _fill_missing([content.strip() for content in contents], places, text)
 
     def _glue_of(self, stub: Stub, answers: Sequence[Message], count: int) -> list[str]:
         """Returns the text before, between and after the `count` contents of messages of this shape; empty if the template
@@ -135,7 +135,7 @@ class IncrementalRenderer:
             self._glue.put(shape, glue)
         return glue
 
-    def _place_by_marks(
+    def _locate_by_marks(
         self, stub: Stub, answers: Sequence[Message], contents: Sequence[str], number: int, text: str
     ) -> Place | None:
         """Locates a content by rendering it between marks; None if it is blank, or if the marks change the text."""
@@ -159,7 +159,7 @@ def _escape(space: str) -> str:
     return json.dumps(space, ensure_ascii=False)[1:-1]
 
 
-def _with_missing(words: Sequence[str], places: Sequence[Place | None], text: str) -> list[Place | None]:
+def _fill_missing(words: Sequence[str], places: Sequence[Place | None], text: str) -> list[Place | None]:
     """Fills in missing places by searching `text` for the words, in order; blank words keep None.
 
     Raises:

@@ -61,14 +61,14 @@ class LostParts:
         for number, message in enumerate(messages):
             for name, changed in _changes(message):
                 other = [*messages[:number], changed, *messages[number + 1 :]]
-                if self._reaches(text, other, tools, generate=generate):
+                if self._changes_text(text, other, tools, generate=generate):
                     continue
                 if not self._is_policy(name, message, changed, tools):
                     return number, name
         self._whole.put(shape, True)
         return None
 
-    def _reaches(
+    def _changes_text(
         self, text: str, other: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> bool:
         try:
@@ -82,7 +82,7 @@ class LostParts:
             return False
         with suppress(ConfigError):
             text = self._renderer.text([USER_STUB, message], tools, generate=False)
-            return self._reaches(text, [USER_STUB, changed], tools, generate=False)
+            return self._changes_text(text, [USER_STUB, changed], tools, generate=False)
         return False
 
 

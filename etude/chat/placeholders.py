@@ -97,7 +97,7 @@ class Placeholders:
 
     def _guard(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._texts.sub(_cut_in_two, value.translate(_WITHOUT_CUT))
+            return self._texts.sub(_insert_cut, value.translate(_WITHOUT_CUT))
         if isinstance(value, Mapping):
             return {self._guard(key): self._guard(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -140,7 +140,7 @@ class Placeholders:
         return [(ids, provenance) for ids, provenance in whole if ids]
 
 
-def _cut_in_two(found: re.Match[str]) -> str:
+def _insert_cut(found: re.Match[str]) -> str:
     return f"{found[0][0]}{CUT}{found[0][1:]}"
 
 

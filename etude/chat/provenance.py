@@ -43,12 +43,12 @@ class ProvenanceEncoder:
             forged: set[int] = set()
             starts = sorted(cuts)
             for begin, stop in zip(starts, [*starts[1:], len(text)]):
-                forged |= self._add_piece(runs, text[:stop], begin, spans)
+                forged |= self._add_runs(runs, text[:stop], begin, spans)
             if forged <= cuts:
                 return runs
             cuts |= forged
 
-    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
+    def _add_runs(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
         """Appends the runs of `text` from `begin` on; returns where to split it because a control token overlaps a span."""
         ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:])
         shift = len(self._stop_text) - begin

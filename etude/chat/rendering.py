@@ -89,7 +89,7 @@ class Renderer:
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""
-        if self._wants_tools or (self._has_template_for_tools and any(map(_has_to_do_with_tools, messages))):
+        if self._requires_tools or (self._has_template_for_tools and any(map(_uses_tools, messages))):
             return [PROBE_TOOL]
         return None
 
@@ -99,7 +99,7 @@ class Renderer:
         return isinstance(template, Mapping) and "tool_use" in template and "chat_template" not in self.options
 
     @cached_property
-    def _wants_tools(self) -> bool:
+    def _requires_tools(self) -> bool:
         """Whether the template renders a question only with tools."""
         for tools in (None, [PROBE_TOOL]):
             try:
@@ -123,5 +123,5 @@ class Renderer:
             raise DataError(str(error)) from error
 
 
-def _has_to_do_with_tools(message: Message) -> bool:
+def _uses_tools(message: Message) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))

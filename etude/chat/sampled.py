@@ -68,11 +68,11 @@ class SampledTurns:
             if self._encoder.ids(self._turns.as_sampled(whole, len(head), end)) != parts:
                 raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
         elif not head.startswith(lead):
-            prompted = head != bare or self._prompts_always()
-            if not prompted or not _but_thoughts(lead).startswith(_but_thoughts(head)):
+            prompted = head != bare or self._always_adds_prompt()
+            if not prompted or not _strip_thought_tags(lead).startswith(_strip_thought_tags(head)):
                 raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
 
-    def _prompts_always(self) -> bool:
+    def _always_adds_prompt(self) -> bool:
         """Whether the template writes a generation prompt unasked: after the last user message, it writes another token
         than between two user messages."""
         first, last = "First question.", "Second question."
@@ -86,5 +86,5 @@ class SampledTurns:
         return self._turns.has_token(after, beyond=common_beginning(followed, after))
 
 
-def _but_thoughts(text: str) -> str:
+def _strip_thought_tags(text: str) -> str:
     return _THOUGHT_TAGS.sub("", text)

@@ -76,7 +76,7 @@ class ChatTemplate:
             turns.use(capabilities.tool_stub, "tool")
         self.answers_tools = capabilities.tool_stub is not None
         self.names_calls, self.image_roles = capabilities.names_calls, capabilities.image_roles
-        self._lost = LostParts(renderer)
+        self._lost_parts = LostParts(renderer)
         self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
         self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
@@ -147,7 +147,7 @@ class ChatTemplate:
         Raises:
             DataError: a part is dropped; names the message and the part.
         """
-        if (lost := self._lost.of_prompt(messages, tools)) is not None:
+        if (lost := self._lost_parts.of_prompt(messages, tools)) is not None:
             raise _lost_part(*lost)
 
     def context_ids(
@@ -169,7 +169,7 @@ class ChatTemplate:
             DataError: the messages do not have as many images as `image_tokens`.
             ValueError: there are no messages, or one is the assistant's.
         """
-        messages = self._join_unless_taken(messages)
+        messages = self._join_users_if_needed(messages)
         roles = [str(message.get("role")) for message in messages]
         if not roles or "assistant" in roles:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
@@ -198,7 +198,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template cannot render it.
         """
-        return self._incremental.whole(self._stub_for(messages), self._join_unless_taken(messages))
+        return self._incremental.whole(self._stub_for(messages), self._join_users_if_needed(messages))
 
     def _stub_for(self, messages: Sequence[Message]) -> Stub:
         """Returns the stub turn to render before `messages`."""
@@ -208,7 +208,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
         return self._capabilities.tool_stub
 
-    def _join_unless_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _join_users_if_needed(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self._capabilities.repeats_users or len(messages) < 2 else _join_users(messages)
 
     def demonstration(
@@ -242,7 +242,7 @@ class ChatTemplate:
             if answers:
                 end = self._turns.end(self._stub_for(answers), str(answers[0].get("role")))
             written = self._sampled.ids(messages[turn], end)
-            if (lost := self._lost.of_turn(messages[turn])) is not None:
+            if (lost := self._lost_parts.of_turn(messages[turn])) is not None:
                 raise _lost_part(turn, lost)
             runs.append((written, Provenance.SAMPLED))
             if following is not None:
@@ -258,7 +258,7 @@ class ChatTemplate:
         Raises:
             DataError: the template rejects the message.
         """
-        return self._lost.of_turn(message)
+        return self._lost_parts.of_turn(message)
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """Renders a conversation to text, without a generation prompt.

@@ -134,7 +134,7 @@ class Turns:
 
     def use(self, stub: Stub, role: str) -> TurnEnd:
         """Like `end`, but also adds the token that ends such a turn to `stops`."""
-        end, (own, _) = self.end(stub, role), self._last(stub)
+        end, (own, _) = self.end(stub, role), self._closing_token(stub)
         self._stops[end.id if own is None else self._added[own]] = own
         return end
 
@@ -146,7 +146,7 @@ class Turns:
         """
         found = self._ends.get((stub, role))
         if found is None:
-            found = self._ends[stub, role] = self._found(stub, role)
+            found = self._ends[stub, role] = self._find_end(stub, role)
         return found
 
     def has_token(self, text: str, *, beyond: int) -> bool:
@@ -161,7 +161,7 @@ class Turns:
         else:
             last = sampled[-1] if sampled else None
             stopped = last == end.id or (end.closes and last in self._stops)
-        return () if stopped else end.written[_begun(sampled or (), end.written) :]
+        return () if stopped else end.written[_overlap(sampled or (), end.written) :]
 
     def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
         """Cuts `text`, whose last message is the assistant's and begins at `start`, at the token where the policy stops.
@@ -175,17 +175,17 @@ class Turns:
         last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.before([]), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
 
-    def _found(self, stub: Stub, role: str) -> TurnEnd:
-        own, before = self._last(stub)
-        lead, written, rest = self._followed(stub, role)
-        closes = written == own or not self._opens(stub, role, written, rest)
+    def _find_end(self, stub: Stub, role: str) -> TurnEnd:
+        own, before = self._closing_token(stub)
+        lead, written, rest = self._text_after_stub(stub, role)
+        closes = written == own or not self._opens_next_message(stub, role, written, rest)
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
         if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
             ids = self._encoder.ids(before.lstrip() + written)
         encoder = ProvenanceEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
-    def _last(self, stub: Stub) -> tuple[str | None, str]:
+    def _closing_token(self, stub: Stub) -> tuple[str | None, str]:
         """Returns (the token that closes the stub as the last message, the text between anchor and token)."""
         if stub is Stub.ANSWER:
             return self._end_of_answers
@@ -203,7 +203,7 @@ class Turns:
 
     @cached_property
     def _end_of_answers(self) -> tuple[str | None, str]:
-        """`_last` for a turn without tool calls: picks the end-of-turn token among those written after the content.
+        """`_closing_token` for a turn without tool calls: picks the end-of-turn token among those written after the content.
 
         That is the tokenizer's eos, if it also ends a turn that another message follows (Cohere; Phi's eos ends the whole
         conversation, not a turn); otherwise the first token that does not also occur before the content (Kimi K3 closes
@@ -226,9 +226,9 @@ class Turns:
         end = next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
         return end.group(), after[: end.start()]
 
-    def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
+    def _text_after_stub(self, stub: Stub, role: str) -> tuple[str, str, str]:
         """Returns (white space, token, text before the next content) after a stub that a message of `role` follows."""
-        own, before = self._last(stub)
+        own, before = self._closing_token(stub)
         messages = stub.answers_to([{"role": role, "content": PROBE}])
         text = _after_anchor(self._renderer.stub_text([*stub.before(messages), *messages], generate=True))
         if own is not None and text.startswith(before + own):
@@ -243,7 +243,7 @@ class Turns:
             raise ConfigError(_OPEN_END)
         return text[len(before) : start], token, text[start + len(token) :].partition(PROBE)[0]
 
-    def _opens(self, stub: Stub, role: str, token: str, rest: str) -> bool:
+    def _opens_next_message(self, stub: Stub, role: str, token: str, rest: str) -> bool:
         """Whether a token that does not close the last turn is the first token of the next message.
 
         It is, if the generation prompt begins with it, if messages of another role begin with another token, or if no other
@@ -254,14 +254,14 @@ class Turns:
             return True
         for other in {"user", "tool"} - {role}:
             try:
-                _, others, others_rest = self._followed(stub, other)
+                _, others, others_rest = self._text_after_stub(stub, other)
             except ConfigError:  # the template takes no such message here
                 continue
             if others != token or other == "user":
-                return others != token or self._opens_users(token, others_rest)
-        return self._opens_users(token, rest) if role == "user" else self._tokens.search(rest) is None
+                return others != token or self._opens_user_message(token, others_rest)
+        return self._opens_user_message(token, rest) if role == "user" else self._tokens.search(rest) is None
 
-    def _opens_users(self, token: str, rest: str) -> bool:
+    def _opens_user_message(self, token: str, rest: str) -> bool:
         before, _, _ = self._renderer.stub_text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
         return self._tokens.search(rest) is None and before.endswith(token + rest)
 
@@ -274,7 +274,7 @@ class Turns:
 _OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"
 
 
-def _begun(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
+def _overlap(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
     """How many ids of `closing` the sampled ids end with: a limit may have cut the turn inside them."""
     return next((n for n in range(len(closing), 0, -1) if tuple(sampled[-n:]) == closing[:n]), 0)
 

@@ -140,7 +140,7 @@ class Env:
         said = data.non_tensor_batch["solution_str"].tolist()
         return [
             [self._get_single_prompt_str(source, words, truth, info, reward_tokenizer)]
-            for words, (source, truth, info) in zip(said, _judged(data))
+            for words, (source, truth, info) in zip(said, _judge_fields(data))
         ]
 
     def _get_single_prompt_str(
@@ -158,7 +158,7 @@ class Env:
         read = self._compute_single_score_with_reward_rollout_wg
         return [
             [read(source, next(answers), truth, info) for _ in row]
-            for row, (source, truth, info) in zip(prompts, _judged(data))
+            for row, (source, truth, info) in zip(prompts, _judge_fields(data))
         ]
 
     def _compute_single_score_with_reward_rollout_wg(
@@ -181,7 +181,7 @@ class Env:
         return any(getattr(type(self), name) is not getattr(Env, name) for name in hooks)
 
 
-def _judged(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
+def _judge_fields(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
     """Yields (data source, ground truth, `extra_info`) of each row."""
     columns = data.non_tensor_batch
     for source, rule, info in zip(*(columns[name].tolist() for name in ("data_source", "reward_model", "extra_info"))):

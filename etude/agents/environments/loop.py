@@ -207,7 +207,7 @@ class EnvStage:
 
         An overridden `step` gets all turns as one batch, and an exception in it fails them all.
         """
-        if _steps_itself(self._env):
+        if _overrides_step(self._env):
             return [*await self._batch(asked, self._env.step, limited=True)]
         each = (self._batch([turn], self._env.astep, limited=False) for turn in asked)
         found = await asyncio.gather(*each, return_exceptions=True)
@@ -291,7 +291,7 @@ class TextStage:
                 logger.warning("%s", error)
 
 
-def _steps_itself(env: Env) -> bool:
+def _overrides_step(env: Env) -> bool:
     """Whether the user's class overrides `step` or `execute_actions`; steps then run in a thread, as one batch."""
     manager = type(env.tool_manager)
     return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
@@ -307,7 +307,7 @@ def environment_score(
     """
     row = dict(row)
     if env.use_verify_tool:
-        row["reward_model"] = _verified(env, trajectory, row, tokenizer)
+        row["reward_model"] = _with_verification(env, trajectory, row, tokenizer)
     sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
     said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
     asked = {"data_source": None, "reward_model": None, "extra_info": None}
@@ -320,7 +320,7 @@ def environment_score(
         raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error
 
 
-def _verified(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     reward_model = dict(row.get("reward_model") or {})
     truth = reward_model.get("ground_truth")
     solution = tokenizer.decode(trajectory.response_ids)

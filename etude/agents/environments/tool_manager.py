@@ -95,7 +95,7 @@ class ToolManager:
 
     def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
         """Adds a tool, given as an object, a registered name, or an item as in `mcp_tools.pydata`."""
-        made = [tool] if isinstance(tool, BaseTool) else _described(tool)
+        made = [tool] if isinstance(tool, BaseTool) else _load_tools(tool)
         for each in made:
             self.tool_map[each.name] = each
             self.functions.append(each.get_openai_tool_schema().to_openai()["function"])
@@ -278,7 +278,7 @@ def _json_text(args: Any) -> str:
     return args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
 
 
-def _described(item: str | Mapping[str, Any]) -> list[BaseTool]:
+def _load_tools(item: str | Mapping[str, Any]) -> list[BaseTool]:
     from etude.tools.loader import load_entry
 
     where = "mcpServers" if isinstance(item, Mapping) and "mcpServers" in item else "tool"

@@ -35,8 +35,8 @@ MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
 _MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
-_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
-_LOOK_SECONDS = 0.2
+_OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
+_POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
 _threads = BlockingCalls(
     "etude-agent", limit=1 << 14
@@ -149,22 +149,22 @@ class CommandAgent:
                 *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
             )
         except OSError as error:
-            if error.errno in _SCARCE:
+            if error.errno in _OUT_OF_RESOURCES:
                 raise
             raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
         out, err = _Tail(process.stdout), _Tail(process.stderr)
-        pipes = {asyncio.ensure_future(work) for work in (_fed(process, text), out.read(), err.read())}
+        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), out.read(), err.read())}
         try:
-            status = await _status(process)
+            status = await _wait_for_exit(process)
         finally:
-            await uninterrupted(_ended(process, pipes))
+            await uninterrupted(_terminate(process, pipes))
         if status != 0:
             said = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
             raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(no output)'}")
-        return _number(out.kept)
+        return _parse_reward(out.kept)
 
 
-async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
+async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # the program may ignore stdin
         process.stdin.write(text)
@@ -185,29 +185,29 @@ class _Tail:
             self.kept = (self.kept + piece)[-_MOST_OUTPUT:]
 
 
-async def _status(process: asyncio.subprocess.Process) -> int:
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
     """Like `process.wait()`, which in some Python versions also waits for the pipes to close."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
-            await asyncio.wait({waiting}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({waiting}, timeout=_POLL_SECONDS)
     finally:
         await settle({waiting})
     return process.returncode
 
 
-async def _ended(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
+async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
     """Kills the process group, then waits until the pipes are drained."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await _status(process)
+    await _wait_for_exit(process)
     await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open forever
     if not all(pipe.done() for pipe in pipes):
         await settle(pipes)
         process._transport.close()  # type: ignore[attr-defined]  # the only way to close pipes that others hold too
 
 
-def _number(out: bytes) -> float | None:
+def _parse_reward(out: bytes) -> float | None:
     lines = out.decode("utf-8", "replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
@@ -216,7 +216,7 @@ def _number(out: bytes) -> float | None:
         return None
 
 
-_SECONDS = 86_400.0  # request timeout; effectively none, since trajectories have their own time limit
+_REQUEST_SECONDS = 86_400.0  # request timeout; effectively none, since trajectories have their own time limit
 
 
 class Clients:
@@ -231,13 +231,13 @@ class Clients:
         import openai
 
         unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # waiting for a connection could block other agents
-        pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _SECONDS}
+        pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _REQUEST_SECONDS}
         self._pool, self._thread_pool = openai.DefaultAsyncHttpxClient(**pool), openai.DefaultHttpxClient(**pool)
         given: dict[str, Any] = {
             "api_key": "none",
             "base_url": "http://127.0.0.1",
             "max_retries": 0,
-            "timeout": _SECONDS,
+            "timeout": _REQUEST_SECONDS,
         }
         self._asynchronous = openai.AsyncOpenAI(http_client=self._pool, **given)
         self._synchronous = openai.OpenAI(http_client=self._thread_pool, **given)

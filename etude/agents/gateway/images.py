@@ -49,10 +49,10 @@ async def read_image_sizes(
             whose = " in tools' answers" if role == "tool" and taken else ""
             raise GatewayError(400, f"messages.{number}: this policy takes no images{whose}", param="messages")
     assert context.images is not None
-    return await _threads.run(_look, addresses, context.images)
+    return await _threads.run(_read_headers, addresses, context.images)
 
 
-def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
+def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
     def picture(address: str) -> ImageHeader:
         digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
@@ -122,10 +122,10 @@ async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         DataError: an image cannot be read; names the row.
     """
-    return dict(row) if not row.get("images") else await _threads.run(_with_addresses, row)
+    return dict(row) if not row.get("images") else await _threads.run(_with_inline_images, row)
 
 
-def _with_addresses(row: Mapping[str, Any]) -> dict[str, Any]:
+def _with_inline_images(row: Mapping[str, Any]) -> dict[str, Any]:
     images, messages = row["images"], row["raw_prompt"]
     wanted = sum(map(image_count, messages))
     if wanted != len(images):

@@ -79,7 +79,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         trajectories = session.trajectories()
         main = trajectories[-1]
         if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
-            raise EtudeError(f"agent '{self._agent.name}' {_unanswered(session)}")
+            raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
         main.rewards.score = reward
         return trajectories
 
@@ -168,7 +168,7 @@ def _is_group(error: BaseException) -> bool:
     return any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)  # builtin from Python 3.11 on
 
 
-def _unanswered(session: GatewaySession) -> str:
+def _no_turn_message(session: GatewaySession) -> str:
     if session.declined is None:
         return "returned without asking its policy anything: does it use the base URL that it was given?"
     return (

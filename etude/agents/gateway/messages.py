@@ -127,7 +127,7 @@ def likeness(one: Message, other: Message) -> tuple[int, int, int]:
     return (
         int([call.get("id") for call in calls] == [call.get("id") for call in theirs]),
         int(thoughts[0] == thoughts[1]),
-        int(one["content"] == other["content"] and _written(calls) == _written(theirs)),
+        int(one["content"] == other["content"] and _arguments(calls) == _arguments(theirs)),
     )
 
 
@@ -137,7 +137,7 @@ def edits_thoughts(sent: Message, message: Message) -> bool:
     return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
 
 
-def _written(calls: Sequence[Message]) -> list[str]:
+def _arguments(calls: Sequence[Message]) -> list[str]:
     return [call["function"]["arguments"] for call in calls]
 
 
@@ -163,10 +163,10 @@ def _key_fields(message: Message, place: int | None) -> list[Any]:
     if role != "assistant":
         return [role, content, message.get("name"), place]
     functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [role, content.strip(), [[function["name"], _ordered(function["arguments"])] for function in functions]]
+    return [role, content.strip(), [[function["name"], _sort_keys(function["arguments"])] for function in functions]]
 
 
-def _ordered(arguments: str) -> str:
+def _sort_keys(arguments: str) -> str:
     """Sorts the keys of a JSON text; returns anything else unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)

@@ -51,7 +51,7 @@ def _read(request: Json, _: Replies) -> Json:
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
     messages = []
     if request.get("system"):
-        messages.append({"role": "system", "content": _texts(request["system"], "system")})
+        messages.append({"role": "system", "content": _joined_text(request["system"], "system")})
     for where, message in each_object(request.get("messages"), "messages"):
         messages += _messages(message, where)
     return {**chat, "messages": messages}
@@ -67,14 +67,14 @@ def _blocks(content: object, where: str) -> list[tuple[str, Json]]:
     return [(where, text_part(content))] if isinstance(content, str) else list(each_object(content, where))
 
 
-def _texts(content: object, where: str) -> str:
+def _joined_text(content: object, where: str) -> str:
     return "".join(text_of(block.get("text"), f"{place}.text") for place, block in _blocks(content, where))
 
 
 def _messages(message: Json, where: str) -> list[Json]:
     role, blocks = message.get("role"), _blocks(message.get("content"), f"{where}.content")
     if role == "assistant":
-        return [_assistants(blocks)]
+        return [_assistant_message(blocks)]
     if role != "user":
         raise GatewayError(400, f"{where}.role must be 'user' or 'assistant'", param=f"{where}.role")
     answers, parts = [], []
@@ -99,7 +99,7 @@ def _part(block: Json, where: str) -> Json:
     raise GatewayError(400, f"{where}: only texts, images in base64 and answers of tools are read", param=where)
 
 
-def _assistants(blocks: list[tuple[str, Json]]) -> Json:
+def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
     message: Json = {"role": "assistant", "content": "", "reasoning_content": ""}
     for where, block in blocks:
         kind = block.get("type")

@@ -98,7 +98,7 @@ def _prompt_messages(messages: list[Message], places: list[int | None], chat: Ch
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": _disarmed(message["content"], chat)}
+            message = message | {"content": _disarm_content(message["content"], chat)}
             if chat.names_calls and place is not None:
                 message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
         shown.append(message)
@@ -121,7 +121,7 @@ def _context_after(
         rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
             call = None if place is None else parent.read.calls[place]
-            rendered = _result(parsed, message["content"], call)
+            rendered = _result_message(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
             rendered = with_tool_name(rendered, name) if chat.names_calls else rendered
         shown.append(rendered)
@@ -133,13 +133,13 @@ def _context_after(
         raise GatewayError(400, one_line(error), param="messages") from error
 
 
-def _disarmed(content: Any, chat: ChatTemplate) -> Any:
+def _disarm_content(content: Any, chat: ChatTemplate) -> Any:
     if isinstance(content, str):
         return chat.disarm(content)
     return [part | {"text": chat.disarm(part["text"])} if "text" in part else part for part in content]
 
 
-def _result(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
+def _result_message(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
     """The message for a tool result, given as text or as parts with images, in the format of the policy's tool calls."""
     if isinstance(content, str):
         return parsed.result_message(content, call)

@@ -47,30 +47,32 @@ async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatReques
         async def is_complete(ids: list[int]) -> bool:
             return stop in parser.decode(ids)
 
-        kept = await _fewest(output, is_complete)
+        kept = await _shortest_prefix(output, is_complete)
         text = parser.decode(output.token_ids[:kept])[:at]
-        return await _read(parser, _cut(output, kept), request, text, thinking)
+        return await _read(parser, _truncate(output, kept), request, text, thinking)
     turn = await _read(parser, output, request, text, thinking)
     if request.parallel_tool_calls is False and len(turn.calls) > 1:
-        return await _first_call_alone(parser, turn, request, thinking)
+        return await _truncate_after_first_call(parser, turn, request, thinking)
     return turn
 
 
-async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest, thinking: bool) -> ReadTurn:
+async def _truncate_after_first_call(
+    parser: ToolParser, turn: ReadTurn, request: ChatRequest, thinking: bool
+) -> ReadTurn:
     """Truncates the turn after its first call; returns it whole if the format cannot be cut there."""
     first = turn.calls[:1]
 
     async def is_settled(ids: list[int]) -> bool:
-        parsed = await _parsed(parser, ids, parser.decode(ids) + _PROBE, request)
+        parsed = await _parse(parser, ids, parser.decode(ids) + _PROBE, request)
         return parsed.calls[:1] == first
 
-    kept = await _fewest(turn.output, is_settled)
+    kept = await _shortest_prefix(turn.output, is_settled)
     ids = turn.output.token_ids[:kept]
-    alone = await _read(parser, _cut(turn.output, kept), request, parser.decode(ids), thinking)
+    alone = await _read(parser, _truncate(turn.output, kept), request, parser.decode(ids), thinking)
     return alone if alone.calls == first and not alone.errors else turn
 
 
-async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
+async def _shortest_prefix(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
     """Binary search for the length of the shortest prefix for which `holds` is true; `holds` must be monotonic, and true
     of all ids."""
     low, high = 1, len(output.token_ids)
@@ -83,7 +85,7 @@ async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bo
     return low
 
 
-def _cut(output: TokenOutput, kept: int) -> TokenOutput:
+def _truncate(output: TokenOutput, kept: int) -> TokenOutput:
     supports = None if output.kept_ids is None else output.kept_ids[:kept]
     versions, experts = output.weight_versions[:kept], output.routed_experts
     if experts is not None:
@@ -94,10 +96,10 @@ def _cut(output: TokenOutput, kept: int) -> TokenOutput:
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str, thinking: bool) -> ReadTurn:
     """Parses `text`, which is the output's decoded text or a prefix of it."""
-    parsed = await _parsed(parser, output.token_ids, text, request)
+    parsed = await _parse(parser, output.token_ids, text, request)
     found = parsed.calls or parsed.errors
     as_written = bool(parsed.errors) or bool(found and not request.reads_calls)
-    reasoning, content = _words(parser, parsed, text, as_written, thinking)
+    reasoning, content = _reasoning_and_content(parser, parsed, text, as_written, thinking)
     turn = ReadTurn(output, content, parsed, reasoning, finish_reason=_finish(output))
     if not (found and request.reads_calls):
         return turn
@@ -112,7 +114,9 @@ async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, t
     )
 
 
-def _words(parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bool, thinking: bool) -> tuple[str, str]:
+def _reasoning_and_content(
+    parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bool, thinking: bool
+) -> tuple[str, str]:
     """Returns (reasoning, content) of a turn: the parser's, if they extend what `TurnStream` emits, else what it emits plus
     the rest of the text. With `as_written`, calls stay in the content as the model wrote them."""
     stream = parser.stream(thinking) if parser.reads_text() else TurnStream()
@@ -127,7 +131,7 @@ def _words(parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bo
     return thoughts, (words + rest).strip()
 
 
-async def _parsed(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
+async def _parse(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
     """Parses `text` (the ids' text, a prefix of it, or an extension), or the ids themselves if the parser needs those."""
     return parser.parse(text, request.tools) if parser.reads_text() else await parser.parse_ids(ids, request.tools)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
-_ABANDONED = 499
+_CLIENT_CLOSED_REQUEST = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
@@ -86,10 +86,10 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
     async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         if chat.stream:
             stream = _Stream(dialect, session, chat, request, tokenizer)
-            return stream if await stream.begins() else Response(status_code=_ABANDONED)
+            return stream if await stream.begins() else Response(status_code=_CLIENT_CLOSED_REQUEST)
         completion = await unless_gone(request, session.complete(chat))
         if completion is None:
-            return Response(status_code=_ABANDONED)
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
         _keep_reply(dialect, session, completion)
         return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")
 
@@ -161,7 +161,7 @@ class _Stream(Response):
         self._dialect, self._session, self._tokenizer = dialect, session, tokenizer
         self._live = LiveAnswer()
         self._work = asyncio.ensure_future(session.complete(chat, self._live))
-        self._gone = asyncio.ensure_future(hung_up(request))
+        self._disconnected = asyncio.ensure_future(hung_up(request))
 
     async def begins(self) -> bool:
         """Waits for the first token; returns False if the client disconnected.
@@ -174,7 +174,7 @@ class _Stream(Response):
             await self._wait()
             if self._work.done():
                 self._work.result()
-            begins = not self._gone.done()
+            begins = not self._disconnected.done()
         finally:
             if not begins:
                 await self._end()
@@ -199,7 +199,7 @@ class _Stream(Response):
         assert live.asked is not None
         writer = self._dialect.writer(live.asked, self._tokenizer)
         events = list(writer.start())
-        while not self._gone.done():
+        while not self._disconnected.done():
             events += [event for piece in live.pieces() for event in writer.delta(*piece)]
             if events:
                 yield events
@@ -224,12 +224,12 @@ class _Stream(Response):
         """Waits until a token is sampled, the response is complete, or the client disconnects."""
         changed = asyncio.ensure_future(self._live.changed.wait())
         try:
-            await asyncio.wait({changed, self._work, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({changed, self._work, self._disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
 
     async def _end(self) -> None:
-        await settle({self._work, self._gone})
+        await settle({self._work, self._disconnected})
         self.then()
 
 

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 MOST_REWARDS = 10_000
 """Maximum number of step rewards per session."""
-_DRAWN = ("temperature", "top_p", "top_k")
+_SAMPLING = ("temperature", "top_p", "top_k")
 _TAIL = 32  # tokens at a prompt's end that are checked for an opened reasoning block
 
 
@@ -84,7 +84,7 @@ class GatewaySession:
         self.recording = Recording()
         self.replies: dict[str, list[Message]] = {}
         """The conversation up to each response that `previous_response_id` may name, by response id."""
-        self._said: dict[bytes, Message] = {}
+        self._kept_messages: dict[bytes, Message] = {}
         self.refused: StopReason | None = None
         """The limit that rejected the last request, if any."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -153,11 +153,11 @@ class GatewaySession:
         pictures: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [pictures] = await self._all([read_image_sizes(addresses, roles, self._context)], arrived)
+            [pictures] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
-        history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
+        history = History(messages, digests, json.dumps([request.tools, _sampling_of(params)]))
         place = place_request(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
@@ -165,7 +165,7 @@ class GatewaySession:
         self._admitted += 1
         try:
             if place.pictures:
-                [given] = await self._all([read_pictures(place.pictures, self._context)], arrived)
+                [given] = await self._gather([read_pictures(place.pictures, self._context)], arrived)
                 images = self._images.take(given)
             number = self._requests
             self._requests += 1
@@ -180,11 +180,11 @@ class GatewaySession:
             outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
-                raise self._over()
+                raise self._session_over()
             seconds = (time.perf_counter() - started) / len(outputs)
             self._answered += 1
             turns = [
-                self._record(place, images, history, read, (number, -choice), budget, _drawn(params), seconds)
+                self._record(place, images, history, read, (number, -choice), budget, _sampling_of(params), seconds)
                 for choice, read in enumerate(reads)
             ]
         finally:
@@ -197,7 +197,7 @@ class GatewaySession:
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
         """Keeps the conversation up to a response. Conversations overlap, so each distinct message is stored once."""
         digests = [(hashlib.blake2b(json.dumps(each).encode(), digest_size=16).digest(), each) for each in conversation]
-        self.replies[name] = [self._said.setdefault(digest, each) for digest, each in digests]
+        self.replies[name] = [self._kept_messages.setdefault(digest, each) for digest, each in digests]
 
     def reward(self, body: object) -> None:
         """Adds `{"reward": number, "name": text?}` as a step reward of the last turn.
@@ -233,7 +233,7 @@ class GatewaySession:
     def _check_limits(self, request: ChatRequest) -> None:
         options = self._context.options.multi_turn
         if self._closed:
-            raise self._over()
+            raise self._session_over()
         if (request.n or 1) > self.rules.max_n:
             raise GatewayError(400, f"n: at most {self.rules.max_n} choices", param="n")
         most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
@@ -250,9 +250,9 @@ class GatewaySession:
         return GatewayError(400, message, code=code or reason.value)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _DRAWN}
+        own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _SAMPLING}
         if self.rules.own_sampling:
-            own |= {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
+            own |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
             own["top_k"] = own["top_k"] or -1
         given = self._context.with_stops(self._sampling, self._context.parser)
         seed = 0 if self.rules.own_sampling and request.seed is not None else given.seed
@@ -279,12 +279,14 @@ class GatewaySession:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    async def _all(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
+    async def _gather(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
         """Runs the coroutines of one request concurrently and returns their results; ending the session cancels them."""
         tasks = [asyncio.ensure_future(work) for work in works]
         self._at_work.update(tasks)
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=self._left(arrived), return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(
+                tasks, timeout=self._seconds_left(arrived), return_when=asyncio.FIRST_EXCEPTION
+            )
             results = [self._result(task) for task in tasks if task.done()]
             if waiting:
                 raise GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
@@ -292,15 +294,15 @@ class GatewaySession:
             await settle(tasks)
             self._at_work.difference_update(tasks)
         if self._closed:
-            raise self._over()
+            raise self._session_over()
         return results
 
     def _result(self, task: asyncio.Task[T]) -> T:
         if task.cancelled():
-            raise self._over()
+            raise self._session_over()
         return task.result()
 
-    def _left(self, arrived: float) -> float | None:
+    def _seconds_left(self, arrived: float) -> float | None:
         limit = self.rules.request_seconds
         return None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
 
@@ -325,12 +327,12 @@ class GatewaySession:
         draws: list[int | None] = [None] * (request.n or 1)
         if request.seed is not None:
             draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
-        outputs = await self._all([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, takers)], arrived)
+        outputs = await self._gather([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, takers)], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
 
-    def _over(self) -> GatewayError:
+    def _session_over(self) -> GatewayError:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
 
     def failed(self, error: Exception) -> GatewayError:
@@ -383,8 +385,8 @@ class GatewaySession:
         return turn
 
 
-def _drawn(params: SamplingParams) -> dict[str, float]:
-    return {name: getattr(params, name) for name in _DRAWN}
+def _sampling_of(params: SamplingParams) -> dict[str, float]:
+    return {name: getattr(params, name) for name in _SAMPLING}
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:

@@ -55,7 +55,7 @@ CHARACTERS_PER_TOKEN = 32
 """Requests with more characters than this per token of context are rejected before rendering: real text has 3 or 4."""
 _BYTES_PER_CHARACTER = 6  # maximum in JSON, with every character escaped
 _IMAGE = re.compile(rb'"(?:image_)?url"\s*:\s*"data:image/[^"\\]*"|"data"\s*:\s*"[A-Za-z0-9+/=]*"')
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate
 MOST_STOPS = 16
 MOST_NESTED = 64
 """Maximum nesting depth of a tool's parameters."""
@@ -188,9 +188,9 @@ def _check_schema(schema: object, where: str, depth: int = 0) -> None:
     if depth > MOST_NESTED:
         raise ValueError(f"a tool's parameters may be nested {MOST_NESTED} deep")
     kind = schema.get("type")
-    if not (kind is None or isinstance(kind, str) or _is_texts(kind)):
+    if not (kind is None or isinstance(kind, str) or _is_string_list(kind)):
         raise ValueError(f"{where}.type must be a text or a list of texts")
-    if not (schema.get("required") is None or _is_texts(schema["required"])):
+    if not (schema.get("required") is None or _is_string_list(schema["required"])):
         raise ValueError(f"{where}.required must be a list of texts")
     properties = schema.get("properties")
     if not isinstance(properties, dict | None):
@@ -205,7 +205,7 @@ def _check_schema(schema: object, where: str, depth: int = 0) -> None:
             _check_schema(each, f"{where}.{key}.{place}", depth + 1)
 
 
-def _is_texts(value: object) -> bool:
+def _is_string_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
@@ -257,7 +257,7 @@ def decode_body(body: bytes) -> Any:
     try:
         text = body.decode()
         value = json.loads(text)
-        if _HALF.search(text):
+        if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise GatewayError(400, f"the request's body is not UTF-8: {one_line(error, 100)}") from error

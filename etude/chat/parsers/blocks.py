@@ -116,7 +116,7 @@ class BlockParser(ToolParser):
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
         """Parses a turn into pieces, plus errors for calls in reasoning whose results the model waits for."""
         pieces = self.read_pieces(text, tools, dict(self.thoughts))
-        return [*pieces, *self._lost(pieces, tools)]
+        return [*pieces, *self._awaited_call_errors(pieces, tools)]
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
         """Parses a text into pieces; `closing_of` maps opening to closing reasoning tags."""
@@ -139,7 +139,7 @@ class BlockParser(ToolParser):
             elif block is not None:
                 pieces += [text[position:start], *block.found]
                 end = block.end
-            elif name in self.sections and not self._holds_a_block(text, end):
+            elif name in self.sections and not self._block_follows(text, end):
                 pieces += [
                     text[position:start],
                     Malformed(f"no call follows {name}; begin each with {self.opening[0]}"),
@@ -154,12 +154,12 @@ class BlockParser(ToolParser):
             position = end
         return [*pieces, text[position:]]
 
-    def _lost(self, pieces: Pieces, tools: Tools | None) -> Pieces:
+    def _awaited_call_errors(self, pieces: Pieces, tools: Tools | None) -> Pieces:
         """Returns an error for each call in reasoning whose result the model waits for; see the module's invariant."""
         lost: Pieces = []
         for piece in reversed(pieces):
             if isinstance(piece, Thought):
-                lost += self._calls_in(piece, tools)
+                lost += self._call_errors(piece, tools)
             elif not isinstance(piece, str) or piece.strip():
                 break
         first = pieces[0]
@@ -169,10 +169,10 @@ class BlockParser(ToolParser):
             and not first.opened
             and all(isinstance(each, str) for each in pieces)
         ):
-            return self._calls_in(first, tools, must_begin=True)
+            return self._call_errors(first, tools, must_begin=True)
         return lost
 
-    def _calls_in(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
+    def _call_errors(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
         """Returns an error for each call in `thought`; with `must_begin`, only if it begins with a call."""
         pieces = [
             each for each in self.read_pieces(thought.inner, tools, {}) if not isinstance(each, str) or each.strip()
@@ -182,7 +182,7 @@ class BlockParser(ToolParser):
         reason = f"it stands in a thought; end the thought with {thought.closing} and write the call after it"
         return [Malformed(reason) for each in pieces if not isinstance(each, str)]
 
-    def _holds_a_block(self, text: str, start: int) -> bool:
+    def _block_follows(self, text: str, start: int) -> bool:
         tag = self._tags.search(text, start)
         return tag is not None and tag.group() in self.opening
 

@@ -104,12 +104,12 @@ class MinimaxM2ToolParser(ElementBlockParser):
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
 
 
-def _quoted(tag: str) -> str:
+def _key_of(tag: str) -> str:
     """Extracts the name from a tag's captured attributes."""
     return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
 
 
-def _marked(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+def _value_of(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
     """Converts an argument whose tag says whether it is a string; anything else is JSON."""
     return text if tag.endswith(("string", "true")) else json_or_text(text)
 
@@ -139,8 +139,8 @@ class DeepseekV32ToolParser(ElementBlockParser):
         argument_end=f"</{_DSML}parameter>",
         block=(opening[0], closing[0]),
         form=f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>',
-        key=_quoted,
-        value=_marked,
+        key=_key_of,
+        value=_value_of,
     )
     alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
 
@@ -175,7 +175,7 @@ class KimiK3ToolParser(ElementBlockParser):
         block=(opening[0], closing[0]),
         thought_ends=(thoughts[0][1], "</think>"),
         form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
-        key=_quoted,
-        value=_marked,
+        key=_key_of,
+        value=_value_of,
     )
     alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')

@@ -123,7 +123,7 @@ def _read_value(text: str, position: int, depth: int, schema: object) -> tuple[A
     elif text.startswith("[", position):
         value, position = _read_list(text, position + 1, depth + 1, schema)
     elif (bare := _BARE.match(text, position)) is not None:
-        value, position = _bare(bare.group().strip(), schema), bare.end()
+        value, position = _bare_value(bare.group().strip(), schema), bare.end()
     else:
         raise Unreadable(f"a value is missing or not marked; write texts as {_MARKS[0]}text{_MARKS[0]}")
     position = skip_space(text, position)
@@ -140,7 +140,7 @@ def _read_marked(text: str, position: int, mark: str) -> tuple[str, int]:
     return text[start:end], end + len(mark)
 
 
-def _bare(word: str, schema: object) -> Any:
+def _bare_value(word: str, schema: object) -> Any:
     if word in _WORDS:
         return _WORDS[word]
     if word == "None" and takes_null(schema):

@@ -35,7 +35,7 @@ class RLFactoryToolParser(JsonBlockParser):
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """See `BlockParser.parse`; the calls of a turn with an answer are dropped if `answer_first`."""
         pieces = self.read(text, tools)
-        if self.answer_first and _answers(pieces):
+        if self.answer_first and _find_answers(pieces):
             return replace(as_response(pieces), content=text.strip(), calls=[], errors=[])
         return as_response(pieces)
 
@@ -54,7 +54,7 @@ class CallsFirstToolParser(RLFactoryToolParser):
 
 def final_answer(text: str) -> str | None:
     """Returns the text of the last `<answer>…</answer>` outside reasoning, stripped; None if there is none."""
-    answers = _answers(RLFactoryToolParser().read(text))
+    answers = _find_answers(RLFactoryToolParser().read(text))
     return answers[-1].strip() if answers else None
 
 
@@ -67,7 +67,7 @@ def read_tools(text: str) -> list[dict[str, str]]:
     ]
 
 
-def _answers(pieces: Pieces) -> list[str]:
+def _find_answers(pieces: Pieces) -> list[str]:
     words = [piece for piece in pieces if isinstance(piece, str) and not isinstance(piece, Thought)]
     return [answer for piece in words for answer in _ANSWER.findall(piece)]
 

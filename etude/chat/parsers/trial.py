@@ -27,9 +27,9 @@ def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase, **option
     if not parser.reads_text() or type(parser).parse_ids is not ToolParser.parse_ids:
         return None
     encoder, unread = Encoder(tokenizer), None
-    for turn, starts in _written(Renderer(tokenizer, options), [PROBE_TOOL], STAND_IN, _ARGUMENTS):
+    for turn, starts in _render_calls(Renderer(tokenizer, options), [PROBE_TOOL], STAND_IN, _ARGUMENTS):
         try:
-            if any(_reads(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
+            if any(_parses_call(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
                 return None
         except Exception:  # in a user's parser; the first turn of a rollout will raise it
             return None
@@ -37,7 +37,7 @@ def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase, **option
     return unread
 
 
-def _reads(parser: ToolParser, text: str) -> bool:
+def _parses_call(parser: ToolParser, text: str) -> bool:
     calls = parser.parse(text, [PROBE_TOOL]).calls
     return (STAND_IN, _ARGUMENTS) in [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -53,7 +53,7 @@ async def write_call(
     """Returns the ids of a turn that calls the tool `name` of `tools`, written by the chat template or in a well-known
     format, that `parser` parses to exactly this call; None if there is none."""
     encoder, renderer = Encoder(tokenizer), Renderer(tokenizer, options)
-    texts = [turn[start:] for turn, starts in _written(renderer, tools, name, arguments) for start in starts]
+    texts = [turn[start:] for turn, starts in _render_calls(renderer, tools, name, arguments) for start in starts]
     texts.append(f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>")
     texts += [f"<search>{value}</search>" for value in arguments.values() if isinstance(value, str)]
     for text in texts:
@@ -68,7 +68,7 @@ async def write_call(
     return None
 
 
-def _written(
+def _render_calls(
     renderer: Renderer, tools: Sequence[dict[str, Any]], name: str, arguments: Mapping[str, Any]
 ) -> list[tuple[str, list[int]]]:
     """Renders conversations that end with a call; returns each with the indices at which the turn may begin: where the text

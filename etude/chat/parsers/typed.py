@@ -64,7 +64,7 @@ def typed_value(text: str, schema: object) -> Any:
         value = _value(word if word in _BOOLEANS else text, kinds)
     except (Unreadable, RecursionError):
         return text
-    return value if any(_is(value, kind) for kind in kinds) else text
+    return value if any(_has_type(value, kind) for kind in kinds) else text
 
 
 def takes_null(schema: object) -> bool:
@@ -112,24 +112,24 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
-    found = {kind for kind in (declared, *_listed(declared)) if isinstance(kind, str)}
+    found = {kind for kind in (declared, *_as_list(declared)) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
-        for branch in _listed(schema.get(key)):
+        for branch in _as_list(schema.get(key)):
             found |= _types(branch)
-    for branch in _listed(schema.get("allOf")):
+    for branch in _as_list(schema.get("allOf")):
         kinds = _types(branch)
         found = found & kinds or kinds or found
     if not found:
-        values = _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
-        found = {kind for value in values for kind in ("string", *_KINDS) if _is(value, kind)}
+        values = _as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+        found = {kind for value in values for kind in ("string", *_KINDS) if _has_type(value, kind)}
     return found
 
 
-def _listed(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is(value: object, kind: str) -> bool:
+def _has_type(value: object, kind: str) -> bool:
     if kind == "string":
         return isinstance(value, str)
     if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
