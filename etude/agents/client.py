@@ -65,27 +65,28 @@ class TrajectoryClient:
         params = SamplingParams.of(sampling_params)
         seed = request_seed(params.seed, self._num_requests if draw is None else draw)
         self._num_requests += 1  # before the await: concurrent requests must not share a seed
-        asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
-        given: dict[str, Any] = {"images": shown} if shown else {}  # a text-only engine need not have the parameter
+        prompt, shown_images = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
+        # A text-only engine need not have the parameter `images`.
+        given: dict[str, Any] = {"images": shown_images} if shown_images else {}
         if on_tokens is not None and streams_tokens(self._engine):
             given["on_tokens"] = on_tokens
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:
-                output = await self._engine.generate(name, asked, params.seeded(seed), **given)
+                output = await self._engine.generate(name, prompt, params.seeded(seed), **given)
             finally:
                 self._ids.leave(name)
             if recorded is not None:
-                self._describe(recorded, asked, output)
+                self._describe(recorded, prompt, output)
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
         if not all(map(math.isfinite, output.log_probs)):
             raise EngineError(
                 f"the engine drew a token of trajectory {self.request_id} with a log-prob that is not finite"
             )
-        if not self.histories or not self.histories[-1].grows_to(asked):
-            self.histories.append(History(asked))
-        self.histories[-1].add(asked, output, image_digests(shown))
+        if not self.histories or not self.histories[-1].grows_to(prompt):
+            self.histories.append(History(prompt))
+        self.histories[-1].add(prompt, output, image_digests(shown_images))
         self._num_answered += 1
         return output
 
@@ -193,12 +194,12 @@ class History:
         self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
         self.experts: RoutedExperts | None = None
 
-    def grows_to(self, asked: list[int]) -> bool:
-        """Whether `asked` begins with this context."""
-        return asked[: len(self.context)] == self.context
+    def grows_to(self, prompt: list[int]) -> bool:
+        """Whether `prompt` begins with this context."""
+        return prompt[: len(self.context)] == self.context
 
-    def add(self, asked: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
-        self.context += asked[len(self.context) :]
+    def add(self, prompt: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
+        self.context += prompt[len(self.context) :]
         kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
         self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
         self.context += output.token_ids

@@ -232,16 +232,16 @@ class _Batch:
             client = TrajectoryClient(self._engine, request_id, self._decode)
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
-            given = {**row, "request_id": request_id, "attempt": attempt}
+            row_with_ids = {**row, "request_id": request_id, "attempt": attempt}
             waited = time.time() - self._submitted_at
             try:
-                with self._trace(index, request_id) as whole, self._track_spans(request_id):
+                with self._trace(index, request_id) as trajectory_span, self._track_spans(request_id):
                     task = self._running[index] = asyncio.ensure_future(
-                        called(_run_loop, name, context, client, params, given)
+                        called(_run_loop, name, context, client, params, row_with_ids)
                     )
                     returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
-                    if whole is not None:
-                        _describe(whole, returned)
+                    if trajectory_span is not None:
+                        _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
             except Exception as error:
                 if not is_infrastructure(error):
@@ -356,9 +356,9 @@ class Groups:
     def lost(self, row: int) -> set[int]:
         """Records a dropped row; returns the other rows of its group if that is now too small, else an empty set."""
         left = self._left[self._uids[row]]
-        could = len(left) >= self._least
+        was_enough = len(left) >= self._least
         left.discard(row)
-        return set(left) if could and len(left) < self._least else set()
+        return set(left) if was_enough and len(left) < self._least else set()
 
 
 async def _run_loop(
@@ -370,16 +370,16 @@ async def _run_loop(
     return await called(loop.run, params, **row)
 
 
-def _describe(whole: TraceSpan, returned: object) -> None:
+def _describe(trajectory_span: TraceSpan, returned: object) -> None:
     """Adds the outcome to a trajectory's trace span, if the loop returned a trajectory."""
     trajectory = returned[-1] if isinstance(returned, list) and returned else returned
     if isinstance(trajectory, AgentLoopOutput):
         trajectory = trajectory.trajectory
     if isinstance(returned, list):
-        whole.set(sequences=len(returned))
+        trajectory_span.set(sequences=len(returned))
     if isinstance(trajectory, Trajectory):
         rewards = trajectory.rewards
-        whole.set(
+        trajectory_span.set(
             stop_reason=trajectory.stop_reason.value,
             turns=trajectory.num_turns,
             response_tokens=trajectory.response_length,

@@ -275,8 +275,8 @@ class ToolAgentLoop(AgentLoopBase):
         answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
-        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
-        data.malformed_in_a_row += unreadable
+        malformed = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+        data.malformed_in_a_row += malformed
         if any(outcome.error != "malformed" for outcome in outcomes):
             data.malformed_in_a_row = 0
         state = self.feed_back(
@@ -289,8 +289,8 @@ class ToolAgentLoop(AgentLoopBase):
         for each in outcomes:
             if each.error is None or each.reward:
                 trajectory.add_step_reward(each.call.name, each.reward)
-        if limits.malformed_calls == "penalise" and unreadable:
-            trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
+        if limits.malformed_calls == "penalise" and malformed:
+            trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
 
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:

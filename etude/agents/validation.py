@@ -71,11 +71,11 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
 def _routed_experts(sequence: Trajectory, client: TrajectoryClient) -> RoutedExperts | None:
     """The engine's routed experts for the longest prefix that the sequence shares with a history; None if the engine returns
     none."""
-    context, found = sequence.context_ids(), list[RoutedExperts]()
+    context, candidates = sequence.context_ids(), list[RoutedExperts]()
     for history in client.histories:
         if history.experts is not None:
-            found.append(history.experts.first(common_beginning(history.context, context)))
-    return max(found, key=len, default=None)
+            candidates.append(history.experts.first(common_beginning(history.context, context)))
+    return max(candidates, key=len, default=None)
 
 
 def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
@@ -141,7 +141,7 @@ def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[lis
 def _match_draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     first_response = len(sequence.prompt_ids)
     context, shown = sequence.context_ids(), image_digests(sequence.images)
-    found = []
+    draws = []
     for number, history in enumerate(client.histories):
         shared = common_beginning(history.context, context)
         for place, log_probs, kept_ids, seen in history.turns:
@@ -150,19 +150,19 @@ def _match_draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
             first, last = max(place, first_response), min(place + len(log_probs), shared)
             if first < last:
                 part = slice(first - place, last - place)
-                found.append(Draw(first - first_response, log_probs[part], kept_ids[part], number, first))
-    return found
+                draws.append(Draw(first - first_response, log_probs[part], kept_ids[part], number, first))
+    return draws
 
 
 def _set_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
     """Sets every sampled token's log-prob to the engine's; raises EtudeError if the loop gave a different one."""
-    ours = [0.0] * trajectory.response_length
+    expected = [0.0] * trajectory.response_length
     for draw in draws:
-        ours[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
+        expected[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
     start = 0
     for number, segment in enumerate(trajectory.segments):
         end = start + len(segment.token_ids)
-        if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(ours[start:end])):
+        if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(expected[start:end])):
             if segment.log_probs is not None:
                 kept = tuple(_engine_log_prob(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
             trajectory.segments[number] = segment._replace(log_probs=kept)

@@ -68,17 +68,17 @@ def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
 
     Some templates require a separate call for each tool message, some render at most one call, others none.
     """
-    found, reason = None, ""
+    supported, reason = None, ""
     for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):
         try:
             incremental.check(stub, [_TOOL])
-            found = found or stub
+            supported = supported or stub
             incremental.check(stub, [_TOOL, _TOOL])
         except ConfigError as error:
             reason = str(error)
             continue
         return stub, reason
-    return found, reason
+    return supported, reason
 
 
 def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:

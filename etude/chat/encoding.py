@@ -53,8 +53,8 @@ class Encoder:
         if backend is not None:
             encoded = backend.encode(text, add_special_tokens=False)
             return encoded.ids, encoded.offsets
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(found["input_ids"]), list(found["offset_mapping"])
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
 
     def _ready(self) -> Any:
         """Returns the backend, or None if another caller enabled padding or truncation, which would change ids."""

@@ -144,10 +144,10 @@ class Turns:
         Raises:
             ConfigError: the template rejects the messages, or does not end the turn with a token.
         """
-        found = self._ends.get((stub, role))
-        if found is None:
-            found = self._ends[stub, role] = self._find_end(stub, role)
-        return found
+        turn_end = self._ends.get((stub, role))
+        if turn_end is None:
+            turn_end = self._ends[stub, role] = self._find_end(stub, role)
+        return turn_end
 
     def has_token(self, text: str, *, beyond: int) -> bool:
         """Whether `text` spells out an added token that ends after index `beyond`."""

@@ -210,8 +210,8 @@ class EnvStage:
         if _overrides_step(self._env):
             return [*await self._batch(asked, self._env.step, limited=True)]
         each = (self._batch([turn], self._env.astep, limited=False) for turn in asked)
-        found = await asyncio.gather(*each, return_exceptions=True)
-        return [entry if isinstance(entry, BaseException) else entry[0] for entry in found]
+        results = await asyncio.gather(*each, return_exceptions=True)
+        return [entry if isinstance(entry, BaseException) else entry[0] for entry in results]
 
     async def _batch(self, asked: Sequence[tuple[str, Turn]], step: Any, *, limited: bool) -> list[tuple[Any, bool]]:
         texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
@@ -269,13 +269,13 @@ class TextStage:
         returned = await self._environment.call("step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
-            figures = dict(info or {})
+            metrics = dict(info or {})
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
-        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, figures)
+        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, metrics)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
         """Returns None: a text environment has only step rewards."""
@@ -324,9 +324,9 @@ def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any],
     reward_model = dict(row.get("reward_model") or {})
     truth = reward_model.get("ground_truth")
     solution = tokenizer.decode(trajectory.response_ids)
-    found = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
+    verdict = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
     known = dict(truth) if isinstance(truth, Mapping) else {"target": truth}
-    return reward_model | {"ground_truth": known | {"verified_results": found}}
+    return reward_model | {"ground_truth": known | {"verified_results": verdict}}
 
 
 def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
@@ -354,15 +354,15 @@ def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lock
     if not options.chosen:
         return None
     name = options.name or "base"
-    found = ENVIRONMENTS.get(name)
-    if isinstance(found, type) and issubclass(found, Env):
+    registered = ENVIRONMENTS.get(name)
+    if isinstance(registered, type) and issubclass(registered, Env):
         try:
-            env = found({**asdict(options), "_tools": tools})
+            env = registered({**asdict(options), "_tools": tools})
         except ConfigError:
             raise
         except Exception as error:  # a user's constructor may raise anything
             raise ConfigError(f"environment '{name}': {type(error).__name__}: {one_line(error)}") from error
         return Environment(name, env, options.timeout, LockStep() if lockstep else None)
-    if not is_gym_shaped(found):
+    if not is_gym_shaped(registered):
         raise ConfigError(f"environment '{name}' is neither an Env nor a class with the methods reset and step")
-    return Environment(name, found, options.timeout)
+    return Environment(name, registered, options.timeout)

@@ -90,18 +90,18 @@ class FunctionAgent:
 
 
 def _wanted(function: Callable[..., Any], name: str) -> list[str]:
-    wanted = []
+    declared = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.name in PARAMETERS and parameter.kind is not parameter.POSITIONAL_ONLY:
-            wanted.append(parameter.name)
+            declared.append(parameter.name)
         elif parameter.default is parameter.empty:
             hint = did_you_mean(parameter.name, PARAMETERS)
             raise ConfigError(
                 f"agent '{name}' has an unknown parameter '{parameter.name}'{hint} (there are {', '.join(PARAMETERS)})"
             )
-    return wanted
+    return declared
 
 
 class CommandFailed(EtudeError):
@@ -159,8 +159,8 @@ class CommandAgent:
         finally:
             await uninterrupted(_terminate(process, pipes))
         if status != 0:
-            said = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
-            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(no output)'}")
+            stderr_tail = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {stderr_tail or '(no output)'}")
         return _parse_reward(out.kept)
 
 

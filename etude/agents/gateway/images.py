@@ -53,7 +53,7 @@ async def read_image_sizes(
 
 
 def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
-    def picture(address: str) -> ImageHeader:
+    def read_header(address: str) -> ImageHeader:
         digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
 
@@ -62,7 +62,7 @@ def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> li
         if len(shown) > MAX_IMAGES:
             raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
-            pictures.append([picture(address) for address in shown])
+            pictures.append([read_header(address) for address in shown])
         except DataError as error:
             raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
     return pictures

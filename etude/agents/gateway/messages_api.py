@@ -80,10 +80,12 @@ def _messages(message: Json, where: str) -> list[Json]:
     answers, parts = [], []
     for place, block in blocks:
         if block.get("type") == "tool_result":
-            said: Any = [_part(part, where) for where, part in _blocks(block.get("content") or "", f"{place}.content")]
-            if all("text" in part for part in said):
-                said = "".join(part["text"] for part in said)
-            answers.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            result: Any = [
+                _part(part, where) for where, part in _blocks(block.get("content") or "", f"{place}.content")
+            ]
+            if all("text" in part for part in result):
+                result = "".join(part["text"] for part in result)
+            answers.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         else:
             parts.append(_part(block, place))
     return answers + ([{"role": "user", "content": parts}] if parts or not answers else [])

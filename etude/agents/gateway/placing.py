@@ -92,7 +92,7 @@ def place_request(
 
 def _prompt_messages(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
     """Prepares messages for rendering: escapes tool results, and adds the tool's name where the template writes it."""
-    shown: list[Message] = []
+    prepared: list[Message] = []
     calls: list[Message] = []
     for message, place in zip(messages, places):
         if message["role"] == "assistant":
@@ -101,8 +101,8 @@ def _prompt_messages(messages: list[Message], places: list[int | None], chat: Ch
             message = message | {"content": _disarm_content(message["content"], chat)}
             if chat.names_calls and place is not None:
                 message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
-        shown.append(message)
-    return shown
+        prepared.append(message)
+    return prepared
 
 
 def _context_after(
@@ -116,7 +116,7 @@ def _context_after(
     """
     chat = shared.chat
     parsed = with_result_tag(parent.read.parsed, chat, shared.parser)
-    shown = []
+    rendered_messages = []
     for message, place in zip(new, answering):
         rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
@@ -124,9 +124,9 @@ def _context_after(
             rendered = _result_message(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
             rendered = with_tool_name(rendered, name) if chat.names_calls else rendered
-        shown.append(rendered)
+        rendered_messages.append(rendered)
     try:
-        return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
+        return chat.context_ids(rendered_messages, after=parent.read.output.token_ids, image_tokens=image_tokens)
     except ConfigError:
         return None
     except DataError as error:

@@ -124,8 +124,8 @@ class Recording:
             self._continued.add(turn.parent)
 
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
-        """Returns the turn that a history ends with, or None, also if the history edits reasoning. Of several with the same
-        text, takes the one whose call ids and reasoning match best, then one that no turn continues yet."""
+        """Returns the turn that a history ends with; None if there is none, or if the history edits its reasoning. Of
+        several with the same text, takes the one whose call ids and reasoning match best, then one not continued yet."""
         sent = [message for message in reversed(history) if message["role"] == "assistant"]
         matches = [turn for turn in self._after.get(key, ()) if not _has_edits(turn, sent)]
         if len(matches) < 2:

@@ -68,8 +68,8 @@ def _read(request: Json, replies: Replies) -> Json:
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
     messages: list[Json] = []
     if request.get("instructions"):
-        said = text_of(request["instructions"], "instructions")
-        messages.append({"role": "system", "content": said, INSTRUCTIONS: True})
+        instructions = text_of(request["instructions"], "instructions")
+        messages.append({"role": "system", "content": instructions, INSTRUCTIONS: True})
     if (previous := request.get("previous_response_id")) is not None:
         if text_of(previous, "previous_response_id") not in replies:
             reason = f"previous_response_id: this session has (or keeps) no response '{str(previous)[:100]}'"
@@ -288,8 +288,8 @@ class _ResponseWriter(PartWriter):
         yield self._event(whole["status"], {"response": whole})
 
     def error(self, error: GatewayError) -> Events:
-        told = error.body()["error"]
-        yield "error", {"type": "error", "sequence_number": next(self._numbers), **told, "error": told}
+        body = error.body()["error"]
+        yield "error", {"type": "error", "sequence_number": next(self._numbers), **body, "error": body}
 
 
 RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body)

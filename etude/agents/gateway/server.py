@@ -83,7 +83,7 @@ def create_app(
 
 
 def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
-    async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
+    async def answer_request(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         if chat.stream:
             stream = _Stream(dialect, session, chat, request, tokenizer)
             return stream if await stream.begins() else Response(status_code=_CLIENT_CLOSED_REQUEST)
@@ -112,7 +112,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         is_new, found = store.makes(session), store.get_or_make(session, key)
         chat = read(found, body, is_new=is_new)
         try:
-            return await answered(found, chat, request)
+            return await answer_request(found, chat, request)
         except GatewayError as error:
             found.declined = error
             raise
@@ -126,7 +126,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         body = await request.body()
         session = store.get_or_make(name, "")
         try:
-            response = await answered(session, read(session, body, is_new=True), request)
+            response = await answer_request(session, read(session, body, is_new=True), request)
         except BaseException:
             store.end(session)
             raise

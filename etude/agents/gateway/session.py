@@ -165,19 +165,19 @@ class GatewaySession:
         self._admitted += 1
         try:
             if place.pictures:
-                [given] = await self._gather([read_pictures(place.pictures, self._context)], arrived)
-                images = self._images.take(given)
+                [decoded] = await self._gather([read_pictures(place.pictures, self._context)], arrived)
+                images = self._images.take(decoded)
             number = self._requests
             self._requests += 1
             self.refused = None
             started, parser = time.perf_counter(), self._context.parser
             asked = Asked(request, place.ids, f"{self.name}-{number}")
             thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
-            takers = live.begin(asked, parser, thinking)
+            callbacks = live.begin(asked, parser, thinking)
             options = self._context.options.multi_turn
             most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
             budget = max(most, 1), cut_by
-            outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
+            outputs = await self._sample(place, images, params, request, arrived, budget[0], callbacks)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
                 raise self._session_over()
@@ -254,9 +254,9 @@ class GatewaySession:
         if self.rules.own_sampling:
             own |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
             own["top_k"] = own["top_k"] or -1
-        given = self._context.with_stops(self._sampling, self._context.parser)
-        seed = 0 if self.rules.own_sampling and request.seed is not None else given.seed
-        return replace(given, **own, stop=(*given.stop, *request.stops), seed=seed)
+        sampling = self._context.with_stops(self._sampling, self._context.parser)
+        seed = 0 if self.rules.own_sampling and request.seed is not None else sampling.seed
+        return replace(sampling, **own, stop=(*sampling.stop, *request.stops), seed=seed)
 
     def _check_room(self, place: Place) -> None:
         options, first = self._context.options, not self.recording.turns
@@ -314,20 +314,20 @@ class GatewaySession:
         request: ChatRequest,
         arrived: float,
         room: int,
-        takers: Sequence[OnTokens],
+        callbacks: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
-        shown = (*(() if place.parent is None else place.parent.shown()), *images)
+        all_images = (*(() if place.parent is None else place.parent.shown()), *images)
         ask = partial(
             self._client.generate,
             prompt_ids=place.ids,
             sampling_params=replace(params, max_tokens=most),
-            images=shown or None,
+            images=all_images or None,
         )
         draws: list[int | None] = [None] * (request.n or 1)
         if request.seed is not None:
             draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
-        outputs = await self._gather([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, takers)], arrived)
+        outputs = await self._gather([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, callbacks)], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs

@@ -120,9 +120,9 @@ class BlockParser(ToolParser):
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
         """Parses a text into pieces; `closing_of` maps opening to closing reasoning tags."""
-        begun = self.read_bare(text, 0, tools)
-        pieces: Pieces = [*begun.found] if begun else []
-        position = begun.end if begun else 0
+        bare_block = self.read_bare(text, 0, tools)
+        pieces: Pieces = [*bare_block.found] if bare_block else []
+        position = bare_block.end if bare_block else 0
         may_close = True
         while tag := self._tags.search(text, position):
             name, start, end = tag.group(), tag.start(), tag.end()
@@ -148,29 +148,29 @@ class BlockParser(ToolParser):
                 pieces.append(text[position : start if name in self.glue else end])
             if thought is not None:
                 may_close = False
-                begun = self.read_bare(text, end, tools)
-                pieces += begun.found if begun else []
-                end = begun.end if begun else end
+                bare_block = self.read_bare(text, end, tools)
+                pieces += bare_block.found if bare_block else []
+                end = bare_block.end if bare_block else end
             position = end
         return [*pieces, text[position:]]
 
     def _awaited_call_errors(self, pieces: Pieces, tools: Tools | None) -> Pieces:
         """Returns an error for each call in reasoning whose result the model waits for; see the module's invariant."""
-        lost: Pieces = []
+        errors: Pieces = []
         for piece in reversed(pieces):
             if isinstance(piece, Thought):
-                lost += self._call_errors(piece, tools)
+                errors += self._call_errors(piece, tools)
             elif not isinstance(piece, str) or piece.strip():
                 break
         first = pieces[0]
         if (
-            not lost
+            not errors
             and isinstance(first, Thought)
             and not first.opened
             and all(isinstance(each, str) for each in pieces)
         ):
             return self._call_errors(first, tools, must_begin=True)
-        return lost
+        return errors
 
     def _call_errors(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
         """Returns an error for each call in `thought`; with `must_begin`, only if it begins with a call."""

@@ -74,7 +74,7 @@ def _render_calls(
     """Renders conversations that end with a call; returns each with the indices at which the turn may begin: where the text
     diverges from the generation prompt, or after the question."""
     question: dict[str, Any] = {"role": "user", "content": _QUESTION}
-    found = []
+    rendered = []
     # Some templates write calls only if there is no content, some take arguments as JSON strings.
     for content, given in product(("", None), (dict(arguments), json.dumps(dict(arguments)))):
         asked = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": given}}
@@ -85,5 +85,5 @@ def _render_calls(
         except Exception:  # a template raises whatever its expressions raise
             continue
         if text.count(name) > prompt.count(name):
-            found.append((text, [common_beginning(prompt, text), text.rfind(_QUESTION) + len(_QUESTION)]))
-    return found
+            rendered.append((text, [common_beginning(prompt, text), text.rfind(_QUESTION) + len(_QUESTION)]))
+    return rendered
