@@ -10,8 +10,8 @@
 PENDING renders the prompt; if it does not fit, or leaves no room for an answer, the trajectory ends (`PROMPT_TOO_LONG`).
 After each generation, stop conditions are checked in this order:
 
-1. the turn was truncated, or left no room, by the response length, the context length, the trajectory's or the turn's token
-   budget → `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
+1. the turn was truncated by, or used up, the response length, the context length, or the token budget of the trajectory or
+   the turn → `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
 2. the turn has no tool call, not even a malformed one, and the row has no interaction → `COMPLETED`;
 3. the turn has a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
 4. the turn's tools run, or the interaction answers (after the last allowed turn too: the model never sees the results, but
