@@ -282,7 +282,7 @@ class ToolAgentLoop(AgentLoopBase):
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
-        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the answers fit
+        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the results fit
             for answer in with_images.values():
                 trajectory.images += await read_all(self.context.images, answer.images)
         trajectory.tool_calls += answers.records(turn)

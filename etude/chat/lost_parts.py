@@ -115,7 +115,7 @@ def _changed(value: Any) -> Any:
     """Returns a changed value; None if the value is empty."""
     if isinstance(value, str):
         return value.rstrip() + _CHANGE if value.strip() else None
-    if isinstance(value, list):  # parts: the last text
+    if isinstance(value, list):  # content parts: changes the last text
         texts = [n for n, part in enumerate(value) if isinstance(part, dict) and str(part.get("text") or "").strip()]
         if not texts:
             return None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
-_MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
+_MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
 _OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0

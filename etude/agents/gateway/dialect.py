@@ -56,7 +56,7 @@ class PartWriter(EventWriter):
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(asked, tokenizer)
-        self.kind: Kind | None = None  # of the open part
+        self.kind: Kind | None = None  # kind of the open part, if any
         self.text = ""
         """Text of the open part so far."""
         self.parts = 0

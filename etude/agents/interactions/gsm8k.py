@@ -21,7 +21,7 @@ class Gsm8kInteraction(BaseInteraction):
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Raises ConfigError: `config` has an unknown key or method."""
+        """Raises ConfigError if `config` has an unknown key or method."""
         super().__init__(config)
         self.check_keys(config, ["method"])
         self._method = config.get("method", "strict")
@@ -54,5 +54,5 @@ class Gsm8kInteraction(BaseInteraction):
         return compute_score(conversation["response"], conversation["ground_truth"], method=self._method)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forgets the conversation."""
+        """Deletes the conversation's state."""
         self._conversations.pop(instance_id, None)
