@@ -1,4 +1,4 @@
-"""Agent loops: how trajectories are rolled out, and the manager that runs many at once."""
+"""Agent loops, which roll out trajectories, and the manager that runs many at once."""
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
 from etude.agents.batch import to_batch, token_level_scores

@@ -1,7 +1,7 @@
-"""`AgentLoopBase`: how one trajectory is rolled out, and what a loop has to work with.
+"""`AgentLoopBase`: base class of agent loops, which roll out one trajectory each, and the context that loops share.
 
-A loop calls `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)`; the object is a `TrajectoryClient`.
-One loop object rolls out one trajectory, so that a loop may keep state on `self`.
+A loop calls `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)` on its `TrajectoryClient`. Each loop
+object rolls out one trajectory, so it may keep state on `self`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ register = AGENT_LOOPS.register
 
 @dataclass(frozen=True)
 class AgentContext:
-    """What the trajectories of one worker share, loaded once, before any model. `config` is the whole resolved
-    configuration, for users' loops; `processor` (Hugging Face's) and `images` are those of a vision model, None for a
-    text-only model; `reward_model` judges for an environment."""
+    """Everything that the trajectories of one worker share, loaded once, before any model.
+
+    `config` is the whole resolved configuration, for users' loops; `processor` (Hugging Face's) and `images` are None for a
+    text-only model; `reward_model` is the judge of an environment.
+    """
 
     config: Any
     options: RolloutOptions
@@ -56,7 +58,8 @@ class AgentContext:
     reward_model: Any = None
 
     def with_stops(self, sampling: SamplingParams, parser: ToolParser) -> SamplingParams:
-        """`sampling` with the stops of the tool-call format added; texts only where `rollout.stop` is not set."""
+        """Adds the tool-call format's stop ids to `sampling`, and its stop strings if none are set there or in
+        `rollout.stop`."""
         ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
         texts = sampling.stop if sampling.stop or self.options.stop is not None else tuple(parser.stop_texts)
         return replace(sampling, stop_token_ids=ids, stop=texts)
@@ -65,22 +68,22 @@ class AgentContext:
 class AgentLoopBase(ABC):
     """Base class of agent loops; one object per trajectory.
 
-    Subclasses registered with `@register("name")` are chosen by a row's `agent_name`. One with its own `__init__` passes
-    on its arguments: `super().__init__(trainer_config, **kwargs)`.
+    A row's `agent_name` selects a subclass registered with `@register("name")`. A subclass with its own `__init__` must
+    forward the arguments: `super().__init__(trainer_config, **kwargs)`.
 
     Attributes:
-        context: the shared parts, `context.options` the rollout section among them.
-        config: the whole configuration, keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`;
-            `rollout_config` and `data_config` are its sections of these names.
+        context: shared by all loops of the worker; `context.options` is the rollout section.
+        config: the whole configuration, with keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`;
+            `rollout_config` and `data_config` are shortcuts to its sections.
         server_manager: samples tokens.
-        tokenizer, chat: for prompts, `chat.initial_ids(messages, tools)`; for what follows an assistant turn,
-            `chat.context_ids(messages, after=sampled_ids)`. Neither ever encodes a sampled id again.
+        tokenizer, chat: encode prompts with `chat.initial_ids(messages, tools)`, and messages after an assistant turn with
+            `chat.context_ids(messages, after=sampled_ids)`. Neither re-encodes sampled ids.
         processor: the Hugging Face processor of a vision model, else None.
         tools: the configured tools by name, unless the class has its own `tools`.
     """
 
     tools: Mapping[str, BaseTool]
-    _class_initialized = False  # what `init_class` of verl's loops keeps
+    _class_initialized = False  # verl's loops set this in `init_class`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,15 +110,15 @@ class AgentLoopBase(ABC):
         self.chat = trainer_config.chat
         self._default(tools=trainer_config.tools)
 
-    @classmethod  # noqa: B027  (a subclass need not have one)
+    @classmethod  # noqa: B027  (overriding it is optional)
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **keywords: Any) -> None:
-        """Called before each object is created, as in verl: for what a subclass loads once, into its class attributes.
+        """Called before each object is created, as in verl; a subclass may load what it needs once into class attributes.
 
-        `keywords` are those of the loop's entry in `agent_loop_config_path`.
+        `keywords` come from the loop's entry in `agent_loop_config_path`.
         """
 
     def _default(self, **values: Any) -> None:
-        """Sets the attributes that the class, or its `init_class`, has not set itself."""
+        """Sets attributes that the class, or its `init_class`, has not set."""
         for name, value in values.items():
             if not hasattr(type(self), name):
                 setattr(self, name, value)
@@ -138,11 +141,11 @@ class AgentLoopBase(ABC):
         videos: Sequence[Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """The ids of a prompt; with `remove_system_prompt`, of tool and user messages after a complete assistant turn.
-        verl's name for `chat.initial_ids` and `chat.context_ids`.
+        """Returns the ids of a prompt; with `remove_system_prompt`, of tool and user messages after a complete assistant
+        turn. verl's name for `chat.initial_ids` and `chat.context_ids`.
 
         Raises:
-            ConfigError: there are videos.
+            ConfigError: `videos` is not empty.
         """
         if videos:
             raise ConfigError("apply_chat_template() takes no videos: models are shown images only")
@@ -152,10 +155,10 @@ class AgentLoopBase(ABC):
         return self.chat.initial_ids(messages, tools, tokens)
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What verl's loops call first: empty if no message has an image.
+        """Returns an empty dict; exists because verl's loops call it first.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: a message has an image: use `read_images` instead.
         """
         if any(map(image_count, messages)):
             raise ConfigError(
@@ -166,11 +169,11 @@ class AgentLoopBase(ABC):
     process_multi_modal_info = process_vision_info
 
     async def read_images(self, row: Mapping[str, Any]) -> list[ImageInput]:
-        """The images of the row's `raw_prompt`. Their `tokens` go to `chat.initial_ids`, all images of the context to every
-        `generate(images=…)`, and to the `Trajectory` or `AgentLoopOutput`.
+        """Reads the images of the row's `raw_prompt`. Pass their `tokens` to `chat.initial_ids`, and all images of the
+        context to every `generate(images=…)` and to the `Trajectory` or `AgentLoopOutput`.
 
         Raises:
-            DataError: one cannot be decoded; names the row.
+            DataError: an image cannot be decoded; names the row.
         """
         reader = self.context.images
         if reader is None or not any(map(image_count, row["raw_prompt"])):
@@ -184,8 +187,8 @@ class AgentLoopBase(ABC):
         tools: Sequence[dict[str, Any]] | None = None,
         images: Sequence[ImageInput] = (),
     ) -> list[int]:
-        """The ids of a prompt. A row of the dataset has them already, rendered once for all of its samples; they are used
-        if they are of these messages and tools, by the same template, and without images."""
+        """Returns the ids of a prompt. Dataset rows carry them in `raw_prompt_ids`, rendered once for all samples; these are
+        reused if messages, tools and template are the same and there are no images."""
         names, known = [tool["function"]["name"] for tool in tools or ()], row.get("raw_prompt_ids")
         same = known is not None and not images and names == row.get("active_tools") and messages == row["raw_prompt"]
         if same and self.chat is self.context.chat and self.tools is self.context.tools:
@@ -198,18 +201,18 @@ class AgentLoopBase(ABC):
         return asyncio.get_running_loop()
 
     def room(self, trajectory: Trajectory) -> int:
-        """Tokens left for the response, within its own budget and `rollout.max_model_len`."""
+        """Number of tokens left for the response, within `data.max_response_length` and `rollout.max_model_len`."""
         return self._room(trajectory)[0]
 
     def turn_budget(self, trajectory: Trajectory) -> tuple[int, StopReason]:
-        """Tokens that the next turn may have, and how a trajectory ends whose turn uses them up."""
+        """Maximum tokens of the next turn, and the trajectory's stop reason if the turn uses them up."""
         return turn_budget(self._room(trajectory), sum(trajectory.response_mask), self.context.options.multi_turn)
 
     def _room(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)
 
     def prompt_fits(self, trajectory: Trajectory) -> bool:
-        """Whether the prompt is within `data.max_prompt_length` and leaves room for a token."""
+        """Whether the prompt is within `data.max_prompt_length` and leaves room for at least one token."""
         return len(trajectory.prompt_ids) <= self.context.options.prompt_length and self.room(trajectory) >= 1
 
     @abstractmethod
@@ -218,15 +221,15 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `stop`, `seed`.
-            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, 0 unless
-                an infrastructure failure ended an earlier attempt.
+            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, which is 0
+                unless this is a retry after an infrastructure failure.
 
         Returns:
-            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be omitted; any other
-            than the engine's are rejected. A `reward_score` counts if `reward_model.enable=false`; otherwise the reward
-            manager's score replaces it. A loop that rewrote its history, so that no single context holds everything sampled,
-            returns a list of these in time order: only the last, the main sequence, carries rewards, messages and stop
-            reason.
+            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be omitted; if given,
+            they must be the engine's. A `reward_score` counts if `reward_model.enable=false`; otherwise the reward
+            manager's score replaces it. A loop that rewrites its history, so that no single context holds everything
+            sampled, returns a list of these in time order; only the last one, the main sequence, carries rewards, messages
+            and stop reason.
 
         Raises:
             InfrastructureError: infrastructure failed; the trajectory is retried from fresh state.
@@ -234,7 +237,7 @@ class AgentLoopBase(ABC):
 
 
 def response_room(options: RolloutOptions, prompt: int, response: int) -> tuple[int, StopReason]:
-    """Tokens left after a prompt and a response of these lengths, and how a trajectory ends that uses them up."""
+    """Returns the tokens left after a prompt and a response of these lengths, and the stop reason once they are used up."""
     budgets = [(options.response_length - response, StopReason.RESPONSE_LENGTH)]
     if options.max_model_len is not None:
         budgets.append((options.max_model_len - prompt - response, StopReason.CONTEXT_LENGTH))
@@ -242,8 +245,8 @@ def response_room(options: RolloutOptions, prompt: int, response: int) -> tuple[
 
 
 def turn_budget(room: tuple[int, StopReason], sampled: int, limits: MultiTurnOptions) -> tuple[int, StopReason]:
-    """The tightest budget of the next turn: the `room` that is left, or a limit of what the policy samples, which has
-    `sampled` so many tokens of the trajectory."""
+    """Returns the tightest budget of the next turn: `room`, or a limit on sampled tokens per trajectory, of which `sampled`
+    are used, or per turn."""
     budgets = [room]
     if limits.max_trajectory_tokens is not None:
         budgets.append((limits.max_trajectory_tokens - sampled, StopReason.TRAJECTORY_LENGTH))
@@ -254,24 +257,24 @@ def turn_budget(room: tuple[int, StopReason], sampled: int, limits: MultiTurnOpt
 
 @dataclass(frozen=True)
 class ConfiguredLoop:
-    """A loop's class with its keyword arguments from the file."""
+    """A loop class with its keyword arguments from the configuration file."""
 
     loop_class: type[AgentLoopBase]
     keywords: Mapping[str, Any]
 
     def __call__(self, **given: Any) -> AgentLoopBase:
-        """A loop for one trajectory."""
+        """Creates a loop for one trajectory."""
         return self.loop_class(**self.keywords, **given)
 
 
 def register_agent_loops(path: str | Path) -> list[str]:
-    """Registers the loops of the file that `rollout.agent.agent_loop_config_path` names, and returns their names.
+    """Registers the loops in the file given by `rollout.agent.agent_loop_config_path`, and returns their names.
 
         - name: my_agent
           _target_: package.module.MyAgentLoop     # or path/to/file.py:MyAgentLoop
           max_steps: 5                             # other keys are passed to the class
 
-    Reading a file twice has no further effect.
+    Reading a file a second time has no effect.
 
     Raises:
         ConfigError: the file is missing or malformed, a class is missing or not an agent loop, or a name is taken.
@@ -302,6 +305,6 @@ def register_agent_loops(path: str | Path) -> list[str]:
 def _register(name: str, loop: ConfiguredLoop) -> None:
     if name in AGENT_LOOPS:
         held = AGENT_LOOPS.get(name)
-        if held == loop or (held is loop.loop_class and not loop.keywords):  # its module registers it as well
+        if held == loop or (held is loop.loop_class and not loop.keywords):  # also registered by its own module
             return
     AGENT_LOOPS.register(name)(loop)

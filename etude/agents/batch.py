@@ -1,7 +1,7 @@
-"""From trajectories to the columns of a training batch.
+"""Converts trajectories to the columns of a training batch.
 
-Prompts are padded on the left, responses on the right, each to the longest of the batch. A dropped row keeps its place
-with an empty response: its mask is all zeros, so that it affects no loss, no advantage and no metric.
+Prompts are padded on the left, responses on the right, each to the longest in the batch. A dropped row keeps its position
+with an empty response: its mask is all zeros, so it affects no loss, advantage or metric.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from etude.trajectory import KEPT_IDS, Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
 OF_SEQUENCES: dict[str, Any] = {IMAGES: (), KEPT_IDS: (), ROUTED_EXPERTS: None}
-"""Object columns that a batch has if any of its sequences needs them, with what the others have there."""
+"""Object columns that a batch has only if one of its sequences needs them, with the value for the other rows."""
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
-    """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
-    `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row; if any was drawn with
-    top-k or top-p, also `kept_ids`; if the engine keeps them, `routed_experts`."""
+    """Builds a batch with the columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs`
+    (batch, response_len), `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object
+    column `rollout` with the `Rollout`s.
+
+    If any row has images, also `multi_modal_inputs`, a tuple of images per row; if any was sampled with top-k or top-p,
+    `kept_ids`; if the engine returns them, `routed_experts`.
+    """
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = pad_rows([t.response_ids for t in trajectories], pad_token_id)
     prompts = pad_rows([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -58,7 +61,7 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
 
 
 def add_missing_columns(parts: Sequence[DataProto]) -> None:
-    """Gives every batch the columns of `OF_SEQUENCES` that any of them has, so that they can be concatenated."""
+    """Adds the columns of `OF_SEQUENCES` that any batch has to all others, so that they can be concatenated."""
     for name, empty in OF_SEQUENCES.items():
         if any(name in part.non_tensor_batch for part in parts):
             for part in parts:
@@ -66,11 +69,13 @@ def add_missing_columns(parts: Sequence[DataProto]) -> None:
 
 
 def concat_batches(parts: Sequence[DataProto]) -> DataProto:
-    """Batches of different widths as one: prompts padded on the left, responses on the right."""
+    """Concatenates batches of different widths, padding prompts on the left and responses on the right."""
     if len(parts) == 1:
         return parts[0]
     add_missing_columns(parts)
-    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)  # a row may have keys of its own
+    names = dict.fromkeys(
+        name for part in parts for name in part.non_tensor_batch
+    )  # batches may have different columns
     for part in parts:
         for name in names:
             part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
@@ -98,7 +103,7 @@ def _concat_groups(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, 
     parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
     order = [row for rows in filled for row in rows]
     if isinstance(parts[0], BatchRef):
-        return BatchRef.concat(parts, concat_batches).select_idxs(np.argsort(order))  # joined where it is fetched
+        return BatchRef.concat(parts, concat_batches).select_idxs(np.argsort(order))  # concatenated where it is fetched
     whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
     if order != sorted(order):
         whole.reorder(torch.tensor(order).argsort())
@@ -106,7 +111,7 @@ def _concat_groups(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _shards_of(data: DataProto | BatchRef, shards: int) -> list[list[int]]:
-    """The rows of each shard: about equally many, in order where groups are."""
+    """Returns the rows of each shard: whole groups, about equally many rows each, in order if groups are contiguous."""
     groups: dict[Any, list[int]] = {}
     uids = data.ids if isinstance(data, BatchRef) else data.non_tensor_batch.get("uid", np.arange(len(data)))
     for row, uid in enumerate(uids.tolist()):
@@ -120,18 +125,18 @@ def _shards_of(data: DataProto | BatchRef, shards: int) -> list[list[int]]:
 
 
 BY_GROUP = DispatchMode(_divide_groups, _concat_groups)
-"""Whole groups (rows that share a `uid`) to each rank, no copies; a rank may get none. One batch of all results, in the
-order of the rows."""
+"""Dispatches whole groups (rows that share a `uid`) to ranks, without duplicating rows; a rank may get none. Collects the
+results into one batch, in row order."""
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The object columns as one mapping per row."""
+    """Returns the object columns as one dict per row."""
     columns = batch.non_tensor_batch
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
 
 
 def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: float, score_weight: float) -> Tensor:
-    """(batch, width) rewards at their tokens (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
+    """Returns (batch, width) float64 rewards at their tokens (`Trajectory.token_level_scores`); zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
     return pad_rows(rows, 0.0, width=width, kind=np.float64)
 
@@ -139,8 +144,8 @@ def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: flo
 def pad_rows(
     rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False, kind: type | None = None
 ) -> Tensor:
-    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32, padded on the right or, with `left`, on
-    the left: one conversion for the whole batch."""
+    """Pads `rows` on the right, or on the left with `left`, to a (rows, max(longest, `width`)) tensor of dtype `kind`, by
+    default int64 or float32 after `fill`. Converts the whole batch at once."""
     lengths = np.array([len(row) for row in rows])
     width = max(width, int(lengths.max(initial=0)))
     kind = kind or (np.float32 if isinstance(fill, float) else np.int64)

@@ -1,7 +1,7 @@
-"""`TrajectoryClient`: one trajectory's access to the engine; it records what the engine drew.
+"""`TrajectoryClient`: one trajectory's access to the engine; it records everything that the engine sampled.
 
-Invariant: `histories` hold every token that the engine drew, after exactly the ids and images of its input; what a loop
-returns is checked against them (`etude.agents.validation`).
+Invariant: `histories` hold every sampled token after exactly the ids and images of its input; what a loop returns is
+validated against them (`etude.agents.validation`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from etude.trajectory import KeptIds, Provenance, StopReason, Trajectory
 class TrajectoryClient:
     """The `server_manager` of agent loops.
 
-    Seeds: request t of a trajectory, counted in order of submission, draws with a seed derived from the trajectory's seed
-    and t, so that no two turns, branches or sequences share random numbers, and loops need not care. Several requests may
-    be in flight at once; each then has its own id at the engine (see `RequestIds`).
+    Request t of a trajectory, counted in order of submission, samples with a seed derived from the trajectory's seed and t:
+    no two turns, branches or sequences share random numbers. Several requests may be in flight at once; each then has its
+    own id at the engine (see `RequestIds`).
     """
 
     def __init__(self, engine: Engine, request_id: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """`decode` gives the texts of a generation's trace span; without it, the span has lengths only."""
+        """`decode` turns ids into the texts of a generation's trace span; without it, the span has only lengths."""
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self.histories: list[History] = []
         self._ended = False
-        self._asked = self._answered = 0
+        self._num_requests = self._num_answered = 0
         self._ids = RequestIds(engine, request_id)
 
     async def generate(
@@ -49,44 +49,45 @@ class TrajectoryClient:
         on_tokens: OnTokens | None = None,
         **media: Any,
     ) -> TokenOutput:
-        """Samples one turn. Whatever `request_id` a loop passes, the engine gets the trajectory's own.
+        """Samples one turn. `request_id` is ignored: the engine gets the trajectory's own id.
 
-        `draw` replaces the request's number in its seed: the same draw again gives the same random numbers. `on_tokens` is
-        called with the ids as they are drawn, if the engine tells.
+        `draw` replaces the request's number in its seed: the same draw gives the same random numbers. `on_tokens` is called
+        with ids as they are sampled, if the engine streams them.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
-            EtudeError: `prompt_ids` are no token ids.
-            EngineError: the engine failed, aborted the request, or drew with a log-prob that is not finite.
-            InfrastructureError: the trajectory is over (the loop has outlived its time limit).
+            EtudeError: `prompt_ids` are not token ids.
+            EngineError: the engine failed, aborted the request, or returned a log-prob that is not finite.
+            InfrastructureError: the trajectory is over (the loop kept running after its time limit).
         """
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
-        seed = request_seed(params.seed, self._asked if draw is None else draw)
-        self._asked += 1  # before the await: concurrent requests must not share a seed
-        asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
-        given: dict[str, Any] = {"images": shown} if shown else {}  # a text-only engine need not have the parameter
+        seed = request_seed(params.seed, self._num_requests if draw is None else draw)
+        self._num_requests += 1  # before the await: concurrent requests must not share a seed
+        prompt, shown_images = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
+        # A text-only engine need not have the parameter `images`.
+        given: dict[str, Any] = {"images": shown_images} if shown_images else {}
         if on_tokens is not None and streams_tokens(self._engine):
             given["on_tokens"] = on_tokens
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:
-                output = await self._engine.generate(name, asked, params.seeded(seed), **given)
+                output = await self._engine.generate(name, prompt, params.seeded(seed), **given)
             finally:
                 self._ids.leave(name)
             if recorded is not None:
-                self._describe(recorded, asked, output)
+                self._describe(recorded, prompt, output)
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
         if not all(map(math.isfinite, output.log_probs)):
             raise EngineError(
                 f"the engine drew a token of trajectory {self.request_id} with a log-prob that is not finite"
             )
-        if not self.histories or not self.histories[-1].grows_to(asked):
-            self.histories.append(History(asked))
-        self.histories[-1].add(asked, output, image_digests(shown))
-        self._answered += 1
+        if not self.histories or not self.histories[-1].grows_to(prompt):
+            self.histories.append(History(prompt))
+        self.histories[-1].add(prompt, output, image_digests(shown_images))
+        self._num_answered += 1
         return output
 
     async def sample_turn(
@@ -96,8 +97,8 @@ class TrajectoryClient:
         budget: tuple[int, StopReason],
         decode: Callable[[Sequence[int]], str],
     ) -> tuple[TokenOutput, StopReason | None]:
-        """Samples the next assistant turn, within a budget (`turn_budget`), and adds it to the trajectory; returns also how
-        the trajectory ends if the turn was cut."""
+        """Samples the next assistant turn within a budget (see `turn_budget`) and adds it to the trajectory; returns the
+        output, and the stop reason if the turn was truncated."""
         most, reason = budget
         started = time.perf_counter()
         output = await self.generate(
@@ -113,12 +114,12 @@ class TrajectoryClient:
         trajectory.messages.append({"role": "assistant", "content": decode(output.token_ids)})
         if output.stop_reason == "stop":
             return output, None
-        whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own window ended it
+        whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own context limit cut it
         return output, reason if whole else StopReason.CONTEXT_LENGTH
 
     def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
         recorded.set(
-            turn=self._answered,
+            turn=self._num_answered,
             prompt_tokens=len(asked),
             response_tokens=len(output.token_ids),
             stop_reason=output.stop_reason,
@@ -127,73 +128,78 @@ class TrajectoryClient:
             recorded.set(prompt=self._decode(asked), response=self._decode(output.token_ids))
 
     def end(self) -> None:
-        """Nothing more may be sampled."""
+        """Ends the trajectory: later requests are rejected."""
         self._ended = True
         self._ids.end()
 
 
 class RequestIds:
-    """The ids of one trajectory's requests at the engine, one or several at a time. `own` is the trajectory's id, which the
-    caller opens before its first request and closes after its last.
+    """Ids of one trajectory's requests at the engine. `own` is the trajectory's id, which the caller opens before the first
+    request and closes after the last.
 
-    The engine serves one request per id at a time; it keeps an id's keys and values from turn to turn, and in its
-    deterministic mode waits for its next request. A request made while another is in flight gets a temporary id, which is
-    closed with its answer.
+    The engine serves one request per id at a time; it keeps an id's KV cache from turn to turn, and in deterministic mode
+    waits for the id's next request. A request made while another is in flight gets a temporary id, closed when it is done.
 
     Invariant: no id has two requests in flight. The engine never waits for a trajectory that is itself waiting: while only
-    temporary ids are in flight the trajectory's own is closed, and it is reopened when none is.
+    temporary ids are in flight, `own` is closed; it is reopened once none is.
     """
 
     def __init__(self, engine: Engine, own: str) -> None:
         self._engine, self.own = engine, own
-        self._under_way: set[str] = set()
-        self._made = 0
+        self._in_flight: set[str] = set()
+        self._num_temporary = 0
         self._own_is_open = True
         self._ended = False
 
     def end(self) -> None:
-        """The own id is not reopened."""
+        """Marks the trajectory as over: `own` is not reopened."""
         self._ended = True
 
     def enter(self) -> str:
-        """An id for one request, which ends with `leave`."""
-        if not self._under_way:
+        """Returns the id for a new request; pass it to `leave` when the request is done."""
+        if not self._in_flight:
             name = self.own
         else:
-            self._made += 1
-            name = f"{self.own}#{self._made}"
+            self._num_temporary += 1
+            name = f"{self.own}#{self._num_temporary}"
             self._engine.open([name])
-        self._under_way.add(name)
+        self._in_flight.add(name)
         return name
 
     def leave(self, name: str) -> None:
-        """The request with that id has ended, successfully or not."""
-        self._under_way.discard(name)
+        """Releases the id of a request that has ended, successfully or not."""
+        self._in_flight.discard(name)
         if name != self.own:
             self._engine.close(name)
-        elif self._under_way:
+        elif self._in_flight:
             self._engine.close(name)
             self._own_is_open = False
-        if not self._under_way and not self._own_is_open and not self._ended:
+        if not self._in_flight and not self._own_is_open and not self._ended:
             self._engine.open([self.own])
             self._own_is_open = True
 
 
 class History:
-    """A context that grew turn by turn: its ids, where in it the engine drew, with which log-probs, from which kept ids
-    (those of `TokenOutput`) and after the images of which digests; and to which experts its tokens went."""
+    """A context that grew turn by turn.
+
+    Attributes:
+        context: its token ids.
+        turns: per sampled turn, (its start in `context`, log-probs, kept ids as in `TokenOutput`, digests of the images
+            before it).
+        experts: the routed experts of its tokens, if the engine returns them.
+    """
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
         self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
         self.experts: RoutedExperts | None = None
 
-    def grows_to(self, asked: list[int]) -> bool:
-        """Whether `asked` begins with this context."""
-        return asked[: len(self.context)] == self.context
+    def grows_to(self, prompt: list[int]) -> bool:
+        """Whether `prompt` begins with this context."""
+        return prompt[: len(self.context)] == self.context
 
-    def add(self, asked: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
-        self.context += asked[len(self.context) :]
+    def add(self, prompt: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
+        self.context += prompt[len(self.context) :]
         kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
         self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
         self.context += output.token_ids
@@ -201,10 +207,10 @@ class History:
 
 
 def token_ids(given: Any, name: str) -> list[int]:
-    """`given` as a list of token ids: a sequence, an array or tensor of one row, or a tokenizer's `BatchEncoding`.
+    """Converts a sequence, an array or tensor of one row, or a tokenizer's `BatchEncoding` to a list of token ids.
 
     Raises:
-        EtudeError: it is something else; begins with `name`.
+        EtudeError: `given` is anything else; the message begins with `name`.
     """
     ids: Any = given
     if type(ids) is not list:
@@ -228,8 +234,8 @@ def token_ids(given: Any, name: str) -> list[int]:
 
 
 def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:
-    """Images as engines take them; loops written for verl say `image_data`, and pass None or something empty if there are
-    none."""
+    """Returns the images to pass to the engine; loops written for verl call them `image_data`, and pass None or empty media
+    if there are none."""
     others = {name: value for name, value in media.items() if name == "image_data" or not is_empty(value)}
     shown: Sequence[ImageInput] = others.pop("image_data", images) or ()
     if others:
@@ -250,5 +256,5 @@ def is_empty(value: Any) -> bool:
 
 
 def image_digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
-    """The images' digests."""
+    """Returns the digest of each image."""
     return tuple([image.digest for image in images])

@@ -1,8 +1,8 @@
-"""The state of one run of an agent loop: the states (`AgentState`); `Conversation`, which the handlers and tools of
-`tool_agent` get as `agent_data`; and `AgentData`, plain data with the same field names for custom loops.
+"""State of one run of an agent loop: `AgentState`, the states; `Conversation`, which the handlers and tools of `tool_agent`
+get as `agent_data`; and `AgentData`, plain data with the same field names for custom loops.
 
-Invariant: the tokens, messages, turns and rewards of a `Conversation` are views of the trajectory, and only that is trained
-on. `AgentData` does nothing: keeping its lists in sync with what was sampled is up to its loop.
+Invariant: the tokens, messages, turns and rewards of a `Conversation` are views of the trajectory, and only the trajectory
+is trained on. `AgentData` is passive: its loop must keep its lists in sync with what was sampled.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class AgentState(Enum):
 
 @dataclass
 class AgentData:
-    """What a loop keeps between its states.
+    """State that a loop keeps from one state to the next, with verl's field names.
 
-    `prompt_ids` is usually the whole context so far, and `response_mask`, `response_logprobs` grow with what follows the
-    first prompt; `response_ids` are those of the current turn, and `tool_calls` its calls.
+    `prompt_ids` is usually the whole context so far; `response_mask` and `response_logprobs` cover everything since the
+    first prompt; `response_ids` and `tool_calls` are those of the current turn.
     """
 
     messages: list[dict[str, Any]]
@@ -59,7 +59,7 @@ class AgentData:
 
 
 def _view(read: Callable[[Conversation], Any], instead: str) -> Any:
-    """A read-only property of `Conversation`; its error says what to change instead."""
+    """Makes a read-only property of `Conversation`; the error on assignment says what to do instead."""
 
     def refuse(data: Conversation, value: object) -> None:
         raise EtudeError(f"what agent_data says of its tokens and turns is read only here: {instead}")
@@ -73,11 +73,11 @@ _BY_REWARD = "add a reward with  agent_data.trajectory.add_step_reward(source, v
 
 @dataclass
 class Conversation:
-    """The state of one run: the growing trajectory, and the current turn.
+    """State of one run: the growing trajectory, and the current turn.
 
     verl-style handlers and tools get it as `agent_data`, with the field names of `AgentData`. Its tokens, messages and
-    rewards are copies, as tuples: they change only with the trajectory. A subclass or tool may keep its own state in
-    `extra_fields`, for the lifetime of the trajectory.
+    rewards are read-only tuples, copied from the trajectory. A subclass or tool may keep its own state in `extra_fields`
+    for the lifetime of the trajectory.
     """
 
     trajectory: Trajectory
@@ -87,13 +87,13 @@ class Conversation:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     user: InteractionSession | None = None
-    token_limit: TokenLimit | None = None  # cuts tool answers further if they leave too little room
+    token_limit: TokenLimit | None = None  # truncates tool results that leave too little room
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
-    spoken: dict[int, str] = field(default_factory=dict)  # by message index: the part of a turn that a user sees
-    tool_answers: set[int] = field(default_factory=set)  # indices of messages that answer calls, whatever their role
+    spoken: dict[int, str] = field(default_factory=dict)  # by message index: a turn without reasoning and calls
+    tool_answers: set[int] = field(default_factory=set)  # indices of messages that answer calls, in any role
     sampled: Sequence[int] = ()  # the last turn's ids
-    cut_by: StopReason | None = None  # the budget that cut the last turn
+    cut_by: StopReason | None = None  # the budget that truncated the last turn
     malformed_in_a_row: int = 0
 
     request_id = _view(lambda data: data.trajectory.request_id, "it names the trajectory")
@@ -119,7 +119,7 @@ class Conversation:
         self.parsed = replace(self.parsed, calls=list(calls))
 
     def messages_for_user(self) -> list[dict[str, Any]]:
-        """The conversation for an interaction: see `BaseInteraction.generate_response`."""
+        """Returns the messages for an interaction; see `BaseInteraction.generate_response`."""
         shown = []
         for number, message in enumerate(self.trajectory.messages):
             if number in self.spoken:
@@ -140,9 +140,9 @@ def add_time(trajectory: Trajectory, name: str, started: float) -> None:
 
 
 def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
-    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
+    """Appends a text, with images in front of it, to the last user message, or as a new message if there is none.
 
-    Returns the number of images before those.
+    Returns the number of images in the conversation before the new ones.
     """
     last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
     if last is None:

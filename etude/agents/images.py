@@ -1,8 +1,8 @@
-"""Images on their way to the model: those of a row's prompt, and those in tool responses.
+"""Reads images for the model: those of a row's prompt, and those in tool responses.
 
-Invariant: an image is decoded within limits, in a thread; its patches are computed only once its position in the context is
-certain. Media that cannot be shown are replaced by a short note, which counts as part of the answer, and the trajectory goes
-on: a corrupt image is the tool's fault. One that the system cannot read at the moment is an infrastructure failure.
+Invariant: an image is decoded within limits, in a thread; a tool image's patches are computed only once the response is in
+the context. Media that the model cannot take are replaced by a short note, which counts towards the response's length, and
+the trajectory goes on: a corrupt image is the tool's fault. A temporary failure to read one is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _threads = BlockingCalls("etude-images", limit=4)
 
 @dataclass(frozen=True)
 class ShownResponse:
-    """A tool's response as the model sees it: images, the tokens of each, and text."""
+    """A tool response as the model sees it: text, images, and the number of tokens of each image."""
 
     text: str
     images: tuple[Image, ...] = ()
     tokens: tuple[int, ...] = ()
 
     def message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """`message`, whose content is the text, with the images in front."""
+        """Returns `message` with the images in front of its text."""
         return {**message, "content": content_of(message["content"], len(self.images))} if self.images else message
 
 
 async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> list[ImageInput]:
-    """The images of a row, each as `read_image` does, in a thread."""
+    """Reads a row's images with `read_image`, in a thread."""
     return [
         await _threads.run(read_image, reader, source, f"{where}: image {number}")
         for number, source in enumerate(sources)
@@ -53,10 +53,10 @@ async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> l
 
 
 def read_image(reader: ImageReader, source: Any, where: str) -> ImageInput:
-    """An image of a row, as `load_image` takes it.
+    """Reads one image of a row; `source` is anything that `load_image` accepts.
 
     Raises:
-        DataError: it cannot be decoded; named as `where`.
+        DataError: it cannot be decoded; the message begins with `where`.
         InfrastructureError: the system cannot read it now.
     """
     try:
@@ -69,12 +69,12 @@ def read_image(reader: ImageReader, source: Any, where: str) -> ImageInput:
 
 
 async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageInput]:
-    """Decoded images as the model reads them."""
+    """Converts decoded images to model inputs, in a thread."""
     return [await _threads.run(reader.read, image) for image in images]
 
 
 async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> ShownResponse:
-    """`response` as a vision model sees it; the session has cut its text to `limit`.
+    """Prepares a tool response for a vision model; its text is already truncated to `limit`.
 
     Raises:
         InfrastructureError: the system cannot read an image now.
@@ -100,26 +100,26 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
 
 
 def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
-    """`response` as a text-only model sees it; the session has cut its text to `limit`."""
+    """Returns a tool response's text for a text-only model, with a note for media; it is already truncated to `limit`."""
     return append_notes(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
 
 
 def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
-    """`text` with a line for each note; if both are too long, the text is cut, and the notes only if they must be."""
-    told = "\n".join(notes).encode("utf-8", "replace").decode()
-    whole = "\n".join(part for part in (text, told) if part)
-    if not told or limit is None or (cut := _bounded(whole, limit)) == whole:
+    """Appends a line per note; if the result is too long, truncates the text first, and the notes only if necessary."""
+    lines = "\n".join(notes).encode("utf-8", "replace").decode()
+    whole = "\n".join(part for part in (text, lines) if part)
+    if not lines or limit is None or (cut := _truncate(whole, limit)) == whole:
         return whole
     tokens, chars = limit.max_tokens, limit.max_chars
     rest = replace(
         limit,
-        max_tokens=None if tokens is None else tokens - limit.count(f"\n{told}"),
-        max_chars=None if chars is None else chars - len(told) - 1,
+        max_tokens=None if tokens is None else tokens - limit.count(f"\n{lines}"),
+        max_chars=None if chars is None else chars - len(lines) - 1,
     )
     if not text or min((left for left in (rest.max_tokens, rest.max_chars) if left is not None), default=-1) < 0:
         return cut
-    return _bounded(f"{_bounded(text, rest)}\n{told}", limit)
+    return _truncate(f"{_truncate(text, rest)}\n{lines}", limit)
 
 
-def _bounded(text: str, limit: TokenLimit) -> str:
+def _truncate(text: str, limit: TokenLimit) -> str:
     return bound_text(text, limit, len(text))

@@ -4,12 +4,12 @@ There is no barrier between trajectories: one waits for a tool while others deco
 
 Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
 `trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
-scoring is retried as often. What stalls (see `stalls`) is retried once, then dropped. Any other exception is a bug of the
-user's or ours: everything is cancelled, tools are released, and it is raised. A group that is left with too few survivors
-to learn from (`least_group`) is dropped: its running and waiting rows are cancelled and their tools released.
+scoring has the same number of retries. A stalled trajectory (see `stalls`) is retried once, then dropped. Any other
+exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised. A group
+with fewer than `least_group` survivors is dropped: its running and waiting rows are cancelled and their tools released.
 
-Invariant: one rollout per row, in row order, whatever happened; a dropped one has no sequences. Every trajectory that was
-opened at the engine is closed, in every ending.
+Invariant: one rollout per row, in row order, including failed ones; a dropped rollout has no sequences. Every trajectory
+opened at the engine is closed, however it ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sampling:
     seed: int
 
     def params(self, index: int, max_tokens: int, stops: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a loop's `run`."""
+        """Returns the `sampling_params` for a loop's `run`."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -68,32 +68,34 @@ class Sampling:
 
 
 class AgentLoopManager:
-    """Runs agent loops over rows; `scorer` (from the rewards room) is injected by the caller."""
+    """Runs agent loops over rows; `scorer` scores each rollout, if given."""
 
     def __init__(
         self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
-        self.progress = (0, 0)  # (ended, total) since no batch was under way; may be read from another thread
-        self._batches: list[_Batch] = []  # under way
-        self.open_spans: dict[str, OpenSpans] = {}  # of what runs: attempts and scorings, by request id
+        self.progress = (0, 0)  # (ended, total) trajectories since last idle; may be read from another thread
+        self._batches: list[_Batch] = []  # batches in flight
+        self.open_spans: dict[str, OpenSpans] = {}  # open spans of running attempts and scorings, by request id
         self.deterministic = deterministic
         self._logged = False
         slowest = max(
             (CallPolicy.from_config(t.config, name).timeout for name, t in context.tools.items()), default=0.0
         )
-        self.clean_up_seconds = slowest + 4 * GRACE_SECONDS  # as long as a ToolSession may take to close
+        self.clean_up_seconds = slowest + 4 * GRACE_SECONDS  # the longest that a ToolSession may take to close
 
     async def generate(
         self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, *, least_group: int = 1
     ) -> list[Rollout]:
-        """Rolls out every row; a row may carry `rollout_index` (its index in the whole step's batch) and `active_tools`
-        (names of the configured tools that it may use; default all). `least_group`: minimum survivors among the rows of one
-        `uid`; with fewer, none of them is of use.
+        """Rolls out every row.
+
+        A row may have `rollout_index` (its index in the whole step's batch) and `active_tools` (names of the configured
+        tools that it may use; default all). `least_group`: minimum survivors per group (rows with the same `uid`); a group
+        with fewer is dropped.
 
         Raises:
-            ConfigError: a row names an agent loop that does not exist (before any work).
-            EtudeError, Exception: a loop, tool or scorer failed for a reason that is not infrastructure.
+            ConfigError: a row names an agent loop that does not exist; raised before any work.
+            EtudeError, Exception: a loop, tool or scorer failed, and not because of infrastructure.
         """
         batch = _Batch(self, [dict(row) for row in rows], sampling, least_group)
         lanes = min(self.context.options.max_concurrent_trajectories, len(rows))
@@ -105,7 +107,7 @@ class AgentLoopManager:
             try:
                 batch.open([batch.request_id(i, 0) for i in range(lanes)])
                 for lane in range(lanes):
-                    # The rows after a lane's first one must not depend on the clock in the deterministic mode.
+                    # In deterministic mode, which rows a lane takes must not depend on timing.
                     following = iter(range(lane + lanes, len(rows), lanes)) if self.deterministic else rest
                     batch.tasks.start(batch.lane(lane, following))
                 await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
@@ -115,10 +117,10 @@ class AgentLoopManager:
         return batch.rollouts
 
     def loop_name(self, row: Mapping[str, Any]) -> str:
-        """The agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` where an
+        """Returns the agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` if an
         environment is configured, or `tool_agent` if the row has tools or an interaction, else `single_turn_agent`.
 
-        With `multi_turn.enable=false` a row that asks for `tool_agent` gets its single turn.
+        With `multi_turn.enable=false`, `single_turn_agent` replaces `tool_agent`.
         """
         options = self.context.options
         chosen, enabled = row.get("agent_name") or options.agent.default_agent_loop, options.multi_turn.enable
@@ -130,16 +132,16 @@ class AgentLoopManager:
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
 
     def steps_done(self) -> int:
-        """Steps of the engine so far, if it counts them."""
+        """Number of engine steps so far; 0 if the engine does not count them."""
         return int(getattr(self.engine, "steps_done", 0))
 
     def cancel_stalled(self, error: Stalled) -> None:
-        """Cancels all attempts and scorings in flight, each of which is tried again once (see `StallWatch`)."""
+        """Cancels all attempts and scorings in flight; each is retried once (see `StallWatch`)."""
         for batch in self._batches:
             batch.cancel_stalled(error)
 
     def log_failure(self, request_id: str, error: BaseException) -> None:
-        """The first failure as a warning; the others are counted in the metrics and logged at INFO."""
+        """Logs the first failure as a warning, and later ones, which the metrics count, at INFO."""
         logger.log(
             logging.INFO if self._logged else logging.WARNING,
             "trajectory %s broken by infrastructure: %s",
@@ -156,18 +158,18 @@ class _Batch:
     def __init__(
         self, manager: AgentLoopManager, rows: list[dict[str, Any]], sampling: Sampling, least_group: int
     ) -> None:
-        """Raises ConfigError if a row names an agent loop that does not exist, before any rollout."""
+        """Raises ConfigError if a row names an agent loop that does not exist."""
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self.rollouts = [Rollout() for _ in rows]
-        self._asked = time.time()
+        self._submitted_at = time.time()
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
-        self._given_up: set[int] = set()
-        self._under_way: dict[int, asyncio.Task[Any]] = {}
+        self._cancelled_rows: set[int] = set()
+        self._running: dict[int, asyncio.Task[Any]] = {}
         self._scoring: dict[int, asyncio.Task[Any]] = {}
-        self._stalled: dict[int, Stalled] = {}  # of those, which are being cancelled for a stall
+        self._stalled: dict[int, Stalled] = {}  # those of either that are being cancelled because of a stall
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
             try:
@@ -175,18 +177,18 @@ class _Batch:
             except ConfigError as error:
                 raise ConfigError(f"row {row['request_id']}: agent_name: {error}") from error
         self._to_trace: set[int] = set()
-        self._decode = None  # of a traced generation's texts
+        self._decode = None  # decodes the texts of traced generations
         if (tracer := manager.context.tracer) is not None:
             uids = [str(row.get("uid", i)) for i, row in enumerate(rows)]
             self._to_trace = tracer.chosen(uids, rows[0].get("step") if rows else None)
             self._decode = manager.context.tokenizer.decode if tracer.token2text else None
 
     def request_id(self, index: int, attempt: int) -> str:
-        """The engine's request id of a row's attempt."""
+        """Returns the request id of a row's attempt at the engine."""
         return f"{self._rows[index]['request_id']}/{attempt}"
 
     def open(self, request_ids: Sequence[str]) -> None:
-        """Announces trajectories."""
+        """Opens trajectories at the engine."""
         self._engine.open(request_ids)
         self._opened.update(request_ids)
 
@@ -198,62 +200,62 @@ class _Batch:
             self.open([then_open])
 
     def close_all(self) -> None:
-        """Closes trajectories that an exception left open."""
+        """Closes all trajectories that an exception left open."""
         for request_id in sorted(self._opened):
             self._close(request_id)
 
     async def lane(self, first: int, following: Iterator[int]) -> None:
-        """Rolls out the row `first`, then those of `following`."""
+        """Rolls out the row `first`, then the rows of `following`, one after another."""
         index: int | None = first
         while index is not None:
             last_id = await self._roll_out(index)
-            self._give_up_group_of(index)
+            self._cancel_small_group(index)
             done, index = index, next(following, None)
             self._close(last_id, None if index is None else self.request_id(index, 0))
             self.tasks.start(self._finish(done))
 
     async def _roll_out(self, index: int) -> str:
-        """Runs a row until it succeeds or is out of retries; returns the last request, which the lane closes."""
+        """Runs a row until it succeeds or is out of retries; returns the last request id, which the caller closes."""
         rollout, options, context = self.rollouts[index], self._options, self._manager.context
         row, request_id = self._rows[index], ""
         name, number = self._manager.loop_name(row), int(row.get("rollout_index", index))
-        for attempt in range(options.infrastructure_retries + 2):  # the last one is for a stall
+        for attempt in range(options.infrastructure_retries + 2):  # one more, for a stall
             if rollout.stalls > 1 or attempt > options.infrastructure_retries + rollout.stalls:
                 break
             request_id, rollout.attempts = self.request_id(index, attempt), attempt
             if attempt:
                 self._close(self.request_id(index, attempt - 1), request_id)
-            if index in self._given_up:
+            if index in self._cancelled_rows:
                 rollout.drop(StopReason.CANCELLED)
                 return request_id
             rollout.attempts += 1
             client = TrajectoryClient(self._engine, request_id, self._decode)
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
-            given = {**row, "request_id": request_id, "attempt": attempt}
-            waited = time.time() - self._asked
+            row_with_ids = {**row, "request_id": request_id, "attempt": attempt}
+            waited = time.time() - self._submitted_at
             try:
-                with self._traced(index, request_id) as whole, self._watched(request_id):
-                    task = self._under_way[index] = asyncio.ensure_future(
-                        called(_run_loop, name, context, client, params, given)
+                with self._trace(index, request_id) as trajectory_span, self._track_spans(request_id):
+                    task = self._running[index] = asyncio.ensure_future(
+                        called(_run_loop, name, context, client, params, row_with_ids)
                     )
                     returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
-                    if whole is not None:
-                        _describe(whole, returned)
+                    if trajectory_span is not None:
+                        _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
-                if index in self._given_up:
+                if index in self._cancelled_rows:
                     rollout.drop(StopReason.CANCELLED)
                     return request_id
                 self._note_failure(rollout, request_id, self._stalled.pop(index, error))
                 continue
             finally:
-                self._under_way.pop(index, None)
+                self._running.pop(index, None)
                 self._stalled.pop(index, None)
                 client.end()
-            rollout.sequences[-1].timeline.insert(0, ("queue", self._asked, waited))
+            rollout.sequences[-1].timeline.insert(0, ("queue", self._submitted_at, waited))
             for sequence in rollout.sequences:
                 sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
             if (reason := rollout.sequences[-1].stop_reason) in _UNTRAINABLE:
@@ -271,7 +273,7 @@ class _Batch:
         if self._manager.deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
             rollout.cause += _LOCKSTEP
 
-    def _traced(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
+    def _trace(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
         tracer, row = self._manager.context.tracer, self._rows[index]
         if tracer is None or index not in self._to_trace:
             return nullcontext()
@@ -280,7 +282,7 @@ class _Batch:
         return tracer.trajectory(request_id, {"request_id": request_id, **named})
 
     async def _finish(self, index: int) -> None:
-        """Scores a finished rollout, if there is a scorer, and reports it."""
+        """Scores a finished rollout, if there is a scorer, and counts it in `progress`."""
         manager = self._manager
         if manager.scorer is not None:
             await score_rollout(
@@ -291,15 +293,15 @@ class _Batch:
                 timeout=self._options.trajectory_timeout,
                 on_failure=manager.log_failure,
             )
-            self._give_up_group_of(index)
+            self._cancel_small_group(index)
         ended, total = manager.progress
         manager.progress = (ended + 1, total)
 
     async def _score(self, index: int, scorer: AsyncScorer, trajectory: Trajectory, row: Mapping[str, Any]) -> None:
-        """Scores; where that stalls, once more, and then the rollout is dropped."""
+        """Scores a trajectory; retries once after a stall, then drops the rollout."""
         rollout = self.rollouts[index]
         while True:
-            with self._watched(trajectory.request_id), span("scorer", ""):
+            with self._track_spans(trajectory.request_id), span("scorer", ""):
                 task = self._scoring[index] = asyncio.ensure_future(called(scorer, trajectory, row))
                 try:
                     return await task
@@ -314,13 +316,13 @@ class _Batch:
 
     def cancel_stalled(self, error: Stalled) -> None:
         """See `AgentLoopManager.cancel_stalled`."""
-        for index, task in {**self._under_way, **self._scoring}.items():
+        for index, task in {**self._running, **self._scoring}.items():
             if not task.done():
                 self._stalled[index] = error
                 task.cancel()
 
     @contextmanager
-    def _watched(self, request_id: str) -> Iterator[None]:
+    def _track_spans(self, request_id: str) -> Iterator[None]:
         spans = self._manager.open_spans[request_id] = OpenSpans()
         try:
             with watch_spans(spans):
@@ -328,19 +330,20 @@ class _Batch:
         finally:
             del self._manager.open_spans[request_id]
 
-    def _give_up_group_of(self, index: int) -> None:
-        """If infrastructure failed the row and its group is of no use without it, drops the group's other rows."""
+    def _cancel_small_group(self, index: int) -> None:
+        """If the row was dropped for an infrastructure failure and its group is now too small, cancels the group's other
+        rows."""
         if self.rollouts[index].dropped is StopReason.INFRASTRUCTURE:
             for other in self._groups.lost(index):
-                self._given_up.add(other)
-                if other in self._under_way:
-                    self._under_way[other].cancel()
+                self._cancelled_rows.add(other)
+                if other in self._running:
+                    self._running[other].cancel()
 
 
 class Groups:
-    """Rows that share a `uid` are a group; an estimator learns nothing from fewer than `least` survivors of one.
+    """Groups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
 
-    Invariant: a group is dropped once, when fewer than `least` of its rows can still survive; rows that are already dropped
+    Invariant: a group is dropped once, as soon as fewer than `least` of its rows can survive; rows that were already dropped
     are never returned.
     """
 
@@ -351,11 +354,11 @@ class Groups:
             self._left[uid].add(row)
 
     def lost(self, row: int) -> set[int]:
-        """Records a dropped row; returns the other rows of its group if that has now become useless."""
+        """Records a dropped row; returns the other rows of its group if that is now too small, else an empty set."""
         left = self._left[self._uids[row]]
-        could = len(left) >= self._least
+        was_enough = len(left) >= self._least
         left.discard(row)
-        return set(left) if could and len(left) < self._least else set()
+        return set(left) if was_enough and len(left) < self._least else set()
 
 
 async def _run_loop(
@@ -367,16 +370,16 @@ async def _run_loop(
     return await called(loop.run, params, **row)
 
 
-def _describe(whole: TraceSpan, returned: object) -> None:
-    """The ending recorded in a trajectory's span, if the loop returned one."""
+def _describe(trajectory_span: TraceSpan, returned: object) -> None:
+    """Adds the outcome to a trajectory's trace span, if the loop returned a trajectory."""
     trajectory = returned[-1] if isinstance(returned, list) and returned else returned
     if isinstance(trajectory, AgentLoopOutput):
         trajectory = trajectory.trajectory
     if isinstance(returned, list):
-        whole.set(sequences=len(returned))
+        trajectory_span.set(sequences=len(returned))
     if isinstance(trajectory, Trajectory):
         rewards = trajectory.rewards
-        whole.set(
+        trajectory_span.set(
             stop_reason=trajectory.stop_reason.value,
             turns=trajectory.num_turns,
             response_tokens=trajectory.response_length,
@@ -386,10 +389,10 @@ def _describe(whole: TraceSpan, returned: object) -> None:
 
 
 class TaskGroup:
-    """Tasks of one event loop that may start further ones, and that succeed or fail together.
+    """Tasks of one event loop that may start further tasks, and that succeed or fail together.
 
-    Invariant: `finish` returns once every task has succeeded; on the first exception, or when its caller is cancelled, all
-    others are cancelled, get time to clean up, and nothing is left running unobserved.
+    Invariant: `finish` returns once every task has succeeded. On the first exception, or when its caller is cancelled, all
+    other tasks are cancelled and get time to clean up; none is left running.
     """
 
     def __init__(self) -> None:
@@ -397,19 +400,19 @@ class TaskGroup:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task; a finished group starts no more."""
+        """Starts a task; does nothing once the group has finished."""
         if self._over.done():
             work.close()
             return
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
 
     async def finish(self, grace: float) -> None:
         """Waits for all tasks; cancelled ones have `grace` seconds to clean up.
 
         Raises:
-            Exception: the first that a task raised.
+            Exception: the first exception that a task raised.
         """
         try:
             if self._tasks:
@@ -418,7 +421,7 @@ class TaskGroup:
             self._over.cancel()
             await settle(self._tasks, grace)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if self._over.done():

@@ -1,4 +1,4 @@
-"""`single_turn_agent`: one prompt, one answer, no tools."""
+"""`single_turn_agent`: one prompt, one response, no tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.trajectory import StopReason, Trajectory
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Samples once."""
+    """Samples one response per prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""

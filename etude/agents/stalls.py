@@ -1,12 +1,12 @@
-"""`StallWatch`: notices that nothing progresses any more, says what waits on what, and has it tried again.
+"""`StallWatch`: watchdog that detects when rollouts make no progress, logs what they wait for, and triggers a retry.
 
-Progress is a generation, tool call or scoring that ends, a trajectory that ends, and a step of an engine that counts them.
-After `seconds` without any, one warning names what the trajectories wait for; then each attempt and scoring in flight is
-cancelled with a `Stalled` error. The manager tries such a one again once, whatever `infrastructure_retries` say, and drops
-it the second time; both are counted (`rollout/stalled`).
+Progress is the end of a generation, tool call, scoring or trajectory, or a step of an engine that counts its steps. After
+`seconds` without progress, one warning names what the trajectories wait for; then each attempt and scoring in flight is
+cancelled with a `Stalled` error. The manager retries it once, regardless of `infrastructure_retries`, and drops it the
+second time; both are counted (`rollout/stalled`).
 
-Invariant: a watch acts only while trajectories are in flight and not held up on purpose, at most once in `seconds`; one
-thread looks, and everything is cancelled in the event loop.
+Invariant: a watch acts only while trajectories are in flight and not suspended, at most once per `seconds`. A thread checks;
+tasks are cancelled in the event loop.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 10  # in `seconds`
-_LISTED = 5  # kinds of waits in a report
+_CHECKS = 10  # per `seconds`
+_LISTED = 5  # maximum kinds of waits in a report
 
 
 class StallWatch:
-    """Watches `manager`, whose event loop is `loop`, from a thread of its own until `close`."""
+    """Watches `manager`, whose event loop is `loop`, from a separate thread until `close`."""
 
     def __init__(self, manager: AgentLoopManager, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._manager, self._loop, self._seconds = manager, loop, seconds
         self._closed, self._suspended = threading.Event(), 0
-        self._thread = threading.Thread(target=self._look, name="etude-stalls", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="etude-stalls", daemon=True)
         self._thread.start()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Takes no note of what stands still during the block, which holds the engine up itself."""
+        """Disables stall detection during the block, for callers that pause the engine themselves."""
         self._suspended += 1
         try:
             yield
@@ -50,13 +50,13 @@ class StallWatch:
             self._suspended -= 1
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._closed.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         seen, since = self._state(), time.monotonic()
-        while not self._closed.wait(self._seconds / _LOOKS):
+        while not self._closed.wait(self._seconds / _CHECKS):
             state, now = self._state(), time.monotonic()
             if state != seen or self._suspended or not self._manager.open_spans:
                 seen, since = state, now
@@ -71,7 +71,7 @@ class StallWatch:
         return (*self._manager.progress, self._manager.steps_done(), len(spans), sum(each.ended for each in spans))
 
     def _report(self, now: float) -> str:
-        """`nothing has progressed for 300 s: …`, the longest wait of each kind first."""
+        """Builds the warning: the longest wait of each kind, sorted by length."""
         waits: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for name, spans in list(self._manager.open_spans.items()):
             for what, since in spans.open() or [("its agent's own code", spans.began)]:

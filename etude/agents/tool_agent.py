@@ -1,33 +1,33 @@
-"""`tool_agent`: generate, run the tools the model called, generate again, until the trajectory ends.
+"""`tool_agent`: generates, runs the tools that the model called, and generates again, until the trajectory ends.
 
-    state              goes to
-    PENDING            GENERATING, or TERMINATED where the prompt does not fit
-    GENERATING         PROCESSING_TOOLS (the turn calls), INTERACTING (it does not, and the row has an interaction),
-                       TERMINATED
+    state              next state
+    PENDING            GENERATING, or TERMINATED if the prompt does not fit
+    GENERATING         PROCESSING_TOOLS (the turn has tool calls), INTERACTING (it has none, and the row has an
+                       interaction), TERMINATED
     PROCESSING_TOOLS   GENERATING, TERMINATED
     INTERACTING        GENERATING, TERMINATED
 
-PENDING creates the tools that the row names and renders the prompt; one that does not fit, or leaves no room for an
-answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are checked after a generation:
+PENDING renders the prompt; if it does not fit, or leaves no room for an answer, the trajectory ends (`PROMPT_TOO_LONG`).
+After each generation, stop conditions are checked in this order:
 
-1. the turn was cut, or left no room, by the budget of the response, the model's window, the trajectory or the turn →
-   `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
-2. the turn holds neither a call nor a malformed one, and no interaction answers it → `COMPLETED`;
-3. the turn holds a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
-4. the turn's tools run, or the interaction answers (in the last allowed turn too: the model no longer sees their answers,
-   but their rewards count); the interaction may end the conversation → `COMPLETED`;
+1. the turn was truncated by, or used up, the response length, the context length, or the token budget of the trajectory or
+   the turn → `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
+2. the turn has no tool call, not even a malformed one, and the row has no interaction → `COMPLETED`;
+3. the turn has a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
+4. the turn's tools run, or the interaction answers (after the last allowed turn too: the model never sees the results, but
+   their rewards count); the interaction may end the conversation → `COMPLETED`;
 5. `max_consecutive_malformed_calls` reached → `MAX_MALFORMED_CALLS`; `max_assistant_turns` reached →
    `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds` have passed → `TIME_LIMIT`;
    fewer than `min_answer_tokens` of `max_trajectory_tokens` left → `TRAJECTORY_LENGTH`;
-6. the chat template renders neither the answers nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
-7. the answers, with room for `min_answer_tokens` more, do not fit even with the tools' texts cut to the minimum →
-   `TOOL_RESPONSE_OVERFLOW`.
+6. the chat template can render neither the tool results nor a placeholder for them → `CONTEXT_REFUSED` (the row is
+   dropped);
+7. the tool results plus `min_answer_tokens` do not fit, even truncated to the minimum → `TOOL_RESPONSE_OVERFLOW`.
 
-A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`, with verl's names and arguments.
+A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`, which have verl's names and arguments.
 `agent_data` is a `Conversation`; its token lists are read-only.
 
-Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token, and
-tools and interactions are released in every ending.
+Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token. Tools and
+interactions are released however the trajectory ends.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.tools.outcome import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory
 
-INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards other than tools
+INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards, besides tool names
 logger = logging.getLogger(__name__)
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """See the module's docstring.
+    """The tool-calling agent loop; see the module's docstring.
 
     A subclass may also set `max_user_turns`, `max_assistant_turns`, `max_parallel_calls`, `max_tool_response_length`,
-    `tool_response_truncate_side` and `tool_parser`, on the class or the object; the defaults are the configuration's.
+    `tool_response_truncate_side` and `tool_parser`, on the class or the object; defaults come from the configuration.
     """
 
     max_user_turns: int | None
@@ -78,7 +78,7 @@ class ToolAgentLoop(AgentLoopBase):
     max_tool_response_length: int
     tool_response_truncate_side: str
     tool_parser: ToolParser
-    _not_called: ClassVar[frozenset[str]] = frozenset(  # what subclasses override in verl
+    _not_called: ClassVar[frozenset[str]] = frozenset(  # methods that subclasses override in verl
         {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
         | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
         | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
@@ -106,8 +106,8 @@ class ToolAgentLoop(AgentLoopBase):
             tool_response_truncate_side=limits.tool_response_truncate_side,
             tool_parser=trainer_config.parser,
         )
-        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` passes on, by id()
-        self._broken: InfrastructureError | None = None  # the failure of one of them
+        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` forwards, by id()
+        self._broken: InfrastructureError | None = None  # set when such a call has an infrastructure failure
 
     @property
     def prompt_length(self) -> int:
@@ -123,7 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`; the model sees the row's `active_tools` (default: all).
 
         Raises:
-            DataError: the row selects a tool that is not configured, or has arguments for one that it does not select.
+            DataError: the row selects a tool or interaction that is not configured, or has arguments for a tool that it does
+                not select.
         """
         self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
@@ -158,7 +159,7 @@ class ToolAgentLoop(AgentLoopBase):
         return trajectory
 
     def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
-        """The sessions that are open while the states run."""
+        """Returns a context manager that is open while the states run."""
         return nullcontext()
 
     def _token_limit(self) -> TokenLimit:
@@ -192,14 +193,14 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending_state(self, data: Conversation, sampling_params: Mapping[str, Any]) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            await self._greet(data, response)
+            await self._add_initial_response(data, response)
         messages, images = trajectory.messages, trajectory.images
         trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
 
-    async def _greet(self, data: Conversation, response: ToolResponse) -> None:
+    async def _add_initial_response(self, data: Conversation, response: ToolResponse) -> None:
         trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
             text = shown_text(response, data.token_limit)
@@ -211,7 +212,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:
-        """The image reader for messages of `role`, if model and template support images there."""
+        """Returns the image reader for messages of `role`; None if model or template do not support images there."""
         return self.context.images if role in self.chat.image_roles else None
 
     async def _handle_generating_state(
@@ -223,17 +224,17 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if (reason := self.used_up(data)) is not None:
-            self._note_malformed(data)  # a call cut off by the length limit needs no answer
+            self._record_malformed(data)  # no result is rendered for a call that the length limit cut off
             return end(data, reason)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
-            self._note_malformed(data)
+            self._record_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
         return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
-        """Checks the arguments that a generation handler was called with, perhaps by a subclass.
+        """Applies the arguments of a generation handler, which a subclass may have changed.
 
         Raises:
             EtudeError: `ignore_termination` is true.
@@ -252,7 +253,7 @@ class ToolAgentLoop(AgentLoopBase):
         return output
 
     def used_up(self, data: Conversation) -> StopReason | None:
-        """The budget that cut the last turn, or that leaves no room for a token after it."""
+        """The budget that truncated the last turn, or that leaves no room for another token; None if there is room."""
         if data.cut_by is not None or self.room(data.trajectory) >= 1:
             return data.cut_by
         return self.turn_budget(data.trajectory)[1]
@@ -265,7 +266,7 @@ class ToolAgentLoop(AgentLoopBase):
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
-        with_images = {} if self.context.images is None else await self._answers_with_images(data, outcomes)
+        with_images = {} if self.context.images is None else await self._prepare_images(data, outcomes)
         texts = [
             with_images[n].text if n in with_images else shown_text(each.response, data.token_limit)
             for n, each in enumerate(outcomes)
@@ -274,35 +275,35 @@ class ToolAgentLoop(AgentLoopBase):
         answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
-        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
-        data.malformed_in_a_row += unreadable
+        malformed = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+        data.malformed_in_a_row += malformed
         if any(outcome.error != "malformed" for outcome in outcomes):
             data.malformed_in_a_row = 0
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
-        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the answers fit
+        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the results fit
             for answer in with_images.values():
                 trajectory.images += await read_all(self.context.images, answer.images)
         trajectory.tool_calls += answers.records(turn)
         for each in outcomes:
             if each.error is None or each.reward:
                 trajectory.add_step_reward(each.call.name, each.reward)
-        if limits.malformed_calls == "penalise" and unreadable:
-            trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
+        if limits.malformed_calls == "penalise" and malformed:
+            trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
 
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
         if type(self)._call_tool is ToolAgentLoop._call_tool:
             return await data.session.execute(calls, turn)
-        return await gather(self._call_own(data, call, turn) for call in calls)
+        return await gather(self._call_overridden(data, call, turn) for call in calls)
 
-    async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
-        """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
+    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
+        """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
 
         Raises:
-            InfrastructureError: the call had an infrastructure failure, however the subclass handled it.
-            EtudeError: it returned something other than response, reward and metrics.
+            InfrastructureError: the call had an infrastructure failure, even if the subclass handled it.
+            EtudeError: it returned anything other than response, reward and metrics.
         """
         arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
         kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
@@ -326,10 +327,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Runs one call of the current turn: (response, step reward, metrics). A subclass may override it.
+        """Runs one call of the current turn; returns (response, step reward, metrics). A subclass may override it.
 
         Raises:
-            InfrastructureError: as `ToolSession.execute`.
+            InfrastructureError: see `ToolSession.execute`.
         """
         data = self._data
         try:
@@ -340,17 +341,15 @@ class ToolAgentLoop(AgentLoopBase):
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
-    async def _answers_with_images(
-        self, data: Conversation, outcomes: Sequence[ToolOutcome]
-    ) -> dict[int, ShownResponse]:
-        """The outcomes with media, by index; empty if the model takes no images here."""
+    async def _prepare_images(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, ShownResponse]:
+        """Returns the responses that have media, by index; empty if the model takes no images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
             return {}
         responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
         return {n: await answer_of(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video}
 
-    def _note_malformed(self, data: Conversation) -> None:
+    def _record_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
         data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
@@ -372,9 +371,9 @@ class ToolAgentLoop(AgentLoopBase):
         image_tokens: Sequence[int] = (),
         shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
     ) -> AgentState:
-        """Checks endings 5 to 7; otherwise adds the messages of tools or the user to the context.
+        """Checks stop conditions 5 to 7; if none applies, appends the tools' or user's messages to the context.
 
-        `shorter` returns the messages in that many tokens fewer, or None if there is not enough to cut.
+        `shorter(excess)` returns the messages shortened by `excess` tokens, or None if that is not possible.
         """
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
@@ -393,13 +392,13 @@ class ToolAgentLoop(AgentLoopBase):
             if left < limits.min_answer_tokens:
                 return ended(StopReason.TRAJECTORY_LENGTH)
         room = self.room(trajectory) - limits.min_answer_tokens
-        context = self._context_of(data, messages, image_tokens)
+        context = self._encode_context(data, messages, image_tokens)
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
             messages = (shorter(excess) if shorter is not None else None) or ()
             if not messages:
                 return ended(StopReason.TOOL_RESPONSE_OVERFLOW)
             trajectory.messages[-len(messages) :] = messages
-            context = self._context_of(data, messages, image_tokens)
+            context = self._encode_context(data, messages, image_tokens)
         if context is None:
             return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
@@ -408,36 +407,36 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
-        """Ends the trajectory without showing its last messages."""
+        """Ends the trajectory; the model never sees its last messages, so their images are dropped."""
         first = len(data.trajectory.messages) - messages
         data.trajectory.messages[first:] = map(drop_images, data.trajectory.messages[first:])
         return end(data, reason)
 
-    def _context_of(
+    def _encode_context(
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
     ) -> list[Run] | None:
-        """The ids of the last messages; if the template does not render them, of lines that say so, or None."""
+        """Encodes the last messages, or placeholders if the template cannot render them; None if neither works."""
         trajectory = data.trajectory
         try:
             return self.chat.context_ids(messages, after=data.sampled, image_tokens=image_tokens)
-        except ConfigError as error:  # start-up checked the template: it is the text of these
+        except ConfigError as error:  # the template passed the start-up check: the cause is the messages' text
             logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
             trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
-            told = replace_unwritable(self.chat, messages, image_tokens)
-            if not told:
+            replaced = replace_unwritable(self.chat, messages, image_tokens)
+            if not replaced:
                 return None
-            trajectory.messages[-len(messages) :] = told
-            return self.chat.context_ids(told, after=data.sampled, image_tokens=image_tokens)
+            trajectory.messages[-len(messages) :] = replaced
+            return self.chat.context_ids(replaced, after=data.sampled, image_tokens=image_tokens)
 
     def _tool_tokens(self, text: str) -> int:
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
-        except ConfigError:  # reported for the answer as a whole; see `feed_back`
+        except ConfigError:  # handled for the whole tool result in `_encode_context`
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 
-    _handlers: ClassVar[dict[AgentState, str]] = {  # by name, so that a subclass may override one
+    _handlers: ClassVar[dict[AgentState, str]] = {  # names, so that a subclass may override handlers
         AgentState.PENDING: "_handle_pending_state",
         AgentState.GENERATING: "_handle_generating_state",
         AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
@@ -446,7 +445,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _is_json(value: object) -> bool:
-    """Whether a value that a tool or subclass keeps may leave the process, to the scorer and the dump."""
+    """Whether a value can be serialized as JSON, and so passed to the scorer and the rollout dump."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):

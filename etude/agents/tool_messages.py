@@ -1,9 +1,9 @@
-"""Tool and user responses as messages that the chat template renders.
+"""Builds the tool messages that answer a turn's calls, for the chat template to render.
 
-Invariant: no text of a model, a tool or a user ends a run. That the template renders their messages at all is checked at
-start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool's answer with a `</think>`
-in it. The text of these is replaced by a line that says so; their images stay. Answers that leave too little room for the
-next turn are cut further, as long as something of each is left.
+Invariant: no text written by a model, a tool or a user makes the run fail. That the template renders tool messages at all is
+checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result that
+contains `</think>`. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room for
+the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from etude.tools import TokenLimit, ToolOutcome
 from etude.trajectory import ToolCallRecord
 
 NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
-LEAST_TOKENS = 16  # minimum of a cut answer: with fewer, the truncation mark would be most of it
+LEAST_TOKENS = 16  # minimum length of a truncated result: below this, it would be mostly the truncation mark
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
 
 
 @dataclass
 class ToolMessages:
-    """The answers to one turn's calls, one message each: those that ran (`outcomes`), those beyond
-    `max_parallel_calls`, and the errors of malformed ones.
+    """The tool messages for one turn's calls, one each: calls that ran, calls beyond `max_parallel_calls`, and malformed
+    calls, in this order.
 
-    `texts` are the messages' texts, `with_images` the images that go with them by index, and `names_calls` says whether the
-    template writes the name of the tool that a message answers for.
+    Attributes:
+        parsed: the parsed turn.
+        outcomes: outcomes of the calls that ran.
+        with_images: responses with images, by message index.
+        texts: the messages' texts.
+        names_calls: whether the template writes the tool's name into its message.
     """
 
     parsed: ParsedResponse
@@ -43,11 +47,11 @@ class ToolMessages:
 
     @property
     def image_tokens(self) -> list[int]:
-        """Tokens of each image, in order."""
+        """Number of tokens of each image, in order."""
         return [tokens for answer in self.with_images.values() for tokens in answer.tokens]
 
     def messages(self) -> list[dict[str, Any]]:
-        """The answers as messages."""
+        """Returns one message per call."""
         calls = self._calls
         unread = [None] * len(self.parsed.errors)
         made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
@@ -58,7 +62,7 @@ class ToolMessages:
         return made
 
     def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
-        """The messages in `excess` tokens fewer; None if there is not enough to cut."""
+        """Truncates the texts by `excess` tokens in total and returns the messages; None if that is not possible."""
         cut = None if limit is None else shorten_texts(self.texts, excess, limit)
         if cut is None:
             return None
@@ -66,7 +70,7 @@ class ToolMessages:
         return self.messages()
 
     def records(self, turn: int) -> list[ToolCallRecord]:
-        """The record of each call, with its answer as the model saw it."""
+        """Returns the record of each call, with the result as the model saw it."""
         ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
         beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
         refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
@@ -78,39 +82,40 @@ class ToolMessages:
 
 
 def with_result_tag(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolParser) -> ParsedResponse:
-    """`parsed`, with a tag around its answers where the template has no tool messages."""
+    """Sets the tag around tool results if the template has no tool role."""
     if parsed.result_tag is not None or chat.answers_tools:
         return parsed
     return replace(parsed, result_tag=parser.result_tag or "tool_response")
 
 
 def malformed_record(turn: int, error: str) -> ToolCallRecord:
-    """The record of a malformed call."""
+    """Returns the record of a malformed call."""
     return ToolCallRecord(turn, "", "", error, error="malformed")
 
 
 def replace_unwritable(
     chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """`messages`, with `UNWRITABLE` for texts that the template does not render; none if that does not help.
+    """Replaces texts that the template cannot render by `UNWRITABLE`; returns an empty list if that does not help.
 
-    `image_tokens` are those of each image in the messages, which all stay.
+    `image_tokens`: number of tokens of each image in the messages; all images stay.
     """
-    told, images = [], iter(image_tokens)
+    replaced, images = [], iter(image_tokens)
     for message in messages:
         own = list(islice(images, image_count(message)))
-        content = message["content"] if _is_written(chat, [message], own) else content_of(UNWRITABLE, len(own))
-        told.append({**message, "content": content})
-    return told if _is_written(chat, told, image_tokens) else []
+        content = message["content"] if _can_render(chat, [message], own) else content_of(UNWRITABLE, len(own))
+        replaced.append({**message, "content": content})
+    return replaced if _can_render(chat, replaced, image_tokens) else []
 
 
 def drop_images(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that the model never saw, as text only: a trajectory's messages have exactly the images of its context."""
+    """Removes the images of a message that the model never saw: a trajectory's messages must have exactly its context's."""
     return {**message, "content": text_of(message["content"])} if image_count(message) else message
 
 
 def shorten_texts(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
-    """`texts` in `excess` tokens fewer, the longest cut to one length; None if that is less than `LEAST_TOKENS`."""
+    """Truncates the longest of `texts` to a common length that saves `excess` tokens; None if that length would be below
+    `LEAST_TOKENS`."""
     sizes = [limit.count(text) for text in texts]
     left, cap = sum(sizes) - excess, 0
     for shorter, size in enumerate(sorted(sizes)):
@@ -124,11 +129,11 @@ def shorten_texts(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[
 
 
 def with_tool_name(message: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """A tool message with the name of the function it answers for, if known; any other unchanged."""
+    """Adds the function's name, if known, to a tool message; returns other messages unchanged."""
     return {**message, "name": name} if name and message.get("role") == "tool" else message
 
 
-def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
+def _can_render(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
     if not all(isinstance(message.get("content"), str) or image_count(message) for message in messages):
         return False
     try:

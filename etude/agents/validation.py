@@ -1,9 +1,9 @@
-"""What an agent loop returned, checked against what the engine drew for it.
+"""Validates what an agent loop returned against what the engine sampled for it.
 
-Invariant: in a trajectory that passes, a token marked as sampled was drawn by the engine as the continuation of exactly the
-ids and images before it, and no draw is claimed twice; its log-probs are the engine's; every sequence fits
-`data.max_response_length`; only the last one carries rewards. Training on tokens that were not sampled, or were sampled in
-another context, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
+Invariant: in a trajectory that passes, every token marked as sampled was sampled by the engine after exactly the ids and
+images before it, and no sampled token is claimed twice; its log-probs are the engine's; every sequence fits
+`data.max_response_length`; only the last one carries rewards. Marking tokens that were not sampled, or were sampled in
+another context, is a bug in the loop and always an error. A loop may still drop a turn or mask one out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from etude.trajectory import AgentLoopOutput, KeptIds, Provenance, Trajectory
 
 
 class Draw(NamedTuple):
-    """A run of sampled tokens of a sequence, matched to the engine's draws: from response position `place` on, which is
-    position `start` of the client's history with index `history`."""
+    """A run of sampled tokens, matched to the engine's: it begins at response position `place` of the sequence, and at
+    position `start` of the client's history number `history`."""
 
     place: int
     log_probs: list[float]
@@ -32,11 +32,11 @@ class Draw(NamedTuple):
 
 
 def validate_output(returned: object, client: TrajectoryClient, name: str, response_length: int) -> list[Trajectory]:
-    """The sequences that the loop `name` returned, one or several in time order; the last is the main one.
+    """Returns the sequences that the loop `name` returned, in time order; the last is the main one.
 
     Raises:
-        EtudeError: it is of the wrong type, claims tokens that were not sampled or are already claimed, has log-probs
-            other than the engine's, or rewards a sequence that is not the last.
+        EtudeError: the return value has the wrong type, claims tokens that were not sampled or that another sequence claims,
+            has log-probs other than the engine's, or rewards a sequence that is not the last.
         ConfigError: a sequence is longer than `data.max_response_length`.
     """
     given = returned if isinstance(returned, list) else [returned]
@@ -55,7 +55,7 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
                 f"the agent loop '{name}' returned {sequence.response_length} response tokens, more "
                 f"than data.max_response_length={response_length}"
             )
-        _settle_log_probs(sequence, draws)
+        _set_log_probs(sequence, draws)
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     for number, earlier in enumerate(sequences[:-1]):
@@ -69,16 +69,18 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
 
 
 def _routed_experts(sequence: Trajectory, client: TrajectoryClient) -> RoutedExperts | None:
-    """The engine's, of the longest history that the sequence begins with; None where the engine keeps none."""
-    context, found = sequence.context_ids(), list[RoutedExperts]()
+    """The engine's routed experts for the longest prefix that the sequence shares with a history; None if the engine returns
+    none."""
+    context, candidates = sequence.context_ids(), list[RoutedExperts]()
     for history in client.histories:
         if history.experts is not None:
-            found.append(history.experts.first(common_beginning(history.context, context)))
-    return max(found, key=len, default=None)
+            candidates.append(history.experts.first(common_beginning(history.context, context)))
+    return max(candidates, key=len, default=None)
 
 
 def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
-    """With ids as plain lists; raises EtudeError for invalid ids, and for media that are not passed as `images`."""
+    """Converts to a `Trajectory` with ids as plain lists; raises EtudeError for invalid ids, and for media that are not
+    passed as `images`."""
     where = f"the agent loop '{name}' returned a wrong {type(output).__name__}:"
     output.prompt_ids = token_ids(output.prompt_ids, f"{where} prompt_ids")
     response_ids = token_ids(output.response_ids, f"{where} response_ids")
@@ -95,12 +97,12 @@ def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClien
 
 
 def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> list[list[Draw]]:
-    """The draws that each of a rollout's sequences holds.
+    """Matches the sampled tokens of each sequence to the engine's.
 
     Raises:
-        EtudeError: one marks a token as sampled that the engine did not sample there, or several claim one draw.
+        EtudeError: a token marked as sampled was not sampled there, or two sequences claim the same sampled token.
     """
-    all_draws = [_draws(sequence, client) for sequence in sequences]
+    all_draws = [_match_draws(sequence, client) for sequence in sequences]
     for sequence, draws in zip(sequences, all_draws):
         mask = bytes(sequence.response_mask)
         drawn = bytearray(len(mask))
@@ -119,7 +121,7 @@ def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> 
 
 
 def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[list[Draw]], request_id: str) -> None:
-    """A token may be in as many sequences as the engine drew it after the same ids: once, unless it drew it repeatedly."""
+    """Checks that a token is in as many sequences as times it was sampled after the same ids, usually one."""
     claimed: set[tuple[int, int]] = set()
     for number, (sequence, draws) in enumerate(zip(sequences, all_draws)):
         missing = {i for i, sampled in enumerate(sequence.response_mask) if sampled}
@@ -136,10 +138,10 @@ def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[lis
             )
 
 
-def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
+def _match_draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     first_response = len(sequence.prompt_ids)
     context, shown = sequence.context_ids(), image_digests(sequence.images)
-    found = []
+    draws = []
     for number, history in enumerate(client.histories):
         shared = common_beginning(history.context, context)
         for place, log_probs, kept_ids, seen in history.turns:
@@ -148,28 +150,28 @@ def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
             first, last = max(place, first_response), min(place + len(log_probs), shared)
             if first < last:
                 part = slice(first - place, last - place)
-                found.append(Draw(first - first_response, log_probs[part], kept_ids[part], number, first))
-    return found
+                draws.append(Draw(first - first_response, log_probs[part], kept_ids[part], number, first))
+    return draws
 
 
-def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
-    """Gives every sampled token the engine's log-prob; raises EtudeError if the loop's differs."""
-    ours = [0.0] * trajectory.response_length
+def _set_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
+    """Sets every sampled token's log-prob to the engine's; raises EtudeError if the loop gave a different one."""
+    expected = [0.0] * trajectory.response_length
     for draw in draws:
-        ours[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
+        expected[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
     start = 0
     for number, segment in enumerate(trajectory.segments):
         end = start + len(segment.token_ids)
-        if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(ours[start:end])):
+        if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(expected[start:end])):
             if segment.log_probs is not None:
-                kept = tuple(_engines(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
+                kept = tuple(_engine_log_prob(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
             trajectory.segments[number] = segment._replace(log_probs=kept)
         start = end
 
 
 def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
-    """Gives sampled segments the ids that their tokens were drawn from, where top-k or top-p were on. If the engine drew a
-    token several times after the same ids, it drew it from the same ones."""
+    """Adds to sampled segments the ids that top-k or top-p kept, if either was on. A token sampled several times after the
+    same ids had the same kept ids each time."""
     if not any(kept is not None for draw in draws for kept in draw.kept_ids):
         return
     ours: list[array[int] | None] = [None] * trajectory.response_length
@@ -183,9 +185,9 @@ def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
         start = end
 
 
-def _engines(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
-    """The engine's log-prob of the token at a response position, where the loop has `claimed`: they must be equal up to
-    rounding to float32. If the engine drew the same token after the same ids several times, the matching draw's."""
+def _engine_log_prob(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
+    """Returns the engine's log-prob of the token at a response position; the loop's, `claimed`, must equal it up to float32
+    rounding. If the token was sampled several times after the same ids, takes the matching one."""
     drawn = [d.log_probs[position - d.place] for d in draws if 0 <= position - d.place < len(d.log_probs)]
     ours = next((each for each in drawn if math.isclose(each, claimed, rel_tol=1e-5, abs_tol=1e-6)), None)
     if ours is None:

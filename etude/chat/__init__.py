@@ -1,4 +1,4 @@
-"""Messages to token ids and back: exact multi-turn assembly, and the parsers of tool calls."""
+"""Converts messages to token ids and back: exact multi-turn assembly, and tool-call parsers."""
 
 from etude.chat.parsers import TOOL_PARSERS, HermesToolParser, ParsedResponse, ToolParser
 from etude.chat.template import ChatTemplate

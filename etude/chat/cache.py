@@ -21,14 +21,14 @@ class LRUCache(Generic[T]):
         return len(self._held)
 
     def get(self, key: str | None) -> T | None:
-        """The value under `key`, or None."""
+        """Returns the value under `key` and marks it as used; None if there is none."""
         if key is None or key not in self._held:
             return None
         self._held.move_to_end(key)
         return self._held[key]
 
     def put(self, key: str | None, value: T) -> None:
-        """Stores `value`, unless the key is None."""
+        """Stores `value` and evicts the least recently used one if full; does nothing if the key is None."""
         if key is None:
             return
         self._held[key] = value
@@ -39,7 +39,7 @@ class LRUCache(Generic[T]):
 def rendering_key(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """A key of all that a rendering depends on in messages and tools; None if they are not JSON."""
+    """Returns a cache key of messages and tools; None if they are not JSON-serializable."""
     try:
         return json.dumps([messages, tools])
     except (TypeError, ValueError, RecursionError):

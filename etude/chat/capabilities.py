@@ -1,7 +1,7 @@
 """`TemplateCapabilities`: which messages a template can render after an assistant turn, tested at start-up.
 
-Invariant: each reported capability was rendered and encoded after a stub turn, and its ids compared with those of the whole
-conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user message is rejected.
+Invariant: each capability was tested by encoding messages after a stub turn and comparing the ids with those of the whole
+conversation (`IncrementalRenderer.check`). A template that cannot even render a user message there is rejected.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TOOL: Message = {"role": "tool", "content": PROBE}
 
 @dataclass(frozen=True)
 class TemplateCapabilities:
-    """The capabilities found.
+    """The capabilities of one template.
 
     Attributes:
-        repeats_users: it takes several user messages in a row.
-        tool_stub: the stub turn that tool messages may follow; None if they may follow none.
-        tool_problem: why they may follow none, or not two at once.
-        names_calls: the rendering of a tool's answer depends on the called function.
-        image_roles: roles of the messages that may have images.
+        repeats_users: whether it supports consecutive user messages.
+        tool_stub: the stub turn after which it renders tool messages; None if it renders none.
+        tool_problem: why it renders no tool messages, or not two in a row.
+        names_calls: whether the rendering of a tool message depends on the function's name.
+        image_roles: roles of messages that may have images.
     """
 
     repeats_users: bool
@@ -38,10 +38,10 @@ class TemplateCapabilities:
 
     @classmethod
     def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> TemplateCapabilities:
-        """The capabilities of one template; `images` is None for a text model.
+        """Tests one template; `images` is None for a text model.
 
         Raises:
-            ConfigError: it cannot be continued by a user message.
+            ConfigError: it cannot render a user message after an assistant turn.
         """
         incremental.check(Stub.ANSWER, [_USER])
         tool_stub, problem = _tool_stub(incremental)
@@ -64,21 +64,21 @@ def _repeats_users(incremental: IncrementalRenderer) -> bool:
 
 
 def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
-    """The stub turn that tool messages may follow, preferably two at once, or None and the reason why there is none.
+    """Returns the stub turn after which tool messages can be rendered, preferably two in a row, or None with the reason.
 
-    Some templates require each to answer its own call, some render at most one call, others cannot render calls.
+    Some templates require a separate call for each tool message, some render at most one call, others none.
     """
-    found, reason = None, ""
+    supported, reason = None, ""
     for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):
         try:
             incremental.check(stub, [_TOOL])
-            found = found or stub
+            supported = supported or stub
             incremental.check(stub, [_TOOL, _TOOL])
         except ConfigError as error:
             reason = str(error)
             continue
         return stub, reason
-    return found, reason
+    return supported, reason
 
 
 def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:
@@ -93,8 +93,8 @@ def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:
 
 
 def _shows_images(incremental: IncrementalRenderer, images: Placeholders, stub: Stub, role: str) -> bool:
-    """Whether messages of `role` may have images: the ids that follow a turn are those of the whole conversation,
-    and do not depend on images before it (a template may number them)."""
+    """Whether messages of `role` may have images: after a turn, their ids are those of the whole conversation, and do not
+    depend on earlier images (a template may number images)."""
     message = {"role": role, "content": IMAGE_PROBE}
     try:
         incremental.check(stub, [message])

@@ -1,7 +1,8 @@
-"""`check_template`: whether a tokenizer's chat template is safe for multi-turn training, with the evidence.
+"""`check_template`: tests whether a tokenizer's chat template is safe for multi-turn training, and reports the evidence.
 
-Invariant: every finding was tested on the template, not inferred from its name: conversations are rendered whole and piece
-by piece, and their ids compared. What `ChatTemplate` rejects at start-up is rejected here with the same message.
+Invariant: every finding is tested on the template, not inferred from its name: conversations are rendered whole and
+incrementally, and their ids compared. A template that `ChatTemplate` rejects at start-up is rejected here with the same
+message.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _TURNS: dict[str, dict[str, Any]] = {
     "words beside a call": {"content": "I look.", "tool_calls": [{"id": "call00001", **_CALL}]},
     "reasoning_content": {"content": "It is 19.", "reasoning_content": _THOUGHT},
 }
-"""Message parts that demonstrations and histories in prompts may have, and templates may leave out."""
+"""Message parts that demonstrations and histories in prompts may have, and that templates may drop."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement about a template. `holds` is None if it is only informational."""
+    """A statement about a template. `holds` is None for informational ones."""
 
     statement: str
     holds: bool | None
@@ -43,48 +44,48 @@ class Finding:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """All findings, and a small conversation as it is trained on; empty if the template was rejected."""
+    """All findings, and a small example conversation as it would be trained on; empty if the template was rejected."""
 
     findings: list[Finding]
     example: list[Run]
     lost: tuple[str, ...] = ()
-    """What the template leaves out of demonstrations and of histories in prompts."""
+    """Message parts that the template drops from demonstrations and from histories in prompts."""
 
     @property
     def safe(self) -> bool:
-        """Whether no required finding failed."""
+        """Whether no finding failed."""
         return all(finding.holds is not False for finding in self.findings)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> TemplateReport:
-    """Tests a tokenizer's chat template; `options` are those of `ChatTemplate`: `data.apply_chat_template_kwargs`, and the
+    """Tests a tokenizer's chat template; `options` are passed to `ChatTemplate`: `data.apply_chat_template_kwargs`, and the
     `processor` of a vision model."""
     try:
         chat = ChatTemplate(tokenizer, **options)
     except EtudeError as error:
         return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_token_ids)
-    lost = tuple(name for name, turn in _TURNS.items() if _lost(chat, turn))
+    lost = tuple(name for name, turn in _TURNS.items() if _drops(chat, turn))
     findings = [
         Finding("an assistant turn ends with a token", True, ends),
-        _tried("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
-        _tried("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
-        _tried("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
-        _tried("tool schemas are shown to the model", lambda: _shows_tools(chat)),
-        _tried("a tool cannot write a control token", lambda: _cannot_forge(chat)),
+        _test("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
+        _test("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
+        _test("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
+        _test("tool schemas are shown to the model", lambda: _shows_tools(chat)),
+        _test("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
-        Finding("written in demonstrations and prompts", None, _listed(lost)),
+        Finding("written in demonstrations and prompts", None, _kept_parts(lost)),
         _earlier_reasoning(chat),
         *([_images(chat)] if options.get("processor") is not None else []),
     ]
     return TemplateReport(findings, _example(chat), lost)
 
 
-def _listed(lost: Sequence[str]) -> str:
+def _kept_parts(lost: Sequence[str]) -> str:
     return ", ".join(["words", *(name for name in _TURNS if name not in lost)])
 
 
-def _lost(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
+def _drops(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
     try:
         return chat.lost_of_turn({"role": "assistant", **turn}) is not None
     except EtudeError:
@@ -92,11 +93,10 @@ def _lost(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
 
 
 def require_answers(chat: ChatTemplate, role: str) -> None:
-    """Rejects a template that cannot render what a rollout adds between the model's turns: a message of `role`, or two
-    after two calls.
+    """Rejects a template that cannot render one message of `role`, or two in a row, after an assistant turn.
 
     Raises:
-        ConfigError: it cannot; one line that says why.
+        ConfigError: it cannot; the message says why.
     """
     words = "a tool's answer" if role == "tool" else "a user's answer"
     for count, shown in ((1, words), (2, "the answers to two calls in one turn")):
@@ -108,7 +108,7 @@ def require_answers(chat: ChatTemplate, role: str) -> None:
             raise ConfigError(f"the chat template cannot show the model {shown}: {evidence}")
 
 
-def _tried(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
+def _test(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
     try:
         return Finding(statement, *trial())
     except EtudeError as error:
@@ -120,9 +120,9 @@ def _context(chat: ChatTemplate, role: str, count: int) -> list[Run]:
 
 
 def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
-    """Whether the pieces are the last ids of the conversation rendered at once.
+    """Whether `count` messages encoded incrementally are the last ids of the whole conversation, encoded at once.
 
-    `ChatTemplate` compared them for one message at start-up; here for `count`, by the ids.
+    `ChatTemplate` tests this for one message at start-up.
     """
     pieces = [token for ids, _ in _context(chat, role, count) for token in ids]
     whole = chat.continued_whole([{"role": role, "content": str(19 + n)} for n in range(count)])
@@ -148,7 +148,7 @@ def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:
             try:
                 runs = chat.context_ids([{"role": role, "content": f"x{token}y"}])
             except EtudeError:
-                continue  # it knows no such role, which another finding says
+                continue  # unsupported role, which another finding reports
             number = chat.tokenizer.convert_tokens_to_ids(token)
             if any(number in ids and provenance is not Provenance.TEMPLATE for ids, provenance in runs):
                 return False, f"'{token}' in a {role}'s words becomes that token"
@@ -163,7 +163,7 @@ def _format(tokenizer: PreTrainedTokenizerBase) -> Finding:
 
 
 def _earlier_reasoning(chat: ChatTemplate) -> Finding:
-    """With a template that drops earlier thoughts, later turns see another context than the sampled one."""
+    """Reports whether the template drops reasoning from earlier turns; then its rendering differs from what was sampled."""
     thoughtful = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nThe answer is 19."}
     try:
         text = chat.rendered([_USER, thoughtful, _USER])
@@ -185,7 +185,7 @@ def _images(chat: ChatTemplate) -> Finding:
 
 
 def _example(chat: ChatTemplate) -> list[Run]:
-    """A prompt, a turn, an answer to it and a turn, by provenance."""
+    """Encodes an example: a prompt, an assistant turn, a tool or user message, and another turn."""
     for role in ("tool", "user"):
         try:
             between = {"role": role, "content": "19"}

@@ -1,8 +1,8 @@
-"""Messages as chat templates expect them, and the texts of their contents.
+"""Converts messages to the form that chat templates expect, and reads and replaces the texts of their contents.
 
-A content is a text, or a list of parts of which some have a text. Templates may trim, escape or wrap a text, so that it
-cannot be found again by searching for it: it is rendered between two marks, Unicode noncharacters that no text may contain.
-White space around the words (`around`) stays outside, so that a template which trims still trims.
+A content is a string, or a list of parts of which some have a text. Templates may trim, escape or wrap a text, so that
+searching for it fails; to locate it, it is rendered between two marks, Unicode noncharacters that no text may contain. White
+space around the words (`around`) stays outside the marks, so that a template that trims still trims.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: no empty keys, and tool-call arguments decoded where they are an object's JSON.
+    """Returns a copy without None keys, and with tool-call arguments decoded if they are a JSON object.
 
-    Rows read from parquet hold None for every key that another row has; templates ask whether a key exists.
+    Rows read from parquet have None for every key that another row has; templates test whether a key exists.
     """
     copy = {key: value for key, value in message.items() if value is not None or key == "content"}
     if copy.get("tool_calls"):
@@ -28,7 +28,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain message with the arguments of its calls as JSON text."""
+    """Returns a plain message with its calls' arguments as JSON strings."""
     calls = message.get("tool_calls") or ()
     return {**message, "tool_calls": [_with_arguments(call, _as_text) for call in calls]} if calls else dict(message)
 
@@ -54,26 +54,26 @@ def _as_object(arguments: Any) -> Any:
 
 
 def clean_message(message: Message) -> dict[str, Any]:
-    """A plain message whose content is a text or parts; noncharacters that are the marks become U+FFFD."""
+    """Returns a plain message whose content is a string or parts, with the marks in its texts replaced by U+FFFD."""
     copy = plain_message(message)
     copy["content"] = _with_each_text(copy.get("content"), _without_marks)
     return copy
 
 
 def texts_of(message: Message) -> list[str]:
-    """The texts of a clean message: its content, or those of its parts."""
+    """Returns the texts of a clean message: its content, or the texts of its parts."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if _has_text(part)]
 
 
 def with_texts(messages: Iterable[Message], texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Clean messages with other texts, one for each of theirs."""
+    """Replaces the texts of clean messages by `texts`, in order."""
     left = iter(texts)
     return [{**each, "content": _with_each_text(each["content"], lambda _: next(left))} for each in messages]
 
 
 def around(text: str) -> tuple[str, str, str]:
-    """(white space, words, white space) of a text."""
+    """Splits a text into (leading white space, words, trailing white space)."""
     words = text.strip()
     lead, _, trail = text.partition(words) if words else (text, "", "")
     return lead, words, trail

@@ -1,8 +1,7 @@
 """`ControlTokens`: the tokens that only the template or the policy may write.
 
-They are every special token, and every other added token that the template itself writes, such as a tool-response tag.
-Keeping them out of contents is left to `provenance` and, in prompts, to the caller that inserts third-party text
-(`disarm`).
+These are all special tokens, and all other added tokens that the template itself writes, such as a tool-response tag.
+`provenance` keeps them out of contents; in prompts, the caller that inserts third-party text must do it (`disarm`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ControlTokens:
-    """Those of one tokenizer and its template, as `ids` and as `texts`."""
+    """The control tokens of one tokenizer and its template, as `ids` and as `texts`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.ids = _control_ids(tokenizer)
@@ -24,11 +23,11 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, text: str) -> list[str]:
-        """The control tokens that `text` spells out, in order."""
+        """Returns the control tokens that `text` spells out, in order."""
         return self._pattern.findall(text)
 
     def disarm(self, text: str) -> str:
-        """`text` with a zero-width space inside every spelled-out control token."""
+        """Puts a zero-width space inside every control token that `text` spells out."""
         return self._pattern.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
 
@@ -40,7 +39,7 @@ def _control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         for number, token in tokenizer.added_tokens_decoder.items()
         if token.special or (token.content.strip() and token.content in source)
     } | set(tokenizer.all_special_ids)
-    # What the tokenizer says for characters it does not know is no control token, unless it doubles as one.
+    # The unk token is not a control token, unless it is also eos, bos or pad.
     if tokenizer.unk_token_id not in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         control.discard(tokenizer.unk_token_id)
     return frozenset(control)

@@ -1,11 +1,11 @@
-"""`Encoder` and `Decoder`: text to token ids and back, one text at a time.
+"""`Encoder` and `Decoder`: convert text to token ids and back, one text at a time.
 
 Invariant: ids and offsets are those of `tokenizer(text, add_special_tokens=False)`. Decoded text omits structural special
-tokens (ends of turns, padding), and keeps the tags a model writes on purpose (tool calls, tool responses, thoughts), even
-if the tokenizer declares them special. Decoded text is for reading: it is never encoded again.
+tokens (end of turn, padding), and keeps the tags that a model writes on purpose (tool calls, tool responses, reasoning),
+even if the tokenizer declares them special. Decoded text is for reading: it is never re-encoded.
 
-If the tokenizer's class adds nothing of its own, its Rust backend is called directly: a call through the Python class costs
-several times as much, and its batch call wakes a thread pool for a single short text.
+If the tokenizer's class does not override encoding, its Rust backend is called directly: a call through the Python class
+costs several times as much, and its batch call wakes a thread pool for a single short text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAG = re.compile(r"</?(?:tool_call|tool_response|tool_calls|think)>")
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase, *methods: str) -> Any:
-    """The Rust backend of a fast tokenizer, or None if its class (or a user's) overrides `methods`."""
+    """Returns the Rust backend of a fast tokenizer; None if its class (or a user's) overrides one of `methods`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for method in methods:
         owner = next((cls for cls in type(tokenizer).__mro__ if method in vars(cls)), None)
@@ -40,7 +40,7 @@ class Encoder:
         self._backend = None if split else plain_backend(tokenizer, "__call__", "_encode_plus")
 
     def ids(self, text: str) -> list[int]:
-        """The ids of `text`."""
+        """Returns the ids of `text`."""
         backend = self._ready()
         if backend is not None:
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -48,16 +48,16 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `text`, and the (start, end) characters of each."""
+        """Returns the ids of `text`, and the (start, end) character offsets of each."""
         backend = self._ready()
         if backend is not None:
             encoded = backend.encode(text, add_special_tokens=False)
             return encoded.ids, encoded.offsets
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(found["input_ids"]), list(found["offset_mapping"])
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
 
     def _ready(self) -> Any:
-        """The backend, unless another caller switched on padding or truncation, which would change ids."""
+        """Returns the backend, or None if another caller enabled padding or truncation, which would change ids."""
         backend = self._backend
         return None if backend is None or backend.padding is not None or backend.truncation is not None else backend
 
@@ -66,11 +66,11 @@ _shared: WeakKeyDictionary[PreTrainedTokenizerBase, dict[frozenset[int], Decoder
 
 
 class Decoder:
-    """Decodes with one tokenizer and caches the last text: a turn has several readers in succession."""
+    """Decodes with one tokenizer; caches the last text, since a turn is decoded several times in succession."""
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> Decoder:
-        """The decoder of this tokenizer that also keeps the special tokens in `shown`."""
+        """Returns the tokenizer's shared decoder that also keeps the special tokens in `shown`."""
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
         hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
         known = _shared.setdefault(tokenizer, {})
@@ -80,17 +80,17 @@ class Decoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
         self._tokenizer = ref(tokenizer)
-        self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class walks every id twice
+        self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class iterates over the ids twice
         self._hidden = hidden
         self._last: tuple[list[int], str] = ([], "")
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Its tokenizer, as long as that is alive."""
+        """The tokenizer, or None if it was garbage-collected."""
         return self._tokenizer()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without structural special tokens."""
+        """Decodes `ids`, dropping structural special tokens."""
         last, text = self._last
         if last == ids:
             return text
@@ -107,8 +107,8 @@ class Decoder:
 
 
 def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the longest common prefix of two texts, or of two lists of ids, by bisection: slices compare far faster
-    than elements."""
+    """Returns the length of the longest common prefix of two strings or lists of ids. Bisects, since comparing slices is far
+    faster than comparing elements."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,12 +1,12 @@
-"""`IncrementalRenderer`: what a template writes after an assistant turn, and where in it the contents are.
+"""`IncrementalRenderer`: renders the messages that follow an assistant turn, and locates their contents in the text.
 
-A short stub conversation is rendered with the new messages, and what follows the stub's end of turn is kept: the cost is
-that of the new messages, however long the rollout is. What the template writes *around* contents is cached by the messages'
-shape (everything but their texts), from one rendering with probes in their place. If that glue with the contents between it
-is the rendered text, they are in it verbatim. If not (the template trims, escapes or inspects a content), each content is
-rendered once more between marks.
+A short stub conversation is rendered with the new messages, and the text after the stub's end of turn is kept: the cost
+depends on the new messages only, however long the rollout is. The text that the template writes *around* contents, the
+glue, is cached by the messages' shape (everything but their texts), from one rendering with probes as contents. If glue and
+contents concatenate to the rendered text, contents are in it verbatim. If not (the template trims, escapes or inspects a
+content), each content is rendered once more between marks.
 
-Invariant: the text is the template's own for exactly these messages, whatever is cached; only the positions of contents are
+Invariant: the text always comes from the template, rendered for exactly these messages; only the positions of contents are
 inferred, and a content whose position is ambiguous is an error. The ids are those of the whole conversation because the
 boundary is a special token; `check` tests that.
 """
@@ -30,25 +30,25 @@ _UNWRITTEN = "the chat template cannot render these messages"
 _SHAPES_KEPT = 64
 
 Place = tuple[int, int]
-"""Characters [start, end) of a text."""
+"""Character range [start, end) of a text."""
 
 
 def owner_of(message: Message) -> Provenance:
-    """Whose the content of a tool or user message is."""
+    """Returns the provenance of a tool or user message's content."""
     return Provenance.TOOL if message.get("role") == "tool" else Provenance.USER
 
 
 class IncrementalRenderer:
-    """That of one template, whose turns end as `turns` says."""
+    """The incremental renderer of one template, whose turn ends are `turns`."""
 
     def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns) -> None:
         self._renderer, self._encoder, self._turns = renderer, encoder, turns
         self._glue = LRUCache[list[str]](_SHAPES_KEPT)
 
     def runs(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
-        """Ids that follow the end of the stub turn when `messages` and a generation prompt come next.
+        """Encodes `messages` and a generation prompt, as they follow the end of the stub turn.
 
-        No control token comes out of a message's content (`provenance`).
+        No control token comes from a message's content (see `provenance`).
 
         Raises:
             ConfigError: the template rejects the messages, or does not write each content exactly once.
@@ -56,31 +56,31 @@ class IncrementalRenderer:
         answers = [clean_message(message) for message in stub.answers_to(messages)]
         text = self._tail(stub, answers)
         owners = [owner_of(answer) for answer in answers for _ in texts_of(answer)]
-        spans = [ContentSpan(*place, owner) for place, owner in zip(self._places(stub, answers, text), owners) if place]
+        spans = [ContentSpan(*place, owner) for place, owner in zip(self._locate(stub, answers, text), owners) if place]
         return self._turns.end(stub, str(messages[0].get("role"))).encoder.runs(text, spans)
 
     def text(self, stub: Stub, messages: Sequence[Message], first: Message = USER_STUB) -> str:
-        """The text of what `runs` encodes, in a conversation that begins with `first`.
+        """Returns the text that `runs` encodes, in a conversation that begins with `first`.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template rejects the messages.
         """
         return self._tail(stub, stub.answers_to(messages), first)
 
     def whole(self, stub: Stub, messages: Sequence[Message]) -> list[int]:
-        """Ids of the stub conversation and `messages`, rendered and encoded at once.
+        """Renders and encodes the stub conversation and `messages` as a whole.
 
         Raises:
-            ConfigError: the template refuses them.
+            ConfigError: the template rejects them.
         """
         answers = stub.answers_to(messages)
         return self._encoder.ids(self._renderer.stub_text([*stub.before(answers), *answers], generate=True))
 
     def check(self, stub: Stub, messages: Sequence[Message]) -> None:
-        """Checks that the ids of `runs` are the last ids of the whole, and contain nothing of the stub turn.
+        """Checks that `whole` ends with the ids of `runs`, and that these contain nothing of the stub turn.
 
         Raises:
-            ConfigError: they are not, or the template refuses the messages.
+            ConfigError: the check fails, or the template rejects the messages.
         """
         end = self._turns.end(stub, str(messages[0].get("role")))
         tail = [end.id, *(number for ids, _ in self.runs(stub, messages) for number in ids)]
@@ -92,7 +92,7 @@ class IncrementalRenderer:
     def _tail(self, stub: Stub, answers: Sequence[Message], first: Message = USER_STUB) -> str:
         end = self._turns.end(stub, str(answers[0].get("role")))
         rendered = self._renderer.stub_text([first, *stub.before(answers)[1:], *answers], generate=True)
-        # The stub comes before any content, so its first occurrence and the first end of turn after it are its own.
+        # The stub comes before all contents, so the first anchor and the first end of turn after it are the stub's.
         anchor = rendered.find(ANCHOR)
         turn_end = rendered.find(end.text, anchor)
         if min(anchor, turn_end) < 0:
@@ -102,8 +102,8 @@ class IncrementalRenderer:
             raise ConfigError(f"{_UNWRITTEN}: it lists the tools again after a turn")
         return tail
 
-    def _places(self, stub: Stub, answers: Sequence[Message], text: str) -> list[Place | None]:
-        """Where in `text`, their tail, each text of the messages stands; None for a blank one that is not verbatim."""
+    def _locate(self, stub: Stub, answers: Sequence[Message], text: str) -> list[Place | None]:
+        """Locates each text of the messages in `text`, the rendered tail; None for a blank one that is not verbatim."""
         contents = [content for answer in answers for content in texts_of(answer)]
         places: list[Place | None] = []
         written = ""
@@ -113,19 +113,19 @@ class IncrementalRenderer:
             written += content
         if written == text:
             return places[:-1]
-        places = [self._place_by_marks(stub, answers, contents, n, text) for n in range(len(contents))]
-        return _with_missing([content.strip() for content in contents], places, text)
+        places = [self._locate_by_marks(stub, answers, contents, n, text) for n in range(len(contents))]
+        return _fill_missing([content.strip() for content in contents], places, text)
 
     def _glue_of(self, stub: Stub, answers: Sequence[Message], count: int) -> list[str]:
-        """What the template writes before, between and after `count` contents of messages of this shape; nothing where it
-        does not write each of them once."""
+        """Returns the text before, between and after the `count` contents of messages of this shape; empty if the template
+        does not write each content exactly once."""
         shape = f"{stub.value} {with_texts(answers, repeat(''))}"
         glue = self._glue.get(shape)
         if glue is None:
             glue, probes = [], [f"Words of probe number {n}." for n in range(count)]
             try:
                 rest = self._tail(stub, with_texts(answers, probes))
-            except ConfigError:  # it may still accept the actual contents
+            except ConfigError:  # the template may still accept the actual contents
                 rest = ""
             if all(rest.count(probe) == 1 for probe in probes):
                 for probe in probes:
@@ -135,10 +135,10 @@ class IncrementalRenderer:
             self._glue.put(shape, glue)
         return glue
 
-    def _place_by_marks(
+    def _locate_by_marks(
         self, stub: Stub, answers: Sequence[Message], contents: Sequence[str], number: int, text: str
     ) -> Place | None:
-        """Where a content stands, by a rendering with marks around it; None where that is another text, or it is blank."""
+        """Locates a content by rendering it between marks; None if it is blank, or if the marks change the text."""
         lead, words, trail = around(contents[number])
         if not words:
             return None
@@ -147,9 +147,9 @@ class IncrementalRenderer:
         within, *after = more[0].split(CLOSE) if len(more) == 1 else [""]
         if len(after) != 1:
             raise ConfigError(f"{_UNWRITTEN}: it does not write the content of every message exactly once")
-        if f"{before}{within}{after[0]}" != text:  # it depends on what the content begins or ends with
+        if f"{before}{within}{after[0]}" != text:  # the template inspects how the content begins or ends
             return None
-        # White space that the template kept around the words, as it is or as JSON, is the content's too.
+        # White space that the template kept around the words, verbatim or JSON-escaped, is part of the content.
         leads = (len(each) for each in (lead, _escape(lead)) if before.endswith(each))
         trails = (len(each) for each in (trail, _escape(trail)) if after[0].startswith(each))
         return len(before) - next(leads, 0), len(before) + len(within) + next(trails, 0)
@@ -159,11 +159,11 @@ def _escape(space: str) -> str:
     return json.dumps(space, ensure_ascii=False)[1:-1]
 
 
-def _with_missing(words: Sequence[str], places: Sequence[Place | None], text: str) -> list[Place | None]:
-    """`places` with those of words that have none, which stand in this order in `text` in one way only.
+def _fill_missing(words: Sequence[str], places: Sequence[Place | None], text: str) -> list[Place | None]:
+    """Fills in missing places by searching `text` for the words, in order; blank words keep None.
 
     Raises:
-        ConfigError: they do not, or in several ways.
+        ConfigError: the words are not in `text` in this order, or their positions are ambiguous.
     """
     known = [n for n, each in enumerate(words) if each]
     starts, position = [], 0

@@ -1,10 +1,10 @@
-"""`LostParts`: which part of a message a chat template leaves out of the text.
+"""`LostParts`: finds message parts that a chat template silently drops.
 
-A template without tool calls silently renders an assistant's call as an empty turn; the same can happen to text next to a
-call, or to reasoning. Whether a part reaches the text is tested: the part is changed, and the text must change.
+A template without tool calls renders an assistant's call as an empty turn; the same can happen to text next to a call, or to
+reasoning. To test a part, it is changed: if the rendered text does not change, the part is lost.
 
 Invariant: a part reported as lost has no effect on the text; conversations of one shape (roles, the parts of each message,
-the names of calls' arguments) are tested once. Reasoning that the template drops only because of its position, as many do
+the names of call arguments) are tested once. Reasoning that the template drops only because of its position, as many do
 before the last question, is the template's policy and not lost.
 """
 
@@ -20,32 +20,32 @@ from etude.chat.rendering import Renderer
 from etude.chat.turns import USER_STUB
 from etude.errors import ConfigError
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # one text under the name that a template reads
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in the key that they read
 _OTHERS = ("content", "tool_plan", "function_call")
 _CHANGE = " qzxv"
 _SHAPES_KEPT = 1024
 
 
 class LostParts:
-    """Of one template."""
+    """Finds the parts that one template drops."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._whole = LRUCache[bool](_SHAPES_KEPT)
 
     def of_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[int, str] | None:
-        """The first part that a prompt loses: the message's number, and the part's name, such as "tool_calls[0].city".
+        """Returns the first part that a prompt loses, as (message number, name such as "tool_calls[0].city"), or None.
 
         Raises:
-            DataError: the template refuses the messages.
+            DataError: the template rejects the messages.
         """
         return self._find([plain_message(message) for message in messages], tools, generate=True)
 
     def of_turn(self, message: Message) -> str | None:
-        """The first part that the template loses of an assistant's turn by itself.
+        """Returns the name of the first part that the template drops from a single assistant turn, or None.
 
         Raises:
-            DataError: the template refuses the message.
+            DataError: the template rejects the message.
         """
         tools = self._renderer.stand_in_for([message])
         lost = self._find([dict(USER_STUB), plain_message(message)], tools, generate=False)
@@ -61,28 +61,28 @@ class LostParts:
         for number, message in enumerate(messages):
             for name, changed in _changes(message):
                 other = [*messages[:number], changed, *messages[number + 1 :]]
-                if self._reaches(text, other, tools, generate=generate):
+                if self._changes_text(text, other, tools, generate=generate):
                     continue
                 if not self._is_policy(name, message, changed, tools):
                     return number, name
         self._whole.put(shape, True)
         return None
 
-    def _reaches(
+    def _changes_text(
         self, text: str, other: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> bool:
         try:
             return self._renderer.text(other, tools, generate=generate) != text
-        except ConfigError:  # it looked at the part
+        except ConfigError:  # the changed part made the template fail, so the template reads it
             return True
 
     def _is_policy(self, name: str, message: Message, changed: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
-        """Whether the template drops reasoning only because of its position: it renders it in a last turn."""
+        """Whether the template drops reasoning only because of its position, that is, renders it in a last turn."""
         if name not in _REASONING or message["role"] != "assistant":
             return False
         with suppress(ConfigError):
             text = self._renderer.text([USER_STUB, message], tools, generate=False)
-            return self._reaches(text, [USER_STUB, changed], tools, generate=False)
+            return self._changes_text(text, [USER_STUB, changed], tools, generate=False)
         return False
 
 
@@ -91,7 +91,7 @@ def _shape(message: Message) -> list[Any]:
 
 
 def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The non-empty parts of a message, each with a copy of the message in which that part is changed."""
+    """Yields (name, copy of the message with that part changed) for each non-empty part."""
     for name in _OTHERS:
         if (changed := _changed(message.get(name))) is not None:
             yield name, {**message, name: changed}
@@ -112,10 +112,10 @@ def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _changed(value: Any) -> Any:
-    """A changed value; None for an empty one."""
+    """Returns a changed value; None if the value is empty."""
     if isinstance(value, str):
         return value.rstrip() + _CHANGE if value.strip() else None
-    if isinstance(value, list):  # parts: the last text
+    if isinstance(value, list):  # content parts: changes the last text
         texts = [n for n, part in enumerate(value) if isinstance(part, dict) and str(part.get("text") or "").strip()]
         if not texts:
             return None
@@ -125,7 +125,7 @@ def _changed(value: Any) -> Any:
 
 
 def _other_value(value: Any) -> Any:
-    """Another value of the same type, since templates treat texts and numbers in different ways."""
+    """Returns a different value of the same type, since templates treat strings and numbers differently."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

@@ -1,12 +1,12 @@
-"""`Placeholders`: where images are in token ids.
+"""`Placeholders`: expands the image placeholders in token ids.
 
-A chat template renders the image part of a message as one placeholder token, usually between two others; a model needs as
-many placeholders as the image has tokens. Content with images is a list of parts, `{"type": "image"}` and
+A chat template renders an image part of a message as one placeholder token, usually between two other special tokens; a
+model needs as many placeholders as the image has tokens. Content with images is a list of parts, `{"type": "image"}` and
 `{"type": "text", "text": …}`; the images themselves are passed separately, in the order of their parts.
 
 Invariant: a placeholder in the ids always comes from an image part. Image tokens spelled out in a text are encoded as
-ordinary characters, in prompts too: such a token would have no image. How many tokens an image has is left to
-`etude.models.reader`.
+ordinary characters, in prompts too, since they would have no image. `etude.models.reader` decides how many tokens an image
+has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.trajectory import Provenance
 IMAGE_PROBE = [{"type": "image"}, {"type": "text", "text": PROBE}]
 
 CUT = "\ufdd2"
-"""A Unicode noncharacter, which no text may contain: marks the place where a spelled-out token is to be cut in two."""
+"""A Unicode noncharacter, which no text may contain; marks where a spelled-out token is to be split."""
 
 _WITHOUT_CUT = {ord(CUT): "\ufffd"}
 
@@ -44,21 +44,21 @@ def image_count(message: Message) -> int:
 
 
 def content_of(text: str, images: int) -> str | list[dict[str, Any]]:
-    """A message's content: `images` images, then `text`; only the text if there are no images."""
+    """Builds a message's content of `images` images followed by `text`; a plain string if there are no images."""
     if not images:
         return text
     return [{"type": "image"}] * images + ([{"type": "text", "text": text}] if text else [])
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, for text-only readers: each image is `[image]`."""
+    """Returns a message's content as text, with `[image]` for each image."""
     if isinstance(content, str) or not isinstance(content, Sequence):
         return str(content or "")
     return "".join("[image]" if is_image(part) else str(part.get("text") or "") for part in content)
 
 
 class Placeholders:
-    """The placeholder of one model's images, by its id, and the texts of all tokens that the template writes for one."""
+    """One model's image placeholder, with `id`, and the texts of all tokens that the template writes for an image."""
 
     def __init__(self, number: int, texts: Iterable[str]) -> None:
         self.id = number
@@ -66,10 +66,10 @@ class Placeholders:
 
     @classmethod
     def of(cls, processor: Any, renderer: Renderer, control: ControlTokens) -> Placeholders:
-        """The placeholder of a Hugging Face processor, and the tokens that the template writes around it.
+        """Finds the placeholder of a Hugging Face processor, and the tokens that the template writes around it.
 
         Raises:
-            ConfigError: the tokenizer has no such token.
+            ConfigError: the tokenizer does not have the processor's image token as a special token.
         """
         image_token = str(processor.image_token)
         number = renderer.tokenizer.convert_tokens_to_ids(image_token)
@@ -83,21 +83,21 @@ class Placeholders:
                 Counter(control.spelled(renderer.stub_text([{"role": "user", "content": parts}], generate=False)))
                 for parts in (IMAGE_PROBE[1:], IMAGE_PROBE)
             )
-        except ConfigError:  # it renders no parts: then there are no images, but the tokens may be spelled all the same
+        except ConfigError:  # the template takes no image parts, but texts may still spell out the tokens
             return cls(number, tokens)
         return cls(number, tokens | set(within - without))
 
     def guard(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """`messages` with a `CUT` inside every image token that a text in them spells out, at any depth."""
+        """Puts a `CUT` inside every image token that a text in `messages` spells out, at any depth."""
         return [self._guard(plain_message(message)) for message in messages]
 
     def guard_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same for tool dictionaries."""
+        """Like `guard`, for tool dicts."""
         return [self._guard(tool) for tool in tools]
 
     def _guard(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._texts.sub(_cut_in_two, value.translate(_WITHOUT_CUT))
+            return self._texts.sub(_insert_cut, value.translate(_WITHOUT_CUT))
         if isinstance(value, Mapping):
             return {self._guard(key): self._guard(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -105,10 +105,10 @@ class Placeholders:
         return value
 
     def expand(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
-        """`ids` with the n-th placeholder as often as the n-th image has tokens.
+        """Repeats the n-th placeholder in `ids` `image_tokens[n]` times.
 
         Raises:
-            DataError: there are more placeholders than images, or fewer.
+            DataError: there are more or fewer placeholders than images.
         """
         found = ids.count(self.id)
         _check_count(found, len(image_tokens))
@@ -121,10 +121,10 @@ class Placeholders:
         return whole
 
     def expand_runs(self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]) -> list[Run]:
-        """The same for `runs`; the n-th image's placeholders become their own run, with the provenance `owners[n]`.
+        """Like `expand`, for `runs`; the n-th image's placeholders become a separate run, with provenance `owners[n]`.
 
         Raises:
-            DataError: there are more placeholders than images, or fewer.
+            DataError: there are more or fewer placeholders than images.
         """
         _check_count(sum(ids.count(self.id) for ids, _ in runs), len(image_tokens))
         images = iter(zip(image_tokens, owners, strict=True))
@@ -140,7 +140,7 @@ class Placeholders:
         return [(ids, provenance) for ids, provenance in whole if ids]
 
 
-def _cut_in_two(found: re.Match[str]) -> str:
+def _insert_cut(found: re.Match[str]) -> str:
     return f"{found[0][0]}{CUT}{found[0][1:]}"
 
 

@@ -1,8 +1,8 @@
-"""`ProvenanceEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
+"""`ProvenanceEncoder`: encodes the text after an end of turn as runs of ids with the same provenance.
 
-Invariant: the ids are those that the text has after the end of turn, with one exception: no control token overlaps a span
-of contents. Where one would, the text is cut inside it, so that it is encoded as ordinary characters. A token that overlaps
-a span is its owner's (of two, the first's); all others are TEMPLATE.
+Invariant: the ids are those of the text after the end-of-turn token, with one exception: no control token overlaps a content
+span. If one would, the text is split inside it, so that it is encoded as ordinary characters. A token that overlaps a span
+has the span's provenance (of two spans, the first's); all others are TEMPLATE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Run = tuple[list[int], Provenance]
 
 
 class ContentSpan(NamedTuple):
-    """Characters [start, end) of a text that are not the template's."""
+    """Character range [start, end) of a text that holds a message's content; `owner` is its provenance."""
 
     start: int
     end: int
@@ -26,34 +26,34 @@ class ContentSpan(NamedTuple):
 
 
 class ProvenanceEncoder:
-    """Encodes after `stop_text`, the text of a special token; `control` are the ids that no content may become."""
+    """Encodes text that follows `stop_text`, a special token; `control` are the ids that content must never produce."""
 
     def __init__(self, encoder: Encoder, stop_text: str, control: frozenset[int]) -> None:
         self._encoder, self._stop_text, self._control = encoder, stop_text, control
 
     def ids(self, text: str) -> list[int]:
-        """The ids of `text` after the end of turn."""
+        """Returns the ids of `text` after the end-of-turn token."""
         return self._encoder.ids(self._stop_text + text)[1:]
 
     def runs(self, text: str, spans: Sequence[ContentSpan]) -> list[Run]:
-        """The runs of `text`; `spans` in order, none overlapping another."""
+        """Encodes `text` as runs; `spans` must be sorted and must not overlap."""
         cuts = {0}
         while True:
             runs: list[Run] = []
             forged: set[int] = set()
             starts = sorted(cuts)
             for begin, stop in zip(starts, [*starts[1:], len(text)]):
-                forged |= self._add_piece(runs, text[:stop], begin, spans)
+                forged |= self._add_runs(runs, text[:stop], begin, spans)
             if forged <= cuts:
                 return runs
             cuts |= forged
 
-    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
-        """Adds the runs of `text` from `begin` on; returns where to cut it, since a control token overlaps a span."""
+    def _add_runs(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
+        """Appends the runs of `text` from `begin` on; returns where to split it because a control token overlaps a span."""
         ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:])
         shift = len(self._stop_text) - begin
         forged: set[int] = set()
-        done = 1  # the ids before are in a run, or are the end of turn
+        done = 1  # ids before this index are in a run; the first one is the end of turn
         for start, end, owner in spans:
             first = bisect_right(offsets, start + shift, done, key=_end_of)
             last = bisect_left(offsets, end + shift, first, key=_start_of)

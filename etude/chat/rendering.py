@@ -1,12 +1,12 @@
-"""`Renderer`: messages to the text that a tokenizer's chat template writes for them.
+"""`Renderer`: renders messages to text with a tokenizer's chat template.
 
-Invariant: every rendering has the same options, and messages as templates expect them (`plain_message`). Any failure in a
-template is a one-line error.
+Invariant: every rendering has the same options, and messages in the form that templates expect (`plain_message`). Any
+failure in a template becomes a one-line error.
 
-A tokenizer may have a separate template for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
-template may always require tools. What follows a turn is rendered after a stub, without the row's tools: there one tool
-stands in for them if tools answer, or are required (`stub_text`). If its name appeared in what follows a turn, the model
-would see it: `IncrementalRenderer` rejects that.
+A tokenizer may have a separate template for conversations with tools (`tool_use`; Hermes and Command R do), and a template
+may always require tools. Messages after a turn are rendered after a stub, without the row's tools; a stand-in tool replaces
+them if there are tool messages, or if the template requires tools (`stub_text`). `IncrementalRenderer` rejects templates
+that write the stand-in's name after a turn, where the model would see it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBE_TOOL = {
         },
     },
 }
-"""The tool, of two arguments, that templates are tried with."""
+"""The tool with which templates are tested."""
 
 
 class Renderer:
@@ -50,12 +50,12 @@ class Renderer:
     def text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, generate: bool
     ) -> str:
-        """The text of `messages`, with the generation prompt where `generate`.
+        """Renders `messages`, with the generation prompt if `generate`.
 
-        Arguments of calls are objects or, for templates that take none (DeepSeek's), JSON texts.
+        Call arguments are passed as objects or, for templates that reject those (DeepSeek's), as JSON strings.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template rejects the messages.
         """
         plain = [plain_message(message) for message in messages]
         try:
@@ -70,7 +70,7 @@ class Renderer:
     def text_as_given(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> str:
-        """`text` of messages that are passed to the template unchanged; raises whatever its expressions raise."""
+        """Like `text`, but passes the messages to the template unchanged; may raise any exception."""
         return self.tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
@@ -80,16 +80,16 @@ class Renderer:
         )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """`text` of a conversation that stands for those of rows, whichever tools these have.
+        """Renders a stub conversation, with a stand-in tool if necessary.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template rejects the messages.
         """
         return self.text(messages, self.stand_in_for(messages), generate=generate)
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
-        """The tools of such a conversation: one, `STAND_IN`, if its template is the one for tools, or requires some."""
-        if self._wants_tools or (self._has_template_for_tools and any(map(_has_to_do_with_tools, messages))):
+        """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""
+        if self._requires_tools or (self._has_template_for_tools and any(map(_uses_tools, messages))):
             return [PROBE_TOOL]
         return None
 
@@ -99,8 +99,8 @@ class Renderer:
         return isinstance(template, Mapping) and "tool_use" in template and "chat_template" not in self.options
 
     @cached_property
-    def _wants_tools(self) -> bool:
-        """Whether it writes no question without tools, and one with them."""
+    def _requires_tools(self) -> bool:
+        """Whether the template renders a question only with tools."""
         for tools in (None, [PROBE_TOOL]):
             try:
                 self.text([{"role": "user", "content": "A question."}], tools, generate=True)
@@ -112,10 +112,10 @@ class Renderer:
     def text_of_row(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, generate: bool
     ) -> str:
-        """`text` of messages that are a row's.
+        """Like `text`, for a row's messages.
 
         Raises:
-            DataError: the template refuses them.
+            DataError: the template rejects them.
         """
         try:
             return self.text(messages, tools, generate=generate)
@@ -123,5 +123,5 @@ class Renderer:
             raise DataError(str(error)) from error
 
 
-def _has_to_do_with_tools(message: Message) -> bool:
+def _uses_tools(message: Message) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))

@@ -1,8 +1,8 @@
-"""`SampledTurns`: an assistant's message as the ids that a policy would have sampled for it.
+"""`SampledTurns`: encodes an assistant message as the ids that a policy would have sampled for it.
 
-Invariant: after the ids of the generation prompt they are the ids that the template gives the message, up to the token at
-which the policy stops; and they are ids that a policy can sample there, not merged with anything before them. Image tokens
-are not among them: one that the message spells out is encoded as ordinary characters (`placeholders`).
+Invariant: after the generation prompt's ids, these are the template's ids for the message, up to the token at which the
+policy stops; a policy can sample them there, since none merges with text before it. Image tokens are not among them: one
+that the message spells out is encoded as ordinary characters (`placeholders`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ _THOUGHT_TAGS = re.compile(r"(?i)</?\|?(?:\w+:)?(?:start_|end_)?think(?:ing)?\|?
 
 
 class SampledTurns:
-    """Those of one template, whose turns end as `turns` says; `images` is None for a text model."""
+    """Encodes assistant messages with one template, whose turn ends are `turns`; `images` is None for a text model."""
 
     def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns, images: Placeholders | None) -> None:
         self._renderer, self._encoder, self._turns, self._images = renderer, encoder, turns, images
 
     def ids(self, message: Message, end: TurnEnd) -> list[int]:
-        """The ids of `message`, its end included; `end` is that of a turn which the next message follows.
+        """Returns the ids of `message`, end of turn included; `end` is the end of a turn that another message follows.
 
         Raises:
-            DataError: the template refuses the message, or does not write it after its generation prompt; it shows images.
+            DataError: the template rejects the message, or does not write it after its generation prompt; or the message has
+                images.
         """
         if self._images is not None:
             [message] = self._images.guard([message])
@@ -41,7 +42,7 @@ class SampledTurns:
         first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
         start, ids = self._encoder.ids(head), self._encoder.ids(first)
         encoder = self._turns.answered.encoder
-        # Otherwise the first words would merge with the generation prompt, which a policy that samples after it cannot do.
+        # Else the first words merged with the generation prompt, which a policy cannot sample: encode them separately.
         written = ids[len(start) :] if ids[: len(start)] == start else encoder.ids(first[len(head) :])
         written += [number for piece in rest for number in encoder.ids(piece)]
         if self._images is not None and self._images.id in written:
@@ -49,13 +50,13 @@ class SampledTurns:
         return written
 
     def check(self) -> None:
-        """Checks that the generation prompt ends where the template puts an assistant's text.
+        """Checks that the generation prompt ends where the template begins an assistant's text.
 
-        It may stop short of it or go on (a thought that the template opens and closes itself), or open a thought that a
-        turn without one begins by closing; only if it ends exactly there can the ids be compared.
+        The prompt may end before that point or after it (a reasoning block that the template opens and closes itself), or
+        open a reasoning block that a turn without reasoning closes first. Ids are compared only if it ends exactly there.
 
         Raises:
-            ConfigError: it leads elsewhere, or a token reaches across the start of the words.
+            ConfigError: it ends elsewhere, or a token spans the start of the text.
         """
         stub = Stub.ANSWER.before(())
         bare, head = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
@@ -67,23 +68,23 @@ class SampledTurns:
             if self._encoder.ids(self._turns.as_sampled(whole, len(head), end)) != parts:
                 raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
         elif not head.startswith(lead):
-            prompted = head != bare or self._prompts_always()
-            if not prompted or not _but_thoughts(lead).startswith(_but_thoughts(head)):
+            prompted = head != bare or self._always_adds_prompt()
+            if not prompted or not _strip_thought_tags(lead).startswith(_strip_thought_tags(head)):
                 raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
 
-    def _prompts_always(self) -> bool:
-        """Whether the template writes an unrequested generation prompt: more follows a user's last message than what
-        closes one followed by another."""
+    def _always_adds_prompt(self) -> bool:
+        """Whether the template writes a generation prompt unasked: after the last user message, it writes another token
+        than between two user messages."""
         first, last = "First question.", "Second question."
         try:
             text = self._renderer.stub_text([{"role": "user", "content": c} for c in (first, last)], generate=False)
-        except ConfigError:  # then this is undecided
+        except ConfigError:  # cannot be tested
             return False
         followed, _, after = text.partition(first)[2].partition(last)
-        if not self._turns.has_token(followed, beyond=0):  # it merges the two messages
+        if not self._turns.has_token(followed, beyond=0):  # the template merges the two messages
             return False
         return self._turns.has_token(after, beyond=common_beginning(followed, after))
 
 
-def _but_thoughts(text: str) -> str:
+def _strip_thought_tags(text: str) -> str:
     return _THOUGHT_TAGS.sub("", text)

@@ -1,14 +1,14 @@
-"""`ChatTemplate`: messages to token ids, one turn at a time and never twice.
+"""`ChatTemplate`: encodes messages incrementally, each turn exactly once.
 
-Invariant: ids that were sampled are never decoded and encoded again, and earlier turns are never rendered again. What
-follows an assistant turn is rendered after a stub turn (`incremental`), which gives exactly the ids that encoding the whole
+Invariant: sampled ids are never decoded and re-encoded, and earlier turns are never rendered again. Messages after an
+assistant turn are rendered after a stub turn (`incremental`), which gives exactly the ids that encoding the whole
 conversation gives; the constructor checks that on a probe for this tokenizer. A template that rewrites earlier assistant
-turns (one that drops old reasoning) is therefore safe to use.
+turns (for example, drops old reasoning) is therefore safe to use.
 
-Untrusted text: in `context_ids` a control token (every special token, and every other added token that the template
-itself writes, such as a tool-response tag) never comes out of a message's content. Such a string in a tool's answer
-is encoded as ordinary characters, so that it decodes to the same text. `initial_ids` does not do that: prompts are trusted
-as part of the dataset, and a control token spelled out in one becomes that token.
+Untrusted text: in `context_ids`, message content never produces a control token (any special token, and any other added
+token that the template itself writes, such as a tool-response tag). Such a string in a tool result is encoded as ordinary
+characters, which decode to the same text. `initial_ids` does not do that: prompts are trusted as part of the dataset, and a
+control token spelled out in one becomes that token.
 
 Images: with the processor of a vision model, contents may have image parts; see `placeholders`.
 """
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 PROMPTS_KEPT = 256
 _CONTEXTS_KEPT = 1024
-_LONGEST_KEPT = 4096  # characters of the messages of a cached context
+_LONGEST_KEPT = 4096  # maximum characters of a cached context's messages
 
 
 class ChatTemplate:
     """The chat template of `tokenizer`; keyword arguments (`enable_thinking=False` …) go to every rendering.
 
     Attributes:
-        answers_tools: whether a tool's message may follow a turn.
-        names_calls: whether such a message is written with the `name` of the function that it answers for.
-        image_roles: of the messages that may have images.
+        answers_tools: whether a tool message may follow a turn.
+        names_calls: whether the template writes the function's `name` into tool messages.
+        image_roles: roles of messages that may have images.
 
     Raises:
         ConfigError: the tokenizer is not a fast one or has no template, or the template cannot be continued exactly:
-            it has no end-of-turn token, loses contents, or lets tokens reach across the end of a turn.
+            it has no end-of-turn token, drops contents, or lets tokens span the end of a turn.
     """
 
     def __init__(
@@ -76,31 +76,32 @@ class ChatTemplate:
             turns.use(capabilities.tool_stub, "tool")
         self.answers_tools = capabilities.tool_stub is not None
         self.names_calls, self.image_roles = capabilities.names_calls, capabilities.image_roles
-        self._lost = LostParts(renderer)
+        self._lost_parts = LostParts(renderer)
         self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
         self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn: the template's (see `turns`), and the tokenizer's eos where it is another."""
+        """Ids that end an assistant turn: the template's (see `turns`), and the tokenizer's eos if it is different."""
         stops, eos = self._turns.stops, self.tokenizer.eos_token_id
         return stops if eos is None or eos in stops else (*stops, eos)
 
     @property
     def end_of_turn_id(self) -> int:
-        """The id that ends a turn which answers: the template's own or, where it closes no turn, a user's first token."""
+        """The id that ends a turn without tool calls: the template's end-of-turn token or, if it has none, the first token
+        of a user message."""
         return self._turns.stops[0]
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """The tokens that only the template or the policy may write, as text."""
+        """Texts of the tokens that only the template or the policy may write."""
         return self._control.texts
 
     def disarm(self, text: str) -> str:
-        """`text` with a zero-width space inside every spelled-out control token.
+        """Puts a zero-width space inside every control token that `text` spells out.
 
-        For third-party text that becomes part of a prompt: `initial_ids` trusts the prompt's messages, and a control token
-        spelled out there would become that token.
+        Use it for third-party text in a prompt: `initial_ids` trusts the prompt's messages, where a spelled-out control
+        token becomes that token.
         """
         return self._control.disarm(text)
 
@@ -110,11 +111,11 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         image_tokens: Sequence[int] = (),
     ) -> list[int]:
-        """The prompt's ids, generation prompt included; `tools` are OpenAI tool dictionaries, `image_tokens` the tokens of
-        each image in the messages.
+        """Returns the prompt's ids, generation prompt included; `tools` are OpenAI tool dicts, `image_tokens` the number of
+        tokens of each image in the messages.
 
         Raises:
-            DataError: the template refuses the messages, or they do not have that many images.
+            DataError: the template rejects the messages, or their number of images is not that of `image_tokens`.
         """
         if self._images is None and image_tokens:
             raise DataError("a text model takes no images")
@@ -136,44 +137,45 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         image_tokens: Sequence[int] = (),
     ) -> int:
-        """Number of ids of the prompt."""
+        """Number of ids in the prompt; see `initial_ids`."""
         return len(self.initial_ids(messages, tools, image_tokens))
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
-        """Rejects a prompt if the template leaves out a part of it: a call, text next to one, reasoning. Earlier reasoning
-        that it drops because of its position is its policy.
+        """Rejects a prompt of which the template drops a part: a tool call, text next to one, or reasoning. Dropping
+        reasoning from earlier turns is accepted as the template's policy.
 
         Raises:
-            DataError: names the message and the part.
+            DataError: a part is dropped; names the message and the part.
         """
-        if (lost := self._lost.of_prompt(messages, tools)) is not None:
+        if (lost := self._lost_parts.of_prompt(messages, tools)) is not None:
             raise _lost_part(*lost)
 
     def context_ids(
         self, messages: Sequence[Message], *, after: Sequence[int] | None = None, image_tokens: Sequence[int] = ()
     ) -> list[Run]:
-        """Ids of new tool and user messages after an assistant turn, with the generation prompt, by provenance.
+        """Encodes new tool and user messages after an assistant turn, plus the generation prompt; returns runs of ids with
+        their provenance.
 
-        `after` are the turn's sampled ids. Where they do not end as the template ends such a turn (it was cut short by a
-        limit, or ended by another stop token) its end is put in front; see `turns`. Without them, the turn is taken to have
-        ended by itself. A tool message may say whom it answers (`name`, `tool_call_id`), which only some templates write.
-        Users' messages are joined by a line break where the template does not take several in a row.
+        `after` are the turn's sampled ids. If they do not end with the template's end of turn (the turn was truncated, or
+        ended with another stop token), it is inserted first; see `turns`. Without `after`, the turn is assumed to have ended
+        normally. A tool message may name the call it answers (`name`, `tool_call_id`), which only some templates write.
+        Consecutive user messages are joined by a line break if the template does not support them.
 
         A token that overlaps a tool's content is TOOL, one that overlaps another message's content is USER, the rest is
-        TEMPLATE. An image's placeholders, as many as its `image_tokens`, belong to its message in the same way.
+        TEMPLATE. An image's placeholders, as many as its `image_tokens`, get their message's provenance.
 
         Raises:
-            ConfigError: the template cannot render the messages here, for example because it knows no tool role.
+            ConfigError: the template cannot render the messages here, for example because it has no tool role.
             DataError: the messages do not have as many images as `image_tokens`.
-            ValueError: there is no message, or one of them is the assistant's.
+            ValueError: there are no messages, or one is the assistant's.
         """
-        messages = self._join_unless_taken(messages)
+        messages = self._join_users_if_needed(messages)
         roles = [str(message.get("role")) for message in messages]
         if not roles or "assistant" in roles:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
         stub = self._stub_for(messages)
         end = self._turns.end(stub, roles[0])
-        key = rendering_key(messages)  # an answer may be rendered twice: to count its tokens, and to add it
+        key = rendering_key(messages)  # a tool result may be rendered twice: to count its tokens, and to add it
         if key is not None and len(key) > _LONGEST_KEPT:
             key = None
         found = self._contexts.get(key)
@@ -190,23 +192,23 @@ class ChatTemplate:
         return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs
 
     def continued_whole(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a stub conversation that `messages` answer, rendered and encoded at once; `context_ids` of the same
-        messages are its last ones.
+        """Renders and encodes a whole stub conversation followed by `messages`; the ids must end with `context_ids` of the
+        same messages.
 
         Raises:
             ConfigError: the template cannot render it.
         """
-        return self._incremental.whole(self._stub_for(messages), self._join_unless_taken(messages))
+        return self._incremental.whole(self._stub_for(messages), self._join_users_if_needed(messages))
 
     def _stub_for(self, messages: Sequence[Message]) -> Stub:
-        """The stub turn that `messages` follow."""
+        """Returns the stub turn to render before `messages`."""
         if not any(message.get("role") == "tool" for message in messages):
             return Stub.ANSWER
         if self._capabilities.tool_stub is None:
             raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
         return self._capabilities.tool_stub
 
-    def _join_unless_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _join_users_if_needed(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self._capabilities.repeats_users or len(messages) < 2 else _join_users(messages)
 
     def demonstration(
@@ -215,16 +217,17 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         image_tokens: Sequence[int] = (),
     ) -> list[Run]:
-        """A whole conversation as a rollout would have assembled it, for supervised training.
+        """Encodes a whole conversation as a rollout would have assembled it, for supervised training.
 
-        The prompt is TEMPLATE; what each assistant turn writes, its end of turn included, is SAMPLED; everything
-        between is as in `context_ids`. `image_tokens`: of each image in the messages, none of which is an assistant's.
+        The prompt is TEMPLATE; each assistant turn, its end of turn included, is SAMPLED; everything between is as in
+        `context_ids`. `image_tokens`: number of tokens of each image in the messages; assistant messages have none.
 
         Raises:
-            DataError: the template refuses the messages, leaves a part of one out, or does not begin an assistant turn as
-                its generation prompt does (one that opens a thought, where the message has none); the messages do not have
-                that many images.
-            ValueError: no assistant message, no prompt before the first, two in a row, or messages after the last.
+            DataError: the template rejects the messages, drops a part of one, or does not begin an assistant turn with its
+                generation prompt (for example, the prompt opens a reasoning block and the message has no reasoning); or
+                the number of images differs from that of `image_tokens`.
+            ValueError: there is no assistant message, no prompt before the first one, two are consecutive, or messages
+                follow the last one.
         """
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns or turns[0] == 0 or turns[-1] != len(messages) - 1:
@@ -239,7 +242,7 @@ class ChatTemplate:
             if answers:
                 end = self._turns.end(self._stub_for(answers), str(answers[0].get("role")))
             written = self._sampled.ids(messages[turn], end)
-            if (lost := self._lost.of_turn(messages[turn])) is not None:
+            if (lost := self._lost_parts.of_turn(messages[turn])) is not None:
                 raise _lost_part(turn, lost)
             runs.append((written, Provenance.SAMPLED))
             if following is not None:
@@ -250,23 +253,23 @@ class ChatTemplate:
         return runs
 
     def lost_of_turn(self, message: Message) -> str | None:
-        """The first part of an assistant's message that the template does not write, such as "tool_calls[0]".
+        """Returns the first part of an assistant message that the template drops, such as "tool_calls[0]", or None.
 
         Raises:
-            DataError: the template refuses the message.
+            DataError: the template rejects the message.
         """
-        return self._lost.of_turn(message)
+        return self._lost_parts.of_turn(message)
 
     def rendered(self, messages: Sequence[Message]) -> str:
-        """A conversation as text, without a generation prompt.
+        """Renders a conversation to text, without a generation prompt.
 
         Raises:
-            ConfigError: the template refuses it.
+            ConfigError: the template rejects it.
         """
         return self._renderer.stub_text(messages, generate=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` for reading: structural special tokens dropped, tool and thought tags kept."""
+        """Decodes `ids` for reading: drops structural special tokens, keeps tool and reasoning tags."""
         return self._decoder.decode(ids)
 
 

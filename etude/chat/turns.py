@@ -1,19 +1,19 @@
-"""How an assistant turn ends, and the stub turns after which a rollout's new messages are rendered.
+"""`Turns`: the token that ends an assistant turn, and the stub turns after which a rollout's new messages are rendered.
 
-It is found by comparing a stub turn rendered as the last message with one that another message follows:
+The token is found by rendering a stub turn as the last message, and again followed by another message:
 
-    the turn as the last one        the turn in a history       the policy stops at     what follows is taken from after
-    closed by a token               closed by the same          that token              that token
-    closed by a token               closed by another           the last one's token    the history's token
-    closed by a token               the next message's first    the last one's token    nothing: all of it is written
-    not closed                      the next message's first    that first token        that first token
+    last turn is followed by    turn in a history is followed by    policy stops at     new text begins after
+    a token A                   the same token A                    A                   A                       ChatML
+    a token A                   another token B                     A                   B                       gpt-oss
+    a token A                   the next message's first token      A                   the turn itself         (1)
+    nothing                     the next message's first token      that first token    that first token        GLM
 
-(ChatML; gpt-oss, where `<|return|>` becomes `<|end|>`; templates that close the last turn alone; GLM.) A turn that calls
-may end with another token than one that answers (gpt-oss: `<|call|>`): either closes a turn of any kind.
+In gpt-oss, `<|return|>` becomes `<|end|>`; (1) are templates that close only the last turn. A turn with tool calls may end
+with a different token than one without (gpt-oss: `<|call|>`); either token closes any turn.
 
-Invariant: sampled ids are never changed. A token that ends a turn is put before what follows only if the sampled ids do not
-end with it, nor with one that the template would have replaced by it. After any other stop (a limit, the eos of a model that
-has another end of turn, the first token of a message that does not follow) it is written.
+Invariant: sampled ids are never changed. An end-of-turn token is inserted before the new text only if the sampled ids end
+neither with it nor with one that the template would replace by it. That is the case after any other stop: a limit, an eos
+that is not the template's end of turn, or the first token of a message other than the one that follows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from etude.errors import ConfigError
 ANCHOR = "Etude stub turn"
 PROBE = "An answer with 42 words."
 USER_STUB: Message = {"role": "user", "content": "A question."}
-_UNNAMED = "unknown"  # the function of an answer that does not say whose it is, in templates that write names
+_UNNAMED = "unknown"  # function name for tool messages without one, in templates that write names
 _NAMES = ("name", "tool_call_id")
 _PLAIN = re.compile(r"[\w.:/-]{1,128}")
 
 
 class Stub(Enum):
-    """A stub turn, by what it holds."""
+    """A stub turn, named by its content."""
 
     ANSWER = "an answer"
     CALL = "one call"
@@ -48,7 +48,7 @@ class Stub(Enum):
     __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every turn does a dict lookup
 
     def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
-        """The stub conversation that `answers`, as `answers_to` gives them, follow."""
+        """Returns the stub conversation to render before `answers`, which come from `answers_to`."""
         if self is Stub.ANSWER:
             return USER_STUB, {"role": "assistant", "content": ANCHOR}
         asked = [m for m in answers if m.get("role") == "tool"] or [{}]
@@ -63,10 +63,10 @@ class Stub(Enum):
         return USER_STUB, {"role": "assistant", "content": "", "tool_calls": calls}
 
     def answers_to(self, messages: Sequence[Message]) -> list[Message]:
-        """`messages`, tool messages naming the call that they answer where the stub makes one.
+        """Adds to tool messages the id of the stub's call that they answer, unless they have one.
 
-        A function's name or a call's id comes from the model, and becomes part of the template's text: one with other than
-        plain characters is not written.
+        Function names and call ids come from the model and become template text, so those with unusual characters are
+        dropped.
         """
         if self is Stub.ANSWER:
             return list(messages)
@@ -86,16 +86,21 @@ def _is_plain(value: object) -> bool:
 
 
 def _call_id(number: int) -> str:
-    """Nine letters and digits, as Mistral's templates require."""
+    """Makes a call id of nine letters and digits, as Mistral's templates require."""
     return f"stub{number:05d}"
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The token after which what follows a turn is taken.
+    """The token after which the text that follows a turn begins.
 
-    `lead` is white space before it. `closes`: it is the turn's own, and not the first token of the next message. `written`
-    is put where the policy did not end its turn so; `encoder` encodes after the token.
+    Attributes:
+        text: the token.
+        lead: white space before it.
+        id: its id.
+        closes: whether it belongs to the turn, rather than being the first token of the next message.
+        written: ids to insert if the policy did not end its turn with it.
+        encoder: encodes text that follows the token.
     """
 
     text: str
@@ -107,10 +112,10 @@ class TurnEnd:
 
 
 class Turns:
-    """The ends of one template's turns; `control` are the ids that no content may become.
+    """The turn ends of one template; `control` are the ids that content must never produce.
 
     Raises:
-        ConfigError: the template does not write an assistant's words, or does not end them with a token.
+        ConfigError: the template does not write an assistant's content, or does not end it with a token.
     """
 
     def __init__(self, renderer: Renderer, encoder: Encoder, control: frozenset[int]) -> None:
@@ -124,43 +129,44 @@ class Turns:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokens that the policy ends its turns with, that of an answer first."""
+        """Ids with which the policy ends its turns; first that of turns without tool calls."""
         return tuple(self._stops)
 
     def use(self, stub: Stub, role: str) -> TurnEnd:
-        """`end`; from now on the policy stops as such a turn ends."""
-        end, (own, _) = self.end(stub, role), self._last(stub)
+        """Like `end`, but also adds the token that ends such a turn to `stops`."""
+        end, (own, _) = self.end(stub, role), self._closing_token(stub)
         self._stops[end.id if own is None else self._added[own]] = own
         return end
 
     def end(self, stub: Stub, role: str) -> TurnEnd:
-        """The end of a stub turn that a message of `role` follows.
+        """Returns the end of a stub turn that is followed by a message of `role`.
 
         Raises:
-            ConfigError: the template refuses that, or does not end the turn with a token.
+            ConfigError: the template rejects the messages, or does not end the turn with a token.
         """
-        found = self._ends.get((stub, role))
-        if found is None:
-            found = self._ends[stub, role] = self._found(stub, role)
-        return found
+        turn_end = self._ends.get((stub, role))
+        if turn_end is None:
+            turn_end = self._ends[stub, role] = self._find_end(stub, role)
+        return turn_end
 
     def has_token(self, text: str, *, beyond: int) -> bool:
-        """Whether an added token that is spelled out in `text` ends beyond that place."""
+        """Whether `text` spells out an added token that ends after index `beyond`."""
         return any(token.end() > beyond for token in self._tokens.finditer(text))
 
     def opening(self, end: TurnEnd, sampled: Sequence[int] | None) -> tuple[int, ...]:
-        """What stands in front of that which follows `end`, after these sampled ids (None: a turn that ended by itself)."""
+        """Returns the ids to insert between the sampled ids and the text after `end`; `sampled` is None for a turn that
+        ended normally."""
         if sampled is None:
             stopped = end.closes or end.id in self._stops
         else:
             last = sampled[-1] if sampled else None
             stopped = last == end.id or (end.closes and last in self._stops)
-        return () if stopped else end.written[_begun(sampled or (), end.written) :]
+        return () if stopped else end.written[_overlap(sampled or (), end.written) :]
 
     def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
-        """`text`, in which an assistant's message stands last and begins at `start`, up to the policy's stop.
+        """Cuts `text`, whose last message is the assistant's and begins at `start`, at the token where the policy stops.
 
-        `end` is that of a turn which the next message follows: where the template closes none, its token is the stop.
+        If the template closes no turn, that is `end`, the end of a turn that another message follows.
         """
         at, own = max(((text.rfind(own, start), own) for own in self._stops.values() if own), default=(-1, ""))
         if at >= 0:
@@ -169,18 +175,18 @@ class Turns:
         last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.before([]), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
 
-    def _found(self, stub: Stub, role: str) -> TurnEnd:
-        own, before = self._last(stub)
-        lead, written, rest = self._followed(stub, role)
-        closes = written == own or not self._opens(stub, role, written, rest)
+    def _find_end(self, stub: Stub, role: str) -> TurnEnd:
+        own, before = self._closing_token(stub)
+        lead, written, rest = self._text_after_stub(stub, role)
+        closes = written == own or not self._opens_next_message(stub, role, written, rest)
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
-        if stub is Stub.ANSWER and written == own:  # with the tokens that stand before it
+        if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
             ids = self._encoder.ids(before.lstrip() + written)
         encoder = ProvenanceEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
-    def _last(self, stub: Stub) -> tuple[str | None, str]:
-        """(the token that closes the stub where it is the last message, what stands before it after the anchor)."""
+    def _closing_token(self, stub: Stub) -> tuple[str | None, str]:
+        """Returns (the token that closes the stub as the last message, the text between anchor and token)."""
         if stub is Stub.ANSWER:
             return self._end_of_answers
         last = _after_anchor(self._renderer.stub_text(stub.before([]), generate=False))
@@ -197,11 +203,11 @@ class Turns:
 
     @cached_property
     def _end_of_answers(self) -> tuple[str | None, str]:
-        """`_last` of an answer: the token, of those that the template writes after its words, that ends it.
+        """`_closing_token` for a turn without tool calls: picks the end-of-turn token among those written after the content.
 
-        It is the tokenizer's end of sequence, where that also ends an answer which a message follows (Cohere; Phi puts one
-        after the whole conversation, which ends no turn), or else the first one that does not stand in front of the words,
-        too (Kimi K3 closes every part of a turn).
+        That is the tokenizer's eos, if it also ends a turn that another message follows (Cohere; Phi's eos ends the whole
+        conversation, not a turn); otherwise the first token that does not also occur before the content (Kimi K3 closes
+        every part of a turn).
         """
         stub = Stub.ANSWER.before([])
         text = self._renderer.stub_text(stub, generate=False)
@@ -220,9 +226,9 @@ class Turns:
         end = next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
         return end.group(), after[: end.start()]
 
-    def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
-        """(white space, token, what leads to the content) after the words of a stub that a message of `role` follows."""
-        own, before = self._last(stub)
+    def _text_after_stub(self, stub: Stub, role: str) -> tuple[str, str, str]:
+        """Returns (white space, token, text before the next content) after a stub that a message of `role` follows."""
+        own, before = self._closing_token(stub)
         messages = stub.answers_to([{"role": role, "content": PROBE}])
         text = _after_anchor(self._renderer.stub_text([*stub.before(messages), *messages], generate=True))
         if own is not None and text.startswith(before + own):
@@ -231,31 +237,31 @@ class Turns:
             start = len(text) - len(text[len(before) :].lstrip())
             match = self._tokens.match(text, start)
             token = "" if match is None else match.group()
-        else:  # it writes the words of the last turn otherwise
+        else:  # the template writes the last turn's content differently
             token, start = own or "", text.find(own or "\0")
         if not token or start < 0:
             raise ConfigError(_OPEN_END)
         return text[len(before) : start], token, text[start + len(token) :].partition(PROBE)[0]
 
-    def _opens(self, stub: Stub, role: str, token: str, rest: str) -> bool:
-        """Whether a token that does not close the last turn is the first one of the message that follows.
+    def _opens_next_message(self, stub: Stub, role: str, token: str, rest: str) -> bool:
+        """Whether a token that does not close the last turn is the first token of the next message.
 
-        It is, where the generation prompt begins with it, where messages of another role begin with another, or where no
-        other token stands between it and the content, and it stands so before a conversation's first message, too.
+        It is, if the generation prompt begins with it, if messages of another role begin with another token, or if no other
+        token is between it and the content and a conversation's first user message begins the same way.
         """
         first = self._tokens.search(self._generation_prompt)
         if first is not None and first.group() == token:
             return True
         for other in {"user", "tool"} - {role}:
             try:
-                _, others, others_rest = self._followed(stub, other)
-            except ConfigError:  # it knows no such messages here
+                _, others, others_rest = self._text_after_stub(stub, other)
+            except ConfigError:  # the template takes no such message here
                 continue
             if others != token or other == "user":
-                return others != token or self._opens_users(token, others_rest)
-        return self._opens_users(token, rest) if role == "user" else self._tokens.search(rest) is None
+                return others != token or self._opens_user_message(token, others_rest)
+        return self._opens_user_message(token, rest) if role == "user" else self._tokens.search(rest) is None
 
-    def _opens_users(self, token: str, rest: str) -> bool:
+    def _opens_user_message(self, token: str, rest: str) -> bool:
         before, _, _ = self._renderer.stub_text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
         return self._tokens.search(rest) is None and before.endswith(token + rest)
 
@@ -268,8 +274,8 @@ class Turns:
 _OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"
 
 
-def _begun(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
-    """How many ids of `closing` the sampled ones end with: a limit may have cut them there."""
+def _overlap(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
+    """How many ids of `closing` the sampled ids end with: a limit may have cut the turn inside them."""
     return next((n for n in range(len(closing), 0, -1) if tuple(sampled[-n:]) == closing[:n]), 0)
 
 

@@ -1,4 +1,4 @@
-"""Environments: RL-Factory's `Env` and `ToolManager`, and Gymnasium-style environments, as one agent loop."""
+"""Environments: RL-Factory's `Env` and `ToolManager`, and Gymnasium-style environments, driven by one agent loop."""
 
 from etude.agents.environments.env import ENVIRONMENTS, Env, TextEnv, register_env
 from etude.agents.environments.loop import load_environment

@@ -1,11 +1,11 @@
-"""`Env`: RL-Factory's environment: what happens between the model's turns, and their rewards.
+"""`Env`: RL-Factory's environment, which produces the observations between the model's turns, and the rewards.
 
-A subclass in a user's file, registered with `@register_env("name")` and chosen by `actor_rollout_ref.env.name`, overrides
-what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`; or, where `reward_model.model.path` is
-a language model, the two hooks of its judge, `_get_single_prompt_str` and `_compute_single_score_with_reward_rollout_wg`.
+A subclass in a user's file, registered with `@register_env("name")` and selected by `actor_rollout_ref.env.name`, overrides
+what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`; or, if `reward_model.model.path` is a
+language model, the two hooks of its judge, `_get_single_prompt_str` and `_compute_single_score_with_reward_rollout_wg`.
 
-Invariant: an Env is shared by all trajectories of a process; per-trajectory state is kept in its tools. `step` takes a
-batch; an agent loop calls it with a batch of one, the lockstep form with all trajectories at once.
+Invariant: all trajectories of a process share an Env; per-trajectory state is kept in its tools. `step` takes a batch: an
+agent loop calls it with a batch of one, or, in lockstep, with all trajectories at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 Step = tuple[list[Any], list[bool], list[int], list[int]]
-"""Observations, whether each trajectory is over, whether its action was valid, whether it called a tool."""
+"""(observations, whether each trajectory is over, whether its action was valid, whether it called a tool)."""
 
 
 class Env:
-    """Base of all environments, usable as it is: it runs the called tools and ends with an answer.
+    """Base class of all environments, usable as it is: it runs the called tools, and an answer ends the trajectory.
 
     Attributes:
         config: the section `actor_rollout_ref.env` as a mapping.
-        tool_manager: reads responses and runs their tools.
+        tool_manager: parses responses and runs the tools they call.
         use_verify_tool: whether `verify_tool` is called before a score is computed.
-        use_process_reward: whether `get_step_reward` counts, at the token where each turn ends.
+        use_process_reward: whether `get_step_reward` is used, at the last token of each turn.
     """
 
     use_verify_tool = False
@@ -42,7 +42,7 @@ class Env:
         """`centralized_actor` is accepted for RL-Factory's signature and must be None.
 
         Raises:
-            ConfigError: `config.tool_manager` names none.
+            ConfigError: `config.tool_manager` is not a registered tool manager.
         """
         if centralized_actor is not None:
             raise ConfigError("a centralized tool actor is not needed: a tool's config limits it across processes")
@@ -56,10 +56,10 @@ class Env:
     # -- turns -----------------------------------------------------------------------------------------------------
 
     def step(self, responses: Sequence[str], tokenizer: Any = None) -> Step:
-        """What happens after each response of a batch.
+        """Steps the environment with a batch of responses.
 
         Returns:
-            next_obs: what the model sees next: the result of `tool_manager.get_prompt`, a list of messages, or a text,
+            next_obs: what the model sees next: the result of `tool_manager.get_prompt`, a list of messages, or a string,
                 which becomes a user message; "" if a trajectory is over.
             dones, valid_action, is_tool: one per response.
 
@@ -69,15 +69,15 @@ class Env:
         return self.observed(*self.tool_manager.execute_actions(responses=responses), tokenizer)
 
     async def astep(self, responses: Sequence[str], tokenizer: Any = None) -> Step:
-        """`step` without a thread, for loops whose Env does not override `step`."""
+        """Async version of `step`, used if neither `step` nor the manager's `execute_actions` is overridden."""
         actions, tools = self.tool_manager.parsed(responses)
         return self.observed(actions, await self.tool_manager.execute_all_tools(actions, tools), tokenizer)
 
     def observed(self, actions: Sequence[str], results: Sequence[Any], tokenizer: Any = None) -> Step:
-        """The four lists of `step` from actions and their results.
+        """Builds the four lists of `step` from actions and their results.
 
         Raises:
-            ValueError: an action is neither "answer", "error" nor "actions".
+            ValueError: an action is not "answer", "error" or "actions".
         """
         next_obs: list[Any] = []
         dones, valid_action, is_tool = [], [], []
@@ -97,7 +97,7 @@ class Env:
         asked: dict[str, Any] = {"input_data": result, "tokenizer": tokenizer, "mode": "tool_call"}
         shown = self.tool_manager.get_prompt(**asked, add_generation_prompt=True)
         if isinstance(shown, str) and not isinstance(shown, RenderedPrompt):
-            # An override rendered it by itself: if the text is the template's, the messages are known.
+            # An override rendered it: if the text equals the base class's, its messages are known.
             plain = ToolManager.get_prompt(self.tool_manager, **asked, add_generation_prompt=True)
             return plain if plain == shown else shown
         return shown
@@ -105,14 +105,14 @@ class Env:
     # -- rewards ---------------------------------------------------------------------------------------------------
 
     def get_step_reward(self, responses: Sequence[str], format_score: float = 0.1) -> list[float]:
-        """One reward per response, if `use_process_reward`; NaN for none."""
+        """Returns one reward per response, NaN for none; used with `use_process_reward`."""
         return [1.0] * len(responses)
 
     def verify_tool(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
     ) -> Any:
-        """A verdict on the whole response by a user's tool, if `use_verify_tool`; it is stored under
-        `reward_model.ground_truth['verified_results']` when the score is computed."""
+        """Verifies the whole response with a user's tool; called with `use_verify_tool`. The result is stored in
+        `reward_model.ground_truth['verified_results']` for the scorer."""
         raise NotImplementedError(f"{type(self).__name__} sets use_verify_tool and does not define verify_tool")
 
     def compute_score(
@@ -124,8 +124,8 @@ class Env:
         if_val: bool = False,
         use_process_reward: bool = False,
     ) -> list[list[float]]:
-        """Scores of each row of `data`: those of its turns, if any, and last the final one. `reward_rollout_wg` is the
-        judge, if there is one, and `reward_tokenizer` its tokenizer."""
+        """Returns the scores of each row of `data`: those of its turns, with `use_process_reward`, then the final one.
+        `reward_rollout_wg` is the judge, if any, and `reward_tokenizer` its tokenizer."""
         if reward_rollout_wg is not None:
             return self._compute_score_with_reward_rollout_wg(reward_rollout_wg, reward_tokenizer, data)
         final = self._compute_score_with_rules(data, tokenizer, if_val)
@@ -135,54 +135,54 @@ class Env:
         return [[*(s for s in row if not math.isnan(s)), *scores] for row, scores in zip(steps, final)]
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: DataProto) -> list[list[str]]:
-        """The judge's prompt for each row of `data`, in a list of one: about the model's own words, which are the column
-        `solution_str`."""
+        """Returns the judge's prompt for each row of `data`, in a list of one; it is about the text that the policy sampled,
+        column `solution_str`."""
         said = data.non_tensor_batch["solution_str"].tolist()
         return [
             [self._get_single_prompt_str(source, words, truth, info, reward_tokenizer)]
-            for words, (source, truth, info) in zip(said, _judged(data))
+            for words, (source, truth, info) in zip(said, _judge_fields(data))
         ]
 
     def _get_single_prompt_str(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, reward_tokenizer: Any
     ) -> str:
-        """The judge's prompt about one answer, as its chat template renders it."""
+        """Returns the judge's prompt for one response, rendered with its chat template."""
         raise ConfigError(f"reward_model.model.path: {type(self).__name__} does not define _get_single_prompt_str")
 
     def _compute_score_with_reward_rollout_wg(
         self, reward_rollout_wg: Any, reward_tokenizer: Any, data: DataProto
     ) -> list[list[float]]:
-        """The judge's score of each row of `data`, from its greedy answers."""
+        """Returns the judge's score of each row of `data`, parsed from its greedy generations."""
         prompts = self.get_prompt_for_reward(reward_tokenizer, data)
         answers = iter(reward_rollout_wg.generate([prompt for row in prompts for prompt in row]))
         read = self._compute_single_score_with_reward_rollout_wg
         return [
             [read(source, next(answers), truth, info) for _ in row]
-            for row, (source, truth, info) in zip(prompts, _judged(data))
+            for row, (source, truth, info) in zip(prompts, _judge_fields(data))
         ]
 
     def _compute_single_score_with_reward_rollout_wg(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
     ) -> float:
-        """The score in the judge's answer, which is `solution_str`."""
+        """Parses the score from the judge's generation, passed as `solution_str`."""
         name = "_compute_single_score_with_reward_rollout_wg"
         raise ConfigError(f"reward_model.model.path: {type(self).__name__} does not define {name}")
 
     def _compute_score_with_rules(self, data: DataProto, tokenizer: Any, if_val: bool = False) -> list[list[float]]:
-        """A list of one score for each row; `data` has `prompts`, `responses`, `attention_mask`, `response_mask` and the
-        rows' columns. The base class scores nothing: 0.0."""
+        """Returns a list of one score for each row; `data` has `prompts`, `responses`, `attention_mask`, `response_mask` and
+        the rows' columns. The base class gives 0.0."""
         return [[0.0] for _ in range(len(data))]
 
     @property
     def scores(self) -> bool:
-        """Whether this class has a score of its own: rules, or a judge's hooks."""
+        """Whether this class defines its own score, by rules or a judge's hooks."""
         judging = ("_compute_score_with_reward_rollout_wg", "_compute_single_score_with_reward_rollout_wg")
         hooks = ("compute_score", "_compute_score_with_rules", *judging)
         return any(getattr(type(self), name) is not getattr(Env, name) for name in hooks)
 
 
-def _judged(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
-    """Data source, ground truth and `extra_info` of each row."""
+def _judge_fields(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (data source, ground truth, `extra_info`) of each row."""
     columns = data.non_tensor_batch
     for source, rule, info in zip(*(columns[name].tolist() for name in ("data_source", "reward_model", "extra_info"))):
         yield source, (rule or {}).get("ground_truth"), info
@@ -202,17 +202,17 @@ class TextEnv:
             def close(self): ...
 
     Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`, `action`
-    the model's text. Methods may be sync (they run in a thread) or async; any class with these three will do, including one
-    of Gymnasium's own if it uses text. There is one `reset`, then steps until one ends the episode, and `close` in every
-    ending.
+    the model's text. Methods may be async or sync (those run in a thread); any class with `reset` and `step` works, also a
+    Gymnasium environment that uses text. `reset` is called once, then `step` until the episode ends, and `close`, if there
+    is one, however it ends.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begins an episode; a non-empty observation is appended to the prompt's last user message."""
+        """Starts an episode; a non-empty observation is appended to the prompt's last user message."""
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The answer to the model's turn: observation, reward of the turn, terminated, truncated, info."""
+        """Steps with the model's text; returns observation, reward of the turn, terminated, truncated, info."""
         raise NotImplementedError
 
     def close(self) -> None:

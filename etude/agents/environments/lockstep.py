@@ -1,7 +1,7 @@
-"""`LockStep`: the synchronous form of environments: all trajectories in flight step together, in one batch.
+"""`LockStep`: synchronous environment steps: all trajectories in flight step together, in one batch.
 
-RL-Factory's `generate_sequences_loop` generates for all, steps the environment once with all responses, and generates
-again; `rollout.mode=sync` does the same here, however long trajectories then wait for each other.
+As in RL-Factory's `generate_sequences_loop`, all trajectories generate, the environment steps once with all responses, and
+all generate again. `rollout.mode=sync` selects this, although trajectories then wait for each other.
 
 Invariant: a batch is stepped once every trajectory that has joined and not left has submitted its turn; each gets its own
 entry of the result, or the exception that the step raised.
@@ -19,7 +19,7 @@ Steps = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
 
 
 class LockStep:
-    """Used inside one event loop at a time."""
+    """A barrier for the trajectories of one event loop at a time."""
 
     def __init__(self) -> None:
         self._members = 0
@@ -28,11 +28,11 @@ class LockStep:
         self._running: set[asyncio.Task[None]] = set()
 
     def join(self) -> None:
-        """Adds a trajectory whose turns are waited for."""
+        """Adds a trajectory; from now on, a step waits for its turn."""
         self._members += 1
 
     def leave(self) -> None:
-        """Removes one; the others may be complete now."""
+        """Removes a trajectory; steps the others if they were only waiting for it."""
         self._members -= 1
         self._go_if_complete()
 

@@ -1,12 +1,11 @@
-"""`env_agent`: the agent loop of environments: generate, let the environment answer, generate again, until it says stop.
+"""`env_agent`: the agent loop for environments: generates a turn, steps the environment with it, and repeats until done.
 
-Rows without an `agent_name` get it where `actor_rollout_ref.env` configures an environment. An `Env` (RL-Factory's
-interface) and a `TextEnv` (Gymnasium's) are both driven here; tools run in the trajectory's `ToolSession`.
+It is the default for rows without an `agent_name` if `actor_rollout_ref.env` configures an environment. It drives an `Env`
+(RL-Factory's interface) or a `TextEnv` (Gymnasium's); tools run in the trajectory's `ToolSession`.
 
-Invariant: as in `tool_agent`: the context is the prompt followed by the segments, token for token; an observation is
-appended as messages through the chat template, never as text that has to be found again. Every turn is sampled. The
-environment's step reward is placed where the turn ended; its final score is the trajectory's, unless a reward manager
-gives one.
+Invariant: as in `tool_agent`, the context is the prompt followed by the segments, token for token; an observation is
+appended as messages through the chat template, never as rendered text. Every assistant turn is sampled. A step reward goes
+to the last token of its turn; the environment's final score is the trajectory's, unless a reward manager gives one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 
-SOURCE = "env"  # of the rewards
+SOURCE = "env"  # source of the step rewards
 
 logger = logging.getLogger(__name__)
 _threads = BlockingCalls("etude-env", limit=64)
@@ -46,9 +45,9 @@ _threads = BlockingCalls("etude-env", limit=64)
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of a run: an `Env`, or the factory of a `TextEnv` per trajectory.
+    """The environment of a run: an `Env`, or a factory that makes a `TextEnv` per trajectory.
 
-    `timeout` in seconds for each call of its methods; `lockstep` joins the steps of all trajectories in flight.
+    `timeout`: seconds per method call; `lockstep`: batches the steps of all trajectories in flight.
     """
 
     name: str
@@ -58,14 +57,15 @@ class Environment:
 
     @property
     def tools(self) -> Mapping[str, BaseTool]:
-        """The tools of an `Env`'s manager, including those that it created itself."""
+        """The tools of an `Env`'s manager, including those that it created itself; empty for a `TextEnv`."""
         return self.target.tool_manager.all_tools if isinstance(self.target, Env) else {}
 
     async def call(self, method: str, function: Any, *args: Any, limited: bool = True, **kwargs: Any) -> Any:
-        """The user's method's return value: awaited, or from a thread, within `timeout`.
+        """Calls a user's method within `timeout`, in a thread unless it is async; `limited=False` lifts an async method's
+        timeout.
 
         Raises:
-            InfrastructureError: it raised one, or timed out.
+            InfrastructureError: it failed because of infrastructure, or timed out.
             EtudeError: it raised anything else.
         """
         try:
@@ -81,13 +81,14 @@ class Environment:
             raise EtudeError(line) from error
 
     def wrong(self, rule: str, what: str) -> EtudeError:
-        """The error for a method that does not keep to `rule`."""
+        """Makes the error for a method that violates `rule`."""
         return EtudeError(f"environment '{self.name}': {rule}: {what}")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The environment's reaction to a turn: the messages to show, whether it is over, the turn's reward (None: none)."""
+    """Result of an environment step: the messages for the model, whether the episode is over, and the turn's reward, if
+    any."""
 
     messages: list[dict[str, Any]]
     over: bool
@@ -97,16 +98,16 @@ class Observation:
 
 @register("env_agent")
 class EnvAgentLoop(ToolAgentLoop):
-    """See the module's docstring."""
+    """The agent loop for environments; see the module's docstring."""
 
     _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # its environment runs the tools
 
     @asynccontextmanager
     async def surroundings(self, data: Conversation, row: dict[str, Any]) -> AsyncIterator[None]:
-        """The environment, which scores the trajectory at its end.
+        """Opens the trajectory's environment, which scores the trajectory at the end.
 
         Raises:
-            EtudeError: the environment raised a non-infrastructure error, or returned control tokens as observation.
+            EtudeError: no environment is configured, or it raised an error that is not infrastructure.
         """
         environment = self.context.environment
         if environment is None:
@@ -144,10 +145,10 @@ class EnvAgentLoop(ToolAgentLoop):
         return self.feed_back(data, observed.messages)
 
     def as_messages(self, observation: Any, said: str = "") -> list[dict[str, Any]]:
-        """An observation as messages; it may repeat control tokens that the model itself spelled out (`said`).
+        """Converts an observation to messages. It may repeat control tokens that the model itself wrote in `said`.
 
         Raises:
-            EtudeError: it is neither text nor messages, or text that spells out other control tokens.
+            EtudeError: it is neither text nor messages, or is text that contains other control tokens.
         """
         if isinstance(observation, RenderedPrompt):
             return observation.messages
@@ -164,22 +165,21 @@ class EnvAgentLoop(ToolAgentLoop):
 
 
 class EnvStage:
-    """An `Env` seen from one trajectory."""
+    """One trajectory's use of a shared `Env`."""
 
     def __init__(self, loop: EnvAgentLoop, environment: Environment, env: Env) -> None:
         self._loop, self._environment, self._env = loop, environment, env
         self._joined = False
 
     async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
-        """Joins the lockstep of all trajectories; one that is retried steps alone, so that its failure does not break the
-        others again."""
+        """Joins the lockstep, if any; a retried trajectory steps alone, so that it cannot make the others fail again."""
         if self._environment.lockstep is not None and not row.get("attempt"):
             self._environment.lockstep.join()
             self._joined = True
         return ""
 
     async def step(self, data: Conversation, text: str) -> Observation:
-        """One step of a batch of one, or of all."""
+        """Steps the environment with the turn's text, alone or in lockstep with all trajectories."""
         outcomes: list[Any] = []
         turn = Turn(data.session, data.trajectory.assistant_turns - 1, self._loop.loop, outcomes)
         if self._joined and self._environment.lockstep is not None:
@@ -203,15 +203,15 @@ class EnvStage:
         return Observation([] if over else self._loop.as_messages(observation, text), over, reward)
 
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
-        """(observation, over) of each of several trajectories' turns, or its exception.
+        """Returns (observation, over), or an exception, for each trajectory's turn.
 
-        A user's own step gets them as one batch, and an exception in it fails them all.
+        An overridden `step` gets all turns as one batch, and an exception in it fails them all.
         """
-        if _steps_itself(self._env):
+        if _overrides_step(self._env):
             return [*await self._batch(asked, self._env.step, limited=True)]
         each = (self._batch([turn], self._env.astep, limited=False) for turn in asked)
-        found = await asyncio.gather(*each, return_exceptions=True)
-        return [entry if isinstance(entry, BaseException) else entry[0] for entry in found]
+        results = await asyncio.gather(*each, return_exceptions=True)
+        return [entry if isinstance(entry, BaseException) else entry[0] for entry in results]
 
     async def _batch(self, asked: Sequence[tuple[str, Turn]], step: Any, *, limited: bool) -> list[tuple[Any, bool]]:
         texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
@@ -227,7 +227,7 @@ class EnvStage:
             ) from error
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
-        """The environment's final score, if it has rules for one."""
+        """Returns the environment's final score; None if it defines none."""
         if not self._env.scores:
             return None
         context = self._loop.context
@@ -242,7 +242,7 @@ class EnvStage:
 
 
 class TextStage:
-    """A `TextEnv` of one trajectory."""
+    """One trajectory's own `TextEnv`."""
 
     def __init__(self, loop: EnvAgentLoop, environment: Environment) -> None:
         self._loop, self._environment = loop, environment
@@ -265,24 +265,24 @@ class TextStage:
         return str(returned[0])
 
     async def step(self, data: Conversation, text: str) -> Observation:
-        """One step."""
+        """Steps the environment with the turn's text."""
         returned = await self._environment.call("step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
-            figures = dict(info or {})
+            metrics = dict(info or {})
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
-        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, figures)
+        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, metrics)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
-        """None: a text environment's rewards are those of its steps."""
+        """Returns None: a text environment has only step rewards."""
         return None
 
     async def close(self) -> None:
-        """Closes the environment, if it was created; a failure has no consequence."""
+        """Closes the environment, if it was created; a failure is only logged."""
         closing = getattr(self._env, "close", None)
         if closing is not None:
             try:
@@ -291,8 +291,8 @@ class TextStage:
                 logger.warning("%s", error)
 
 
-def _steps_itself(env: Env) -> bool:
-    """Whether the user's class overrides part of a step's tool execution, which then runs in a thread and in batches."""
+def _overrides_step(env: Env) -> bool:
+    """Whether the user's class overrides `step` or `execute_actions`; steps then run in a thread, as one batch."""
     manager = type(env.tool_manager)
     return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
 
@@ -300,14 +300,14 @@ def _steps_itself(env: Env) -> bool:
 def environment_score(
     env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any, judge: Any = None
 ) -> float:
-    """The last score that `env.compute_score` returns for the trajectory; `judge` is passed on, with its tokenizer.
+    """Returns the last score that `env.compute_score` gives the trajectory; `judge` is passed on, with its tokenizer.
 
     Raises:
-        EtudeError: it returns none.
+        EtudeError: `compute_score` did not return a list of scores per row.
     """
     row = dict(row)
     if env.use_verify_tool:
-        row["reward_model"] = _verified(env, trajectory, row, tokenizer)
+        row["reward_model"] = _with_verification(env, trajectory, row, tokenizer)
     sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
     said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
     asked = {"data_source": None, "reward_model": None, "extra_info": None}
@@ -320,13 +320,13 @@ def environment_score(
         raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error
 
 
-def _verified(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     reward_model = dict(row.get("reward_model") or {})
     truth = reward_model.get("ground_truth")
     solution = tokenizer.decode(trajectory.response_ids)
-    found = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
+    verdict = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
     known = dict(truth) if isinstance(truth, Mapping) else {"target": truth}
-    return reward_model | {"ground_truth": known | {"verified_results": found}}
+    return reward_model | {"ground_truth": known | {"verified_results": verdict}}
 
 
 def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
@@ -346,23 +346,23 @@ def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 
 
 def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lockstep: bool) -> Environment | None:
-    """The environment that `options` name, with the run's configured `tools`; None without a name.
+    """Creates the environment that `options` select, with the run's configured `tools`; None if they select none.
 
     Raises:
-        ConfigError: there is none with that name, or it cannot be created.
+        ConfigError: no environment has that name, or it cannot be created.
     """
     if not options.chosen:
         return None
     name = options.name or "base"
-    found = ENVIRONMENTS.get(name)
-    if isinstance(found, type) and issubclass(found, Env):
+    registered = ENVIRONMENTS.get(name)
+    if isinstance(registered, type) and issubclass(registered, Env):
         try:
-            env = found({**asdict(options), "_tools": tools})
+            env = registered({**asdict(options), "_tools": tools})
         except ConfigError:
             raise
         except Exception as error:  # a user's constructor may raise anything
             raise ConfigError(f"environment '{name}': {type(error).__name__}: {one_line(error)}") from error
         return Environment(name, env, options.timeout, LockStep() if lockstep else None)
-    if not is_gym_shaped(found):
+    if not is_gym_shaped(registered):
         raise ConfigError(f"environment '{name}' is neither an Env nor a class with the methods reset and step")
-    return Environment(name, found, options.timeout)
+    return Environment(name, registered, options.timeout)

@@ -5,8 +5,8 @@
 
 A subclass may override any of its methods: the loop bypasses none.
 
-Invariant: a tool runs through a `ToolSession`, with its limits and lifecycle: the current trajectory's if an agent loop has
-bound one, else one that lasts for the call. A response is one turn: its tools run concurrently and are answered in order.
+Invariant: tools run in a `ToolSession`, with its limits and lifecycle: the current trajectory's if an agent loop has bound
+one, otherwise a temporary one per call. A response is one turn: its tools run concurrently, and results are in call order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.tools import BaseTool, QwenTool, ToolOutcome, ToolSession, load_tools
 ACTIONS, ANSWER = "actions", "answer"
 Called = list[dict[str, str]]
 
-_THREAD_SECONDS = 600.0  # of a synchronous `step` that waits for its tools
+_THREAD_SECONDS = 600.0  # timeout of a synchronous `step` waiting for its tools
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _TURNS: ContextVar[Sequence[Turn]] = ContextVar("etude_environment_turns", defau
 
 @contextmanager
 def bind_turns(turns: Sequence[Turn]) -> Iterator[None]:
-    """Within the block, the i-th response's tools run in the i-th turn's session."""
+    """Binds turns within the block: the i-th response's tools run in the i-th turn's session."""
     token = _TURNS.set(turns)
     try:
         yield
@@ -57,7 +57,7 @@ def bind_turns(turns: Sequence[Turn]) -> Iterator[None]:
 
 
 class RenderedPrompt(str):
-    """Text as a chat template renders it, with its messages: a loop appends those, token for token."""
+    """Text rendered by a chat template, together with its messages, which the loop appends instead of the text."""
 
     messages: list[dict[str, Any]]
 
@@ -70,16 +70,16 @@ class RenderedPrompt(str):
 
 
 class ToolManager:
-    """Base of all managers.
+    """Base class of all tool managers.
 
     Attributes:
         verl_config: the section `actor_rollout_ref.env` as a mapping.
-        tool_map: the tools by name, as `server-tool` for those of an MCP server.
-        functions: their OpenAI schemas' `function` parts, in order.
+        tool_map: the tools by name; those of an MCP server are named `server-tool`.
+        functions: the `function` part of each tool's OpenAI schema, in order.
     """
 
     def __init__(self, verl_config: Mapping[str, Any], tools: Mapping[str, BaseTool] | None = None) -> None:
-        """`tools` are those that the run has already configured; without them `config_path` is read."""
+        """`tools` are those configured for the run; if None, tools are loaded from `config_path`."""
         self.verl_config = verl_config
         self.tool_map: dict[str, BaseTool] = {}
         self.functions: list[dict[str, Any]] = []
@@ -94,19 +94,19 @@ class ToolManager:
             self._init_tool(tool)
 
     def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
-        """Adds a tool: an object, a registered name, or an item as in `mcp_tools.pydata`."""
-        made = [tool] if isinstance(tool, BaseTool) else _described(tool)
+        """Adds a tool, given as an object, a registered name, or an item as in `mcp_tools.pydata`."""
+        made = [tool] if isinstance(tool, BaseTool) else _load_tools(tool)
         for each in made:
             self.tool_map[each.name] = each
             self.functions.append(each.get_openai_tool_schema().to_openai()["function"])
 
     def get_tool(self, name_or_short_name: str) -> BaseTool | None:
-        """The tool with that name, or the first server tool with that own name (`query_rag` of `search-query_rag`)."""
+        """Returns the tool of that name, or the first MCP tool of that short name (`query_rag` of `search-query_rag`)."""
         name = self.full_name(name_or_short_name)
         return self.tool_map.get(name)
 
     def full_name(self, name_or_short_name: str) -> str:
-        """The matching name in `tool_map`; the given one if there is none."""
+        """Returns the matching name in `tool_map`, or the given one if there is none."""
         if name_or_short_name in self.tool_map:
             return name_or_short_name
         matches = (name for name in self.tool_map if name.endswith(f"-{name_or_short_name}"))
@@ -120,18 +120,19 @@ class ToolManager:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def parse_response(self, response_content: str) -> tuple[str, str | Called]:
-        """("answer", the answer) or ("actions", the called tools); a response with neither is its own answer."""
+        """Returns ("answer", the answer) or ("actions", the called tools); a response with neither is the answer itself."""
         if self.parse_end_flag(response_content):
             return ANSWER, final_answer(response_content) or response_content
         tools = self.parse_tools(response_content)
         return (ANSWER, tools) if isinstance(tools, str) else (ACTIONS, tools)
 
     def parse_end_flag(self, response_content: str) -> bool:
-        """Whether the response holds an answer, which ends the conversation."""
+        """Whether the response contains an answer, which ends the conversation."""
         return final_answer(response_content) is not None
 
     def parse_tools(self, response: str) -> str | Called:
-        """The called tools, each `{"name", "args"}`; a malformed one is `<empty>`. The response, if there are none."""
+        """Returns the called tools, each `{"name", "args"}`, with `<empty>` for a malformed one; if there are none, returns
+        the response."""
         return read_tools(response) or response
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class ToolManager:
         """Parses and runs a batch of responses, all concurrently.
 
         Returns:
-            The actions and, for each, the answer (a text) or the tools' messages.
+            The actions and, for each, the answer (a string) or the tools' messages.
 
         Raises:
             InfrastructureError: a tool had an infrastructure failure.
@@ -158,12 +159,12 @@ class ToolManager:
             raise InfrastructureError(f"tools gave no answer within {_THREAD_SECONDS:g} s") from error
 
     def parsed(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
-        """`parse_response` of each."""
+        """Calls `parse_response` on each; returns (actions, answers or tools)."""
         pairs = [self.parse_response(response_content=response) for response in responses]
         return [action for action, _ in pairs], [what for _, what in pairs]
 
     async def execute_all_tools(self, actions: Sequence[str], tool_list: Sequence[Any]) -> list[Any]:
-        """The results of all responses, run concurrently."""
+        """Runs the tools of all responses concurrently; returns one result per response."""
         turns: Sequence[Turn | None] = _TURNS.get() or [None] * len(actions)
         if len(turns) != len(actions):
             raise ValueError(f"{len(actions)} responses for the {len(turns)} trajectories at hand")
@@ -175,7 +176,7 @@ class ToolManager:
         return list(await asyncio.gather(*(batch(*each) for each in zip(actions, tool_list, turns))))
 
     async def _execute_tool_batch(self, action: str, tools: Any) -> Any:
-        """An answer as it is; otherwise one message for each tool."""
+        """Returns an answer as it is; otherwise runs the tools and returns one message for each."""
         if action != ACTIONS:
             return tools
         turn = next(iter(_TURNS.get()), None)
@@ -199,11 +200,11 @@ class ToolManager:
         return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, error=error)
 
     def result_text(self, outcome: ToolOutcome) -> str:
-        """The model's view of a tool that ran or rejected the call."""
+        """Returns the text that the model sees for a tool call that ran or was rejected."""
         return outcome.response.text or ""
 
     def missing_text(self, name: str) -> str:
-        """The model's view of a tool that does not exist."""
+        """Returns the text that the model sees for a call of an unknown tool, or for a malformed call."""
         if name == EMPTY_TOOL["name"]:
             example = '{"name": "...", "arguments": {...}}'
             return f"The tool call was not read: write <tool_call>{example}</tool_call>."
@@ -218,10 +219,10 @@ class ToolManager:
         mode: str = "initial",
         add_generation_prompt: bool = True,
     ) -> str:
-        """Messages as the model's chat template renders them.
+        """Renders messages with the model's chat template.
 
         Args:
-            input_data: one message, a list of them, or a text: the user's in mode `initial`, the tool's in mode
+            input_data: one message, a list of them, or a string: the user's in mode `initial`, the tool's in mode
                 `tool_call`, the assistant's in mode `assistant_response`.
             mode: `initial` renders a whole prompt with the tools; the other two render the continuation of a conversation.
 
@@ -246,7 +247,7 @@ class ToolManager:
                 base.append({"role": "assistant", "content": "."})
                 try:
                     render([*base, *messages])
-                except Exception:  # a template may raise anything: this one requires calls before answers
+                except Exception:  # the template requires calls before tool messages; it may raise anything
                     shown = [dict(message) for message in Stub.CALLS.answers_to(messages)]
                     base[1:] = map(dict, Stub.CALLS.before(shown))
             whole = render([*base, *shown], add_generation_prompt=add_generation_prompt)
@@ -260,12 +261,12 @@ register_tool_manager = TOOL_MANAGERS.register
 
 @register_tool_manager("adaptive", "qwen3", "qwen2_5", "llama3")
 class QwenManager(ToolManager):
-    """RL-Factory's manager: `<tool_call>` blocks of JSON5, `<answer>` ends. The chat template determines their format, so
-    one manager serves every model family."""
+    """RL-Factory's manager: `<tool_call>` blocks hold JSON5, `<answer>` ends the trajectory. The chat template renders tool
+    schemas and results, so one manager serves every model family."""
 
 
 def _as_tool(name: str, tool: Any) -> BaseTool:
-    """An entry that a subclass's `_build_tools` put into `tool_map`: an object with Qwen-Agent's interface will do."""
+    """Converts an entry that a subclass's `_build_tools` put into `tool_map`; it may have Qwen-Agent's interface."""
     if isinstance(tool, BaseTool):
         return tool
     if callable(getattr(tool, "call", None)):
@@ -277,7 +278,7 @@ def _json_text(args: Any) -> str:
     return args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
 
 
-def _described(item: str | Mapping[str, Any]) -> list[BaseTool]:
+def _load_tools(item: str | Mapping[str, Any]) -> list[BaseTool]:
     from etude.tools.loader import load_entry
 
     where = "mcpServers" if isinstance(item, Mapping) and "mcpServers" in item else "tool"

@@ -1,6 +1,6 @@
-"""The gateway: agents written with an OpenAI client, served by the policy and recorded token by token.
+"""The gateway: serves the policy to agents written with an OpenAI client, and records every token.
 
-The server is in `etude.agents.gateway.server`, apart, because importing FastAPI takes a while.
+The server is in a separate module, `etude.agents.gateway.server`, because importing FastAPI takes a while.
 """
 
 from etude.agents.gateway.loop import OpenAIAgentLoop, check_openai_agent, openai_agent

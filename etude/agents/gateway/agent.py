@@ -1,7 +1,7 @@
-"""A user's agent as a call: `run(client, row)` or `run(base_url, api_key, row)`, async or not, or a command.
+"""Runs a user's agent: a function `run(client, row)` or `run(base_url, api_key, row)`, sync or async, or a command.
 
-Parameters are passed by name, only those that are declared: `row` (the data row), `client` (`openai.AsyncOpenAI`, or
-`openai.OpenAI` for a sync function), `base_url`, `api_key`, `model`. The return value is None or the agent's reward.
+A function gets the parameters that it declares, by name: `row` (the data row), `client` (`openai.AsyncOpenAI`, or
+`openai.OpenAI` for a sync function), `base_url`, `api_key`, `model`. It returns None or the reward.
 
 Invariant: an agent is checked when it is configured, not when it first runs. A sync function runs in a thread; a command
 runs in its own process group, which does not outlive its trajectory, and inherits only the environment variables that
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
-_MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
-_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # this machine's fault, not the command's
-_LOOK_SECONDS = 0.2
+_MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
+_OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
+_POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
 _threads = BlockingCalls(
     "etude-agent", limit=1 << 14
-)  # one that waits for a thread would hold up a deterministic engine
+)  # far more than needed: an agent waiting for a thread would stall a deterministic engine
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent finds its policy."""
+    """Where an agent reaches its policy."""
 
     base_url: str
     api_key: str
 
 
 class Agent(Protocol):
-    """What the loop runs; returns None or a reward."""
+    """An agent that the loop can run; `run` returns None or a reward."""
 
     name: str
 
@@ -60,7 +60,7 @@ class Agent(Protocol):
 
 
 class FunctionAgent:
-    """A user's function.
+    """An agent written as a function.
 
     Raises:
         ConfigError: it is not a function, or has unknown parameters.
@@ -90,18 +90,18 @@ class FunctionAgent:
 
 
 def _wanted(function: Callable[..., Any], name: str) -> list[str]:
-    wanted = []
+    declared = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.name in PARAMETERS and parameter.kind is not parameter.POSITIONAL_ONLY:
-            wanted.append(parameter.name)
+            declared.append(parameter.name)
         elif parameter.default is parameter.empty:
             hint = did_you_mean(parameter.name, PARAMETERS)
             raise ConfigError(
                 f"agent '{name}' has an unknown parameter '{parameter.name}'{hint} (there are {', '.join(PARAMETERS)})"
             )
-    return wanted
+    return declared
 
 
 class CommandFailed(EtudeError):
@@ -109,9 +109,11 @@ class CommandFailed(EtudeError):
 
 
 class CommandAgent:
-    """A program: the row as JSON on its stdin; OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY in its environment. If the last line of its stdout is a number, it is the reward. Its child processes
-    end with it.
+    """An agent written as a program.
+
+    It gets the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY in its environment. If the last line of its stdout is a number, that is the reward. Its child
+    processes are killed when it exits.
 
     Raises:
         ConfigError: the program does not exist.
@@ -147,31 +149,31 @@ class CommandAgent:
                 *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
             )
         except OSError as error:
-            if error.errno in _SCARCE:
+            if error.errno in _OUT_OF_RESOURCES:
                 raise
             raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
         out, err = _Tail(process.stdout), _Tail(process.stderr)
-        pipes = {asyncio.ensure_future(work) for work in (_fed(process, text), out.read(), err.read())}
+        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), out.read(), err.read())}
         try:
-            status = await _status(process)
+            status = await _wait_for_exit(process)
         finally:
-            await uninterrupted(_ended(process, pipes))
+            await uninterrupted(_terminate(process, pipes))
         if status != 0:
-            said = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
-            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(no output)'}")
-        return _number(out.kept)
+            stderr_tail = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {stderr_tail or '(no output)'}")
+        return _parse_reward(out.kept)
 
 
-async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
+async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # it need not read its row
+    with contextlib.suppress(ConnectionError):  # the program may ignore stdin
         process.stdin.write(text)
         await process.stdin.drain()
     process.stdin.close()
 
 
 class _Tail:
-    """The tail of a pipe's output."""
+    """The last `_MOST_OUTPUT` bytes of a pipe."""
 
     def __init__(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
@@ -183,29 +185,29 @@ class _Tail:
             self.kept = (self.kept + piece)[-_MOST_OUTPUT:]
 
 
-async def _status(process: asyncio.subprocess.Process) -> int:
-    """As `process.wait()`, which in some Python versions also waits for the pipes."""
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Like `process.wait()`, which in some Python versions also waits for the pipes to close."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
-            await asyncio.wait({waiting}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({waiting}, timeout=_POLL_SECONDS)
     finally:
         await settle({waiting})
     return process.returncode
 
 
-async def _ended(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
-    """Kills the process and its children, then reads what is left in the pipes."""
+async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
+    """Kills the process group, then waits until the pipes are drained."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await _status(process)
-    await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open for ever
+    await _wait_for_exit(process)
+    await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open forever
     if not all(pipe.done() for pipe in pipes):
         await settle(pipes)
-        process._transport.close()  # type: ignore[attr-defined]  # nothing else closes pipes that others hold too
+        process._transport.close()  # type: ignore[attr-defined]  # the only way to close pipes that others hold too
 
 
-def _number(out: bytes) -> float | None:
+def _parse_reward(out: bytes) -> float | None:
     lines = out.decode("utf-8", "replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
@@ -214,41 +216,41 @@ def _number(out: bytes) -> float | None:
         return None
 
 
-_SECONDS = 86_400.0  # a trajectory has a time limit of its own
+_REQUEST_SECONDS = 86_400.0  # request timeout; effectively none, since trajectories have their own time limit
 
 
 class Clients:
-    """`openai` clients for the trajectories of one event loop, over shared connection pools; made by `Clients.here`.
+    """`openai` clients for the trajectories of one event loop, with shared connection pools; created by `Clients.here`.
 
-    A pool per trajectory would cost tens of milliseconds of CPU time each, mostly to load certificates. These are verified
-    as usual, since an agent may point a copy of its client at another server (`with_options`). A client knows only its
-    trajectory's address and key, and never retries: a failed request is either rejected for good or fails the trajectory.
+    A pool per trajectory would cost tens of milliseconds of CPU time, mostly to load certificates. TLS is verified as
+    usual, since an agent may point a copy of its client at another server (`with_options`). A client has only its own
+    trajectory's URL and key, and never retries: a failed request is either rejected for good or fails the trajectory.
     """
 
     def __init__(self) -> None:
         import openai
 
-        unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # waiting for a connection could block all others
-        pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _SECONDS}
+        unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # waiting for a connection could block other agents
+        pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _REQUEST_SECONDS}
         self._pool, self._thread_pool = openai.DefaultAsyncHttpxClient(**pool), openai.DefaultHttpxClient(**pool)
         given: dict[str, Any] = {
             "api_key": "none",
             "base_url": "http://127.0.0.1",
             "max_retries": 0,
-            "timeout": _SECONDS,
+            "timeout": _REQUEST_SECONDS,
         }
         self._asynchronous = openai.AsyncOpenAI(http_client=self._pool, **given)
         self._synchronous = openai.OpenAI(http_client=self._thread_pool, **given)
 
     @staticmethod
     def check_installed() -> None:
-        """Raises MissingExtraError without the package."""
+        """Raises MissingExtraError if the `openai` package is not installed."""
         if importlib.util.find_spec("openai") is None:
             raise MissingExtraError("an agent with an openai client", "openai")
 
     @staticmethod
     def here() -> Clients:
-        """The clients of the running event loop."""
+        """Returns the clients of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _clients:
             _clients[loop] = Clients()
@@ -256,7 +258,7 @@ class Clients:
 
     @staticmethod
     def taken() -> list[Clients]:
-        """The clients of the running event loop, to be closed: the next `here` creates new ones."""
+        """Removes and returns the clients of the running event loop, for closing; the next `here` creates new ones."""
         clients = _clients.pop(asyncio.get_running_loop(), None)
         return [] if clients is None else [clients]
 
@@ -266,11 +268,11 @@ class Clients:
         await self._pool.aclose()
 
     def asynchronous(self, base_url: str, api_key: str) -> AsyncOpenAI:
-        """A client for coroutines."""
+        """Returns a client for coroutines."""
         return self._asynchronous.copy(base_url=base_url, api_key=api_key)
 
     def synchronous(self, base_url: str, api_key: str) -> OpenAI:
-        """A client for threads."""
+        """Returns a client for threads."""
         return self._synchronous.copy(base_url=base_url, api_key=api_key)
 
 

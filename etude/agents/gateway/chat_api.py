@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` of OpenAI."""
+"""OpenAI's `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _usage(completion: Completion) -> Json:
 
 
 def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """A choice's finish reason, log-probs and ids; every sampled token counts, including the end of the turn."""
+    """A choice's finish reason, log-probs and token ids; these include every sampled token, the end-of-turn token too."""
     request, output = completion.request, turn.read.output
     ending: Json = {"finish_reason": turn.read.finish_reason, "logprobs": None}
     if request.logprobs:
@@ -92,7 +92,7 @@ def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBa
 
 
 def log_probs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """Those of a turn's tokens, as OpenAI's interfaces have them."""
+    """The log-probs of a turn's tokens in OpenAI's format."""
     output = turn.read.output
     pairs = [(tokenizer.decode([token]), log_prob) for token, log_prob in zip(output.token_ids, output.log_probs)]
     return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]

@@ -1,7 +1,7 @@
-"""`Dialect`: one of the interfaces by which agents ask for a turn, in terms of `/v1/chat/completions`: its request becomes
-that of a chat completion, and a turn its answer.
+"""`Dialect`: one HTTP API that agents may use, defined by its translation to and from `/v1/chat/completions`: its request
+becomes a chat completion request, and a sampled turn becomes its response.
 
-Invariant: a conversation means the same in every dialect, so that a session may be asked in several.
+Invariant: a conversation means the same in every dialect, so one session may mix them.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = dict[str, Any]
 Replies: TypeAlias = Mapping[str, Sequence[Json]]
-"""The conversation up to each answer of a session, by the answer's id."""
+"""The conversation up to and including each response of a session, by response id."""
 Events: TypeAlias = Iterator[tuple[str | None, Json]]
-"""(an event's name, or None, and its data)."""
+"""(event name or None, data) pairs."""
 
 
 class EventWriter:
-    """Writes one answer as a stream: `start`, `delta` for each piece as it becomes certain, and `finish` or `error`.
+    """Writes one response as server-sent events: `start`, a `delta` per chunk, then `finish` or `error`.
 
-    Invariant: the pieces, joined by kind, are the answer that is given otherwise.
+    Invariant: concatenating the deltas of each kind gives the same response as without streaming.
     """
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self.asked, self.tokenizer = asked, tokenizer
 
     def start(self) -> Events:
-        """What comes first."""
+        """Events sent before the first chunk."""
         raise NotImplementedError
 
     def delta(self, choice: int, kind: Kind, text: str) -> Events:
-        """The next piece of a choice's thoughts or words."""
+        """Events for the next chunk of a choice's reasoning or content."""
         raise NotImplementedError
 
     def finish(self, completion: Completion) -> Events:
-        """What follows the last piece: calls, why it ended, usage."""
+        """Events sent after the last chunk: tool calls, finish reason, usage."""
         raise NotImplementedError
 
     def error(self, error: GatewayError) -> Events:
-        """The end of an answer that fails midway."""
+        """Events that end a response which failed midway."""
         raise NotImplementedError
 
 
 class PartWriter(EventWriter):
-    """A writer of interfaces in which an answer has parts, one after the other: thoughts, words, calls."""
+    """Writer for APIs whose response is a sequence of parts: reasoning, content, tool calls."""
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(asked, tokenizer)
-        self.kind: Kind | None = None  # of the open part
+        self.kind: Kind | None = None  # kind of the open part, if any
         self.text = ""
-        """What the open part has so far."""
+        """Text of the open part so far."""
         self.parts = 0
 
     def delta(self, choice: int, kind: Kind, text: str) -> Events:
@@ -71,42 +71,42 @@ class PartWriter(EventWriter):
         yield from self.piece(kind, text)
 
     def end(self) -> Events:
-        """Closes the open part, if there is one."""
+        """Closes the open part, if any."""
         if self.kind is not None:
             kind, self.kind = self.kind, None
             yield from self.close(kind)
             self.parts += 1
 
     def end_words(self, completion: Completion) -> Events:
-        """Closes the last part of thoughts or words; an answer without words and calls has an empty one."""
+        """Closes the last reasoning or content part; a response with no content and no calls gets an empty content part."""
         message = completion.turns[0].message
         if not message["content"] and "tool_calls" not in message:
             yield from self.delta(0, "content", "")
         yield from self.end()
 
     def open(self, kind: Kind) -> Events:
-        """Begins a part."""
+        """Events that open a part."""
         raise NotImplementedError
 
     def piece(self, kind: Kind, text: str) -> Events:
-        """A piece of the open part."""
+        """Events for a chunk of the open part."""
         raise NotImplementedError
 
     def close(self, kind: Kind) -> Events:
-        """Ends the open part, which has `text`."""
+        """Events that close the open part, whose full text is `self.text`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """`path` is under `/v1`.
+    """One API, served at `/v1/{path}`.
 
     Attributes:
-        read: (request, replies) → the request of a chat completion. Raises GatewayError, which names the parameter.
-        answer: the response's body.
-        writer: the same as a stream.
-        error: the body of a response that is an error.
-        last: the line after the last event, if there is one.
+        read: (request, replies) → chat completion request. Raises GatewayError, which names the parameter.
+        answer: builds the response body.
+        writer: writes the same response as a stream.
+        error: builds the body of an error response.
+        last: line sent after the last event; empty for none.
     """
 
     path: str
@@ -118,7 +118,7 @@ class Dialect:
 
 
 def refuse_unknown(request: Json, known: Iterable[str]) -> None:
-    """Raises GatewayError for a parameter that is not among `known`, unless it is null."""
+    """Raises GatewayError for a parameter that is not in `known`, unless its value is null."""
     names = list(known)
     for name, value in request.items():
         if name not in names and value is not None:
@@ -126,10 +126,10 @@ def refuse_unknown(request: Json, known: Iterable[str]) -> None:
 
 
 def each_object(value: object, where: str) -> Iterator[tuple[str, Json]]:
-    """The objects of a list, each with its place.
+    """Yields (path, object) for each object of a list.
 
     Raises:
-        GatewayError: it is no list of objects.
+        GatewayError: `value` is not a list of objects.
     """
     for place, each in enumerate(value if isinstance(value, list) else [value]):
         if not isinstance(value, list) or not isinstance(each, dict):
@@ -138,10 +138,10 @@ def each_object(value: object, where: str) -> Iterator[tuple[str, Json]]:
 
 
 def text_of(value: object, where: str) -> str:
-    """`value`, which must be a text.
+    """Returns `value` if it is a string.
 
     Raises:
-        GatewayError: it is none.
+        GatewayError: it is not.
     """
     if not isinstance(value, str):
         raise GatewayError(400, f"{where} must be a text", param=where)
@@ -149,16 +149,16 @@ def text_of(value: object, where: str) -> str:
 
 
 def function_tool(tool: Json, schema: str) -> Json:
-    """A tool as chat completions have it; `schema` is the key of its parameters."""
+    """Converts a tool to the chat completions format; `schema` is the key of its parameters."""
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(schema)}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def text_part(text: str) -> Json:
-    """A text among a message's parts."""
+    """Returns a text part of a message's content."""
     return {"type": "text", "text": text}
 
 
 def image_part(address: str) -> Json:
-    """An image among a message's parts."""
+    """Returns an image part of a message's content."""
     return {"type": "image_url", "image_url": {"url": address}}

@@ -1,7 +1,7 @@
-"""Images of a client's messages, as `data:` URLs: sizes first, pixels only once their position is certain.
+"""Reads images in a client's messages, sent as `data:` URLs: first their sizes, then the pixels of those that are needed.
 
-Invariant: URLs are never fetched and no local file is opened: an image is inline in its message or rejected. Its number of
-tokens is read from its header; it is decoded, within limits and in a thread, only if these tokens fit.
+Invariant: no URL is fetched and no local file is opened: an image is inline in its message or rejected. Its token count is
+read from its header; it is decoded, within limits and in a thread, only if the tokens fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _threads = BlockingCalls("etude-gateway-pictures", limit=4)
 
 
 class ImageHeader(NamedTuple):
-    """An image of a message before its pixels are read: its URL, the digest of that, and its number of tokens."""
+    """An image whose pixels have not been read: its URL, the URL's digest, and its token count."""
 
     address: str
     digest: bytes
@@ -37,7 +37,7 @@ class ImageHeader(NamedTuple):
 async def read_image_sizes(
     addresses: Sequence[Sequence[str]], roles: Sequence[str], context: AgentContext
 ) -> list[list[ImageHeader]]:
-    """The images of each message, of these roles, by their headers; there is at least one.
+    """Reads the image headers of each message, given the messages' roles; there must be at least one image.
 
     Raises:
         GatewayError: the policy takes no images, a message has too many, or one is not an image; names the message.
@@ -49,11 +49,11 @@ async def read_image_sizes(
             whose = " in tools' answers" if role == "tool" and taken else ""
             raise GatewayError(400, f"messages.{number}: this policy takes no images{whose}", param="messages")
     assert context.images is not None
-    return await _threads.run(_look, addresses, context.images)
+    return await _threads.run(_read_headers, addresses, context.images)
 
 
-def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
-    def picture(address: str) -> ImageHeader:
+def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
+    def read_header(address: str) -> ImageHeader:
         digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
 
@@ -62,17 +62,17 @@ def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[
         if len(shown) > MAX_IMAGES:
             raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
-            pictures.append([picture(address) for address in shown])
+            pictures.append([read_header(address) for address in shown])
         except DataError as error:
             raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
     return pictures
 
 
 async def read_pictures(pictures: Sequence[ImageHeader], context: AgentContext) -> list[ImageInput]:
-    """The images as the model reads them.
+    """Decodes images into the model's input format.
 
     Raises:
-        GatewayError: one is corrupt after its header.
+        GatewayError: one has a valid header but corrupt data.
         InfrastructureError: the system cannot read one now.
     """
     assert context.images is not None
@@ -83,9 +83,9 @@ async def read_pictures(pictures: Sequence[ImageHeader], context: AgentContext) 
 
 
 class KeptImages:
-    """The images that a session's turns and requests hold, each stored once, however often it is decoded.
+    """Reference-counted images of a session's turns and requests; equal images are stored once.
 
-    `most_mb`: MiB of pixel values; None: unlimited.
+    `most_mb`: maximum MiB of pixel values; None: unlimited.
     """
 
     def __init__(self, most_mb: int | None) -> None:
@@ -108,7 +108,7 @@ class KeptImages:
         return kept
 
     def give_back(self, images: Sequence[ImageInput]) -> None:
-        """Releases images that are not needed after all."""
+        """Releases images that turned out not to be needed."""
         for image in images:
             self._uses[image.digest] -= 1
             if not self._uses[image.digest]:
@@ -116,15 +116,16 @@ class KeptImages:
 
 
 async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` with its images inline in `raw_prompt`, in the format that clients send: an agent can send these as they are.
+    """Returns `row` with its images inline in `raw_prompt`, in the format that clients send, so that an agent can forward
+    its messages unchanged.
 
     Raises:
-        DataError: one cannot be read; names the row.
+        DataError: an image cannot be read; names the row.
     """
-    return dict(row) if not row.get("images") else await _threads.run(_with_addresses, row)
+    return dict(row) if not row.get("images") else await _threads.run(_with_inline_images, row)
 
 
-def _with_addresses(row: Mapping[str, Any]) -> dict[str, Any]:
+def _with_inline_images(row: Mapping[str, Any]) -> dict[str, Any]:
     images, messages = row["images"], row["raw_prompt"]
     wanted = sum(map(image_count, messages))
     if wanted != len(images):
@@ -134,11 +135,11 @@ def _with_addresses(row: Mapping[str, Any]) -> dict[str, Any]:
     except DataError as error:
         raise DataError(f"row {row['request_id']}: {one_line(error)}") from error
 
-    def told(part: Any) -> Any:
+    def inline(part: Any) -> Any:
         return {"type": "image_url", "image_url": {"url": next(addresses)}} if is_image(part) else part
 
-    told_messages = [
-        {**message, "content": [told(part) for part in message["content"]]} if image_count(message) else message
+    inlined = [
+        {**message, "content": [inline(part) for part in message["content"]]} if image_count(message) else message
         for message in messages
     ]
-    return {name: value for name, value in row.items() if name != "images"} | {"raw_prompt": told_messages}
+    return {name: value for name, value in row.items() if name != "images"} | {"raw_prompt": inlined}

@@ -1,16 +1,19 @@
-"""`openai_agent`: the agent loop of agents that talk to their policy through OpenAI's API.
+"""`openai_agent`: the agent loop for agents that call the policy through OpenAI's API.
 
 The agent runs unchanged; its base URL points to this trajectory's `GatewaySession`, inside this process. After it returns,
-the session's sequences are what is trained on: see `recording`.
+the session's sequences are trained on: see `recording`.
 
-How an agent's ending is classified: it returned → `completed`, or `response_length` if its last turn filled the context. A
-limit rejected one of its requests → that limit, whether it then returned or raised the error. The engine failed → the
-trajectory is retried, whatever the agent did about it; another part of ours failed, a parser for instance → the run fails.
-It raised something else → an infrastructure failure if that, or its cause, is one (`is_infrastructure`); else a bug of the
-user's, which fails the run.
+How a run of the agent is classified:
 
-Invariant: a session in which the engine, or any other part of ours, failed yields no trajectory; no request is in flight
-once `run` has returned or raised.
+- It returned: `completed`, or `response_length` if its last turn filled the context.
+- A limit rejected its last request: that limit, whether the agent then returned or raised the error.
+- The engine failed: the trajectory is retried, however the agent handled the error.
+- Another part of Étude failed, a parser for instance: the run fails.
+- It raised anything else: an infrastructure failure if the exception or one of its causes is one (`is_infrastructure`);
+  otherwise a bug in the user's code, which fails the run.
+
+Invariant: a session in which the engine or another part of Étude failed yields no trajectory; no request is in flight once
+`run` has returned or raised.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from etude.trajectory import StopReason, Trajectory
 
 @AGENT_LOOPS.register("openai_agent")
 class OpenAIAgentLoop(AgentLoopBase):
-    """Runs `function`, an object or `path/to/file.py:name`, or `command`, a list of words.
+    """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments.
 
-    With neither, the agent is that of `rollout.agent.openai_agent`.
+    With neither, runs the agent configured in `rollout.agent.openai_agent`.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
@@ -60,7 +63,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`: one trajectory per sequence.
 
         Raises:
-            EtudeError: the agent sent no request, or none that could be answered.
+            EtudeError: none of the agent's requests was answered, or it sent none.
             InfrastructureError: the engine failed.
         """
         from etude.agents.gateway.serving import LocalGateway  # FastAPI: imported only when needed
@@ -76,12 +79,12 @@ class OpenAIAgentLoop(AgentLoopBase):
         trajectories = session.trajectories()
         main = trajectories[-1]
         if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
-            raise EtudeError(f"agent '{self._agent.name}' {_unanswered(session)}")
+            raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
         main.rewards.score = reward
         return trajectories
 
     async def _reward(self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]) -> float | None:
-        """What the agent returned; None if a limit ended it."""
+        """Runs the agent and returns its reward; None if it returned none, or a limit ended it."""
         agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
         try:
             await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +97,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         except Exception as error:
             if (cause := broken_by(error)) is not None:
                 raise InfrastructureError(f"agent '{self._agent.name}': {one_line(error)}") from cause
-            if session.refused is not None and _tells_of_refusal(error):
+            if session.refused is not None and _is_rejection(error):
                 return None
             raise
         if returned is None:
@@ -106,18 +109,18 @@ class OpenAIAgentLoop(AgentLoopBase):
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:
-    """Imports the configured function, or looks up the command's program, if there is one.
+    """Imports the configured function, or looks up the command's program; does nothing if neither is set.
 
     Raises:
         ConfigError: it cannot be used.
-        MissingExtraError: it needs an `openai` client, and the package is not installed.
+        MissingExtraError: the function needs an `openai` client, and the package is not installed.
     """
     if options.function is not None or options.command:
         agent_of(options.function, options.command)
 
 
 def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) -> Agent:
-    """The agent of a function, its name, or a command.
+    """Makes an agent of a function, its import path, or a command.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
@@ -132,22 +135,22 @@ def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) 
 
 
 def broken_by(error: BaseException) -> BaseException | None:
-    """The infrastructure (or server) failure in the chain of an exception's causes, if any."""
+    """Returns the infrastructure (or server) failure among an exception and its causes, if any."""
     for each in _chain(error, with_contexts=False):
-        if isinstance(each, EtudeError):  # which says what the user must change
+        if isinstance(each, EtudeError):  # an error for the user to mend, whatever caused it
             return None
         if is_infrastructure(each):
             return each
     return None
 
 
-def _tells_of_refusal(error: BaseException) -> bool:
-    """Whether a 400 response ended the agent: its exception, a cause of it, or a program's failure after one."""
+def _is_rejection(error: BaseException) -> bool:
+    """Whether a rejected request may have ended the agent: a 400 in the exception's chain, or a command that failed."""
     return isinstance(error, CommandFailed) or any(http_status(each) == 400 for each in _chain(error))
 
 
 def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseException]:
-    """`error`, its causes, the members of a group, and, if asked for, its contexts."""
+    """Yields `error`, its causes, the members of exception groups, and, with `with_contexts`, the implicit contexts."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -165,7 +168,7 @@ def _is_group(error: BaseException) -> bool:
     return any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)  # builtin from Python 3.11 on
 
 
-def _unanswered(session: GatewaySession) -> str:
+def _no_turn_message(session: GatewaySession) -> str:
     if session.declined is None:
         return "returned without asking its policy anything: does it use the base URL that it was given?"
     return (
@@ -174,7 +177,7 @@ def _unanswered(session: GatewaySession) -> str:
 
 
 def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for a file named in `plugins`: registers a function as the agent loop `name`.
+    """Decorator for files listed in `plugins`: registers a function as the agent loop `name`.
 
         @openai_agent("my_agent")
         async def run(client, row): ...
@@ -183,7 +186,7 @@ def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         ConfigError: the name is taken, or the function has unknown parameters.
     """
 
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         FunctionAgent(function)
 
         def loop(**given: Any) -> OpenAIAgentLoop:
@@ -194,4 +197,4 @@ def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         AGENT_LOOPS.register(name)(loop)
         return function
 
-    return enter
+    return register

@@ -1,11 +1,11 @@
-"""A client's messages: validated, in the form that templates read, and as keys by which a history is recognised.
+"""Validates a client's messages, converts them to the form that chat templates read, and hashes each history to a key.
 
-Invariant: `History.keys[i]` is a digest of all that messages 0 to i say to the model, together with tools and sampling; two
-requests have the same key if and only if they have the same history. Clients may drop empty values, add None, omit
-reasoning, call `system` `developer`, rename call ids, write a text as a list of parts, reorder the keys of a call's
-arguments, or strip whitespace around the model's text: the history is the same. Swapping two answers between the calls of a
-turn makes another history, and so does an image in other bytes. Reasoning is in no key, since it may be omitted; edited
-reasoning is detected by `edits_thoughts`.
+Invariant: `History.keys[i]` is a digest of everything that messages 0 to i say to the model, together with tools and
+sampling; two requests have the same key if and only if they have the same history. A history stays the same if the client
+drops empty values, adds None, omits reasoning, calls `system` `developer`, renames call ids, writes text as a list of
+parts, reorders the keys of a call's arguments, or strips whitespace around the model's text. Swapping two tool results
+between the calls of a turn makes a different history, and so does an image with different bytes. Reasoning is in no key,
+since it may be omitted; `edits_thoughts` detects edited reasoning.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Message = dict[str, Any]
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[list[str]]]:
-    """(the messages without empty keys, each content a text or, with images, parts; the `data:` URLs of each message's
-    images).
+    """Returns (messages without empty keys, whose content is a string or, with images, a list of parts; the `data:` URLs of
+    each message's images).
 
     Raises:
-        GatewayError: a message is malformed, or holds more than texts and images of users and tools; names it.
+        GatewayError: a message is malformed, has a part that is neither text nor image, or has images in a role other than
+            user or tool; names the message.
     """
     read = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
     return [message for message, _ in read], [pictures for _, pictures in read]
@@ -101,10 +102,10 @@ def _call(call: object, where: str) -> Message:
 
 
 def match_answers(messages: Sequence[Message]) -> list[int | None]:
-    """For each message the index of the call that it answers, among those of the assistant message before it.
+    """Returns, for each message, the index of the tool call it answers among those of the preceding assistant message.
 
-    Calls are matched by their id in the messages themselves; calls that share an id are answered in order. None for a
-    message that is not a tool's, or names no such call.
+    Calls are matched by their ids in the messages themselves; calls that share an id are answered in order. None for a
+    message that is not a tool's, or that names no such call.
     """
     places: list[int | None] = []
     waiting: defaultdict[str, list[int]] = defaultdict(list)
@@ -120,29 +121,29 @@ def match_answers(messages: Sequence[Message]) -> list[int | None]:
 
 
 def likeness(one: Message, other: Message) -> tuple[int, int, int]:
-    """How closely two equivalent assistant messages match: call ids, thoughts, exact text."""
+    """Whether two equivalent assistant messages agree in (call ids, reasoning, exact text), each 0 or 1."""
     calls, theirs = one.get("tool_calls", ()), other.get("tool_calls", ())
     thoughts = [message.get("reasoning_content", "").strip() for message in (one, other)]
     return (
         int([call.get("id") for call in calls] == [call.get("id") for call in theirs]),
         int(thoughts[0] == thoughts[1]),
-        int(one["content"] == other["content"] and _written(calls) == _written(theirs)),
+        int(one["content"] == other["content"] and _arguments(calls) == _arguments(theirs)),
     )
 
 
 def edits_thoughts(sent: Message, message: Message) -> bool:
-    """Whether a client changed a turn's thoughts; leaving them out is no change."""
+    """Whether a client changed a turn's reasoning; omitting it is not a change."""
     thoughts = sent.get("reasoning_content", "").strip()
     return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
 
 
-def _written(calls: Sequence[Message]) -> list[str]:
+def _arguments(calls: Sequence[Message]) -> list[str]:
     return [call["function"]["arguments"] for call in calls]
 
 
 class History:
-    """The keys of a request's messages, whose images have these digests (see the module's invariant); `ground` is what else
-    the prompt depends on."""
+    """The keys of a request's messages and their images' digests (see the module's invariant); `ground` identifies
+    everything else that the prompt depends on."""
 
     def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -152,21 +153,21 @@ class History:
             self.key = self.keys[-1]
 
     def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
-        """The key of this history followed by `message`, which answers the call at `place`, if any, and has `images`."""
-        said = json.dumps(_said(message, place)).encode()
-        return hashlib.blake2b(b"".join([self.key, said, *images]), digest_size=16).digest()
+        """Returns the key of this history plus `message`, which answers the call at `place`, if any, and has `images`."""
+        fields = json.dumps(_key_fields(message, place)).encode()
+        return hashlib.blake2b(b"".join([self.key, fields, *images]), digest_size=16).digest()
 
 
-def _said(message: Message, place: int | None) -> list[Any]:
+def _key_fields(message: Message, place: int | None) -> list[Any]:
     role, content = message["role"], message["content"]
     if role != "assistant":
         return [role, content, message.get("name"), place]
     functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [role, content.strip(), [[function["name"], _ordered(function["arguments"])] for function in functions]]
+    return [role, content.strip(), [[function["name"], _sort_keys(function["arguments"])] for function in functions]]
 
 
-def _ordered(arguments: str) -> str:
-    """JSON with its keys sorted; anything else unchanged."""
+def _sort_keys(arguments: str) -> str:
+    """Sorts the keys of a JSON text; returns anything else unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

@@ -1,5 +1,7 @@
-"""`/v1/messages` of Anthropic: its blocks as messages, a turn as blocks. Answers of tools come before what else their user's
-message says."""
+"""Anthropic's `/v1/messages`: converts its content blocks to messages, and a turn to blocks.
+
+In a user message, tool results come before its other content.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def _read(request: Json, _: Replies) -> Json:
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
     messages = []
     if request.get("system"):
-        messages.append({"role": "system", "content": _texts(request["system"], "system")})
+        messages.append({"role": "system", "content": _joined_text(request["system"], "system")})
     for where, message in each_object(request.get("messages"), "messages"):
         messages += _messages(message, where)
     return {**chat, "messages": messages}
@@ -65,23 +67,25 @@ def _blocks(content: object, where: str) -> list[tuple[str, Json]]:
     return [(where, text_part(content))] if isinstance(content, str) else list(each_object(content, where))
 
 
-def _texts(content: object, where: str) -> str:
+def _joined_text(content: object, where: str) -> str:
     return "".join(text_of(block.get("text"), f"{place}.text") for place, block in _blocks(content, where))
 
 
 def _messages(message: Json, where: str) -> list[Json]:
     role, blocks = message.get("role"), _blocks(message.get("content"), f"{where}.content")
     if role == "assistant":
-        return [_assistants(blocks)]
+        return [_assistant_message(blocks)]
     if role != "user":
         raise GatewayError(400, f"{where}.role must be 'user' or 'assistant'", param=f"{where}.role")
     answers, parts = [], []
     for place, block in blocks:
         if block.get("type") == "tool_result":
-            said: Any = [_part(part, where) for where, part in _blocks(block.get("content") or "", f"{place}.content")]
-            if all("text" in part for part in said):
-                said = "".join(part["text"] for part in said)
-            answers.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            result: Any = [
+                _part(part, where) for where, part in _blocks(block.get("content") or "", f"{place}.content")
+            ]
+            if all("text" in part for part in result):
+                result = "".join(part["text"] for part in result)
+            answers.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         else:
             parts.append(_part(block, place))
     return answers + ([{"role": "user", "content": parts}] if parts or not answers else [])
@@ -97,7 +101,7 @@ def _part(block: Json, where: str) -> Json:
     raise GatewayError(400, f"{where}: only texts, images in base64 and answers of tools are read", param=where)
 
 
-def _assistants(blocks: list[tuple[str, Json]]) -> Json:
+def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
     message: Json = {"role": "assistant", "content": "", "reasoning_content": ""}
     for where, block in blocks:
         kind = block.get("type")
@@ -112,7 +116,7 @@ def _assistants(blocks: list[tuple[str, Json]]) -> Json:
             }
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif kind != "redacted_thinking":  # none of ours
+        elif kind != "redacted_thinking":  # skipped: this policy writes none
             raise GatewayError(400, f"{where}: a block of type '{str(kind)[:100]}' cannot be read", param=where)
     return message
 
@@ -147,7 +151,7 @@ def _calls(turn: Turn) -> Iterator[Json]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as the object that the interface has."""
+    """Parses a call's arguments to the object that the API requires."""
     try:
         read = json.loads(arguments)
     except (ValueError, RecursionError):

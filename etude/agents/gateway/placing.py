@@ -1,11 +1,11 @@
-"""Where a request's answer belongs: after which recorded turn, and with which ids in between.
+"""Finds which recorded turn a request continues, and the token ids between that turn and the new one.
 
-If the messages are a recorded turn's history, that turn, and new tool or user messages, the request continues it. Any other
-request (edited, shortened, summarised messages, other tools) begins a sequence.
+A request continues a recorded turn if its messages are that turn's history, the turn itself, and new tool or user messages
+after it. Any other request (edited, truncated or summarised messages, other tools) begins a new sequence.
 
-Invariant: a request that continues a turn has that turn's recorded ids as its prompt, followed only by its new messages,
-encoded on their own; any other has its own prompt. Which call a tool message answers is taken from the request's own
-messages. Text in a tool message never becomes a control token, in either case.
+Invariant: the prompt of a request that continues a turn is that turn's recorded ids, followed only by the new messages,
+encoded separately; any other request's messages are rendered from the start. Which call a tool message answers is taken
+from the request's own messages. Text in a tool message never becomes a control token, in either case.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from etude.trajectory import Provenance, StopReason
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request's choices belong.
+    """Where in the recording a request's choices belong.
 
     Attributes:
-        parent: the turn that it continues; None at the beginning of a sequence.
-        context: the ids in between, by provenance; at a beginning the prompt.
-        asked: the new messages, tools' with the ids of the recorded calls.
-        pictures: their images.
-        ids: everything before the first sampled token.
-        answered: how many of them follow the sequence's first prompt.
-        room: tokens left of the longest sequence, and of the response length.
-        ending: how the trajectory ends if they are used up.
+        parent: the turn that it continues; None for a new sequence.
+        context: the ids between the parent and the new turn, with their provenance; for a new sequence, the prompt.
+        asked: the new messages; tool messages carry the ids of the recorded calls.
+        pictures: the images in `asked`.
+        ids: all ids before the first sampled token.
+        answered: how many of `ids` come after the sequence's first prompt.
+        room: how many tokens may be sampled: what is left of the maximum sequence and response lengths.
+        ending: the stop reason of the trajectory once `room` is used up.
     """
 
     parent: Turn | None
@@ -62,7 +62,7 @@ def place_request(
     request: ChatRequest,
     shared: AgentContext,
 ) -> Place:
-    """After the recorded turn that the request continues, or at the beginning of a new sequence.
+    """Returns the place after the recorded turn that the request continues, or at the start of a new sequence.
 
     Raises:
         GatewayError: the chat template rejects the messages.
@@ -80,81 +80,81 @@ def place_request(
                 message if place is None else message | {"tool_call_id": calls[place]["id"]}
                 for message, place in zip(new, answering)
             ]
-            return _measured(parent, context, asked, shown, shared)
+            return _make_place(parent, context, asked, shown, shared)
     chat, shown = shared.chat, [*chain.from_iterable(pictures)]
     tokens = [picture.tokens for picture in shown]
     try:
-        prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None, tokens)
+        prompt = chat.initial_ids(_prompt_messages(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, shown, shared)
+    return _make_place(None, [(prompt, Provenance.TEMPLATE)], messages, shown, shared)
 
 
-def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
-    """The messages of a prompt: tools' text escaped, and with the tool's name where the template writes it."""
-    shown: list[Message] = []
+def _prompt_messages(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
+    """Prepares messages for rendering: escapes tool results, and adds the tool's name where the template writes it."""
+    prepared: list[Message] = []
     calls: list[Message] = []
     for message, place in zip(messages, places):
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": _disarmed(message["content"], chat)}
+            message = message | {"content": _disarm_content(message["content"], chat)}
             if chat.names_calls and place is not None:
                 message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
-        shown.append(message)
-    return shown
+        prepared.append(message)
+    return prepared
 
 
 def _context_after(
     parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
-    """The ids of new messages after a turn, answering its calls at the indices `answering`; None if the template cannot
-    render them there.
+    """Encodes the messages that follow a turn, which answer its calls at the indices `answering`; None if the template
+    cannot render them there.
 
     Raises:
         GatewayError: the template does not render each of their images exactly once.
     """
     chat = shared.chat
     parsed = with_result_tag(parent.read.parsed, chat, shared.parser)
-    shown = []
+    rendered_messages = []
     for message, place in zip(new, answering):
         rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
             call = None if place is None else parent.read.calls[place]
-            rendered = _result(parsed, message["content"], call)
+            rendered = _result_message(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
             rendered = with_tool_name(rendered, name) if chat.names_calls else rendered
-        shown.append(rendered)
+        rendered_messages.append(rendered)
     try:
-        return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
+        return chat.context_ids(rendered_messages, after=parent.read.output.token_ids, image_tokens=image_tokens)
     except ConfigError:
         return None
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
 
 
-def _disarmed(content: Any, chat: ChatTemplate) -> Any:
+def _disarm_content(content: Any, chat: ChatTemplate) -> Any:
     if isinstance(content, str):
         return chat.disarm(content)
     return [part | {"text": chat.disarm(part["text"])} if "text" in part else part for part in content]
 
 
-def _result(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
-    """A tool's answer, of text or of parts with images, as the format gives it."""
+def _result_message(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
+    """The message for a tool result, given as text or as parts with images, in the format of the policy's tool calls."""
     if isinstance(content, str):
         return parsed.result_message(content, call)
     message: Message = dict(parsed.result_message("", call))
-    before, _, after = message["content"].partition("><")  # the two tags, in formats that have some
+    before, _, after = message["content"].partition("><")  # opening and closing tag, in formats that have them
     tags = [{"type": "text", "text": text} for text in (f"{before}>", f"<{after}") if after]
     return message | {"content": [*tags[:1], *content, *tags[1:]]}
 
 
 def longest_sequence(options: RolloutOptions) -> int:
-    """Maximum tokens of a sequence, from its first prompt to its last answer."""
+    """Maximum number of tokens in a sequence, from its first prompt to its last response."""
     return options.max_model_len or options.prompt_length + options.response_length
 
 
-def _measured(
+def _make_place(
     parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[ImageHeader], shared: AgentContext
 ) -> Place:
     options = shared.options

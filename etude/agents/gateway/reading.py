@@ -1,11 +1,12 @@
-"""A sampled turn as its response reports it: content, reasoning, calls, and why it ended.
+"""Parses a sampled turn for its response: content, reasoning, tool calls, and finish reason.
 
-Stop texts and `parallel_tool_calls=false` shorten a turn after sampling: it ends with the token that completes the stop
-text or the first call, which nothing later can change. So what remains is what a policy that stops there would have
-sampled. A format that writes several calls as one list or block has no such point: its turn stays whole.
+Stop strings and `parallel_tool_calls=false` truncate a turn after sampling: it ends with the token that completes the stop
+string or the first call. Later tokens cannot change that point, so what remains is what a policy that stops there would
+have sampled. A format that writes several calls as one list or block has no such point: its turn is not truncated.
 
-Invariant: the remaining ids are a prefix of the sampled ones. A malformed call is in the content, as the model wrote it,
-and in `errors`. Thoughts and words begin with what a `TurnStream` says of the text: a turn is the same, streamed or not.
+Invariant: the remaining ids are a prefix of the sampled ones. A malformed call stays in the content, as the model wrote it,
+and is reported in `errors`. Reasoning and content begin with what `TurnStream` emits for the text, so a turn is the same
+whether streamed or not.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from etude.chat.parsers.streaming import TurnStream
 from etude.inference import TokenOutput
 from etude.schemas import FunctionCall
 
-_PROBE = " ."  # stands for whatever may follow a call
+_PROBE = " ."  # arbitrary text after a call: shows that the call is complete
 
 
 @dataclass(frozen=True)
 class ReadTurn:
-    """One choice. `finish_reason` is OpenAI's: stop, length, tool_calls; `errors` has a line for each malformed call, and
-    `unknown` the names of called tools that the request does not have."""
+    """One choice, parsed. `finish_reason` is OpenAI's: stop, length or tool_calls; `errors` has a line per malformed call;
+    `unknown` holds the names of called tools that the request does not declare."""
 
     output: TokenOutput
     content: str
@@ -38,39 +39,42 @@ class ReadTurn:
 
 
 async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatRequest, thinking: bool = False) -> ReadTurn:
-    """`output` as the response to `request` reports it; `thinking`: whether the prompt has opened a thought."""
+    """Parses `output` as the response to `request`; `thinking`: whether the prompt ends inside a reasoning block."""
     text = parser.decode(output.token_ids)
-    if found := [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]:
-        at, stop = min(found)
+    if matches := [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]:
+        at, stop = min(matches)
 
         async def is_complete(ids: list[int]) -> bool:
             return stop in parser.decode(ids)
 
-        kept = await _fewest(output, is_complete)
+        kept = await _shortest_prefix(output, is_complete)
         text = parser.decode(output.token_ids[:kept])[:at]
-        return await _read(parser, _cut(output, kept), request, text, thinking)
+        return await _read(parser, _truncate(output, kept), request, text, thinking)
     turn = await _read(parser, output, request, text, thinking)
     if request.parallel_tool_calls is False and len(turn.calls) > 1:
-        return await _first_call_alone(parser, turn, request, thinking)
+        return await _truncate_after_first_call(parser, turn, request, thinking)
     return turn
 
 
-async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest, thinking: bool) -> ReadTurn:
-    """The turn up to the end of its first call; all of it if the format cannot be cut there."""
+async def _truncate_after_first_call(
+    parser: ToolParser, turn: ReadTurn, request: ChatRequest, thinking: bool
+) -> ReadTurn:
+    """Truncates the turn after its first call; returns it whole if the format cannot be cut there."""
     first = turn.calls[:1]
 
     async def is_settled(ids: list[int]) -> bool:
-        parsed = await _parsed(parser, ids, parser.decode(ids) + _PROBE, request)
+        parsed = await _parse(parser, ids, parser.decode(ids) + _PROBE, request)
         return parsed.calls[:1] == first
 
-    kept = await _fewest(turn.output, is_settled)
+    kept = await _shortest_prefix(turn.output, is_settled)
     ids = turn.output.token_ids[:kept]
-    alone = await _read(parser, _cut(turn.output, kept), request, parser.decode(ids), thinking)
+    alone = await _read(parser, _truncate(turn.output, kept), request, parser.decode(ids), thinking)
     return alone if alone.calls == first and not alone.errors else turn
 
 
-async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
-    """The length of the shortest prefix for which `holds` is true; `holds` is monotonic and true of all ids."""
+async def _shortest_prefix(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
+    """Binary search for the length of the shortest prefix for which `holds` is true; `holds` must be monotonic, and true
+    of all ids."""
     low, high = 1, len(output.token_ids)
     while low < high:
         middle = (low + high) // 2
@@ -81,7 +85,7 @@ async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bo
     return low
 
 
-def _cut(output: TokenOutput, kept: int) -> TokenOutput:
+def _truncate(output: TokenOutput, kept: int) -> TokenOutput:
     supports = None if output.kept_ids is None else output.kept_ids[:kept]
     versions, experts = output.weight_versions[:kept], output.routed_experts
     if experts is not None:
@@ -91,11 +95,11 @@ def _cut(output: TokenOutput, kept: int) -> TokenOutput:
 
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str, thinking: bool) -> ReadTurn:
-    """`text` is the output's decoded text, or a prefix of it."""
-    parsed = await _parsed(parser, output.token_ids, text, request)
+    """Parses `text`, which is the output's decoded text or a prefix of it."""
+    parsed = await _parse(parser, output.token_ids, text, request)
     found = parsed.calls or parsed.errors
     as_written = bool(parsed.errors) or bool(found and not request.reads_calls)
-    reasoning, content = _words(parser, parsed, text, as_written, thinking)
+    reasoning, content = _reasoning_and_content(parser, parsed, text, as_written, thinking)
     turn = ReadTurn(output, content, parsed, reasoning, finish_reason=_finish(output))
     if not (found and request.reads_calls):
         return turn
@@ -110,9 +114,11 @@ async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, t
     )
 
 
-def _words(parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bool, thinking: bool) -> tuple[str, str]:
-    """The thoughts and words of a turn: those that were read where they go on from what a stream says, else what it says and
-    the rest; with calls left in, as they were written, if `as_written`."""
+def _reasoning_and_content(
+    parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bool, thinking: bool
+) -> tuple[str, str]:
+    """Returns (reasoning, content) of a turn: the parser's, if they extend what `TurnStream` emits, else what it emits plus
+    the rest of the text. With `as_written`, calls stay in the content as the model wrote them."""
     stream = parser.stream(thinking) if parser.reads_text() else TurnStream()
     stream.feed(text)
     stream.close()
@@ -125,8 +131,8 @@ def _words(parser: ToolParser, parsed: ParsedResponse, text: str, as_written: bo
     return thoughts, (words + rest).strip()
 
 
-async def _parsed(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
-    """`text` is that of the ids, a prefix of it, or more: a parser that reads only ids does not get it."""
+async def _parse(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
+    """Parses `text` (the ids' text, a prefix of it, or an extension), or the ids themselves if the parser needs those."""
     return parser.parse(text, request.tools) if parser.reads_text() else await parser.parse_ids(ids, request.tools)
 
 

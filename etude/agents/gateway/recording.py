@@ -1,11 +1,11 @@
-"""`Recording`: all turns of a session as a tree, and the sequences that are trained on.
+"""`Recording`: all turns of a session as a tree, and the training sequences made from it.
 
 A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and the
 tokens sampled after them. A path from a root to a leaf is a context that the engine saw.
 
 Invariant: concatenating the ids along a path gives exactly what the engine saw and sampled. Each sampled token is in the
-response of exactly one sequence: the main one, which ends with the last turn, has its whole path; an earlier one begins its
-response at the first turn that is in no later sequence, and everything before that is its prompt.
+response of exactly one sequence. The main sequence ends with the last turn, and its response covers the whole path; an
+earlier one begins its response at the first turn that is in no later sequence, and everything before that is its prompt.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class Turn:
 
     Attributes:
         parent: the turn that it continues; None at a root.
-        order: (number of the request, minus the choice's index): turns in time order, a request's first choice last.
-        context: the ids between the parent and it; at a root the prompt.
-        asked: the messages that are new since the parent, tools' with the ids of its calls.
-        images: the images in these.
-        message: the assistant's own.
-        total, answered: number of ids on the path to its end; of those after the root's prompt.
-        cut_by: the budget of the rollout that cut it, if one did.
+        order: (request number, minus the choice's index); sorts turns by time, a request's first choice last.
+        context: the ids between the parent and this turn; at a root, the prompt.
+        asked: the messages that are new since the parent; tool messages carry the ids of the parent's calls.
+        images: the images in `asked`.
+        message: the assistant message.
+        read: the sampled output, parsed.
+        total: number of ids on the path, up to the end of this turn.
+        answered: how many of those come after the root's prompt.
+        cut_by: the rollout budget that truncated the turn, if any.
         drawn: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
     """
@@ -58,7 +60,7 @@ class Turn:
     seconds: float
 
     def path(self) -> list[Turn]:
-        """From the root to this turn."""
+        """The turns from the root to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -67,16 +69,16 @@ class Turn:
         return turns[::-1]
 
     def ids(self) -> list[int]:
-        """All ids of the path."""
-        found: list[int] = []
+        """All token ids of the path."""
+        ids: list[int] = []
         for turn in self.path():
             for run, _ in turn.context:
-                found += run
-            found += turn.read.output.token_ids
-        return found
+                ids += run
+            ids += turn.read.output.token_ids
+        return ids
 
     def malformed_in_a_row(self) -> int:
-        """Malformed calls at the end of the path, since the last turn with one that could be read."""
+        """Number of malformed calls on the path since the last turn with a valid one."""
         count = 0
         for turn in reversed(self.path()):
             if turn.read.calls:
@@ -91,7 +93,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is sampled, the ids of its prompt, and its name."""
+    """A request being sampled, its prompt's token ids, and its name."""
 
     request: ChatRequest
     prompt_ids: list[int]
@@ -100,14 +102,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Completion(Asked):
-    """The answer to a request: its turns, one per choice."""
+    """An answered request with its turns, one per choice."""
 
     turns: list[Turn]
 
 
 @dataclass
 class Recording:
-    """The turns of a session in order of arrival, and its rewards."""
+    """The turns of a session in the order in which they were recorded, and its rewards."""
 
     turns: list[Turn] = field(default_factory=list)
     rewards: list[tuple[Turn, str, float]] = field(default_factory=list)
@@ -115,33 +117,33 @@ class Recording:
     _continued: set[Turn] = field(default_factory=set)
 
     def add(self, turn: Turn, key: bytes) -> None:
-        """Adds a turn; `key` is that of the history up to it, including the assistant's message."""
+        """Adds a turn; `key` identifies the history up to and including its assistant message."""
         self.turns.append(turn)
         self._after[key].append(turn)
         if turn.parent is not None:
             self._continued.add(turn.parent)
 
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
-        """The turn that a history ends with, if it edits no thoughts; of several with the same text, the one whose ids and
-        thoughts match the history's messages, or else one that nothing continues yet."""
+        """Returns the turn that a history ends with; None if there is none, or if the history edits its reasoning. Of
+        several with the same text, takes the one whose call ids and reasoning match best, then one not continued yet."""
         sent = [message for message in reversed(history) if message["role"] == "assistant"]
-        twins = [turn for turn in self._after.get(key, ()) if not _edited(turn, sent)]
-        if len(twins) < 2:
-            return twins[0] if twins else None
-        return max(twins, key=lambda turn: (*_alike(turn, sent), turn not in self._continued))
+        matches = [turn for turn in self._after.get(key, ()) if not _has_edits(turn, sent)]
+        if len(matches) < 2:
+            return matches[0] if matches else None
+        return max(matches, key=lambda turn: (*_match_score(turn, sent), turn not in self._continued))
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled by all turns."""
+        """Number of tokens sampled in all turns."""
         return sum(len(turn.read.output.token_ids) for turn in self.turns)
 
     @property
     def last(self) -> Turn:
-        """The turn that the main sequence ends with."""
+        """The last turn, with which the main sequence ends."""
         return max(self.turns, key=lambda turn: turn.order)
 
     def sequences(self, request_id: str) -> list[Trajectory]:
-        """The sequences in time order; only the last, the main one, carries rewards."""
+        """Returns the sequences in time order; only the last one, the main sequence, carries rewards."""
         leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
         claimed: set[Turn] = set()
         made = []
@@ -155,19 +157,19 @@ class Recording:
         return made[::-1]
 
 
-def _edited(turn: Turn, sent: Sequence[Message]) -> bool:
-    """Whether the assistant messages `sent`, last first, change a thought of the path."""
+def _has_edits(turn: Turn, sent: Sequence[Message]) -> bool:
+    """Whether the assistant messages `sent`, last first, change reasoning on the turn's path."""
     return any(edits_thoughts(message, each.message) for message, each in zip(sent, reversed(turn.path())))
 
 
-def _alike(turn: Turn, sent: Sequence[Message]) -> tuple[int, ...]:
-    """How closely the turns of a path match the assistant messages `sent`, last first."""
+def _match_score(turn: Turn, sent: Sequence[Message]) -> tuple[int, ...]:
+    """How closely the turns of a path match the assistant messages `sent`, last first: `likeness`, summed per criterion."""
     pairs = zip(sent, reversed(turn.path()))
-    return tuple(sum(agreeing) for agreeing in zip(*(likeness(message, each.message) for message, each in pairs)))
+    return tuple(sum(scores) for scores in zip(*(likeness(message, each.message) for message, each in pairs)))
 
 
 def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
-    """The path; its turns from index `first` on are the response."""
+    """Makes a trajectory of a path; its turns from index `first` on are the response."""
     before = path[first].parent
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
@@ -192,7 +194,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
 
 
 def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
-    """The calls of a turn with the agent's answers to them, and the malformed ones."""
+    """Records a turn's tool calls with the agent's results for them, then its malformed calls."""
     asked = following[0].asked if following else []
     places = match_answers([turn.message, *asked])[1:]
     answers = {place: text_of(message["content"]) for place, message in zip(places, asked)}

@@ -1,7 +1,7 @@
-"""`/v1/responses` of OpenAI: its items as messages, a turn as items.
+"""OpenAI's `/v1/responses`: converts its items to messages, and a turn to items.
 
-A reasoning item, an assistant's message and the calls after it are one turn. `previous_response_id` continues a response of
-the same session, unless it was asked for with `store=false`.
+A reasoning item, an assistant message and the calls after it are one turn. `previous_response_id` continues a response of
+the same session, unless that was requested with `store=false`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _SAME = (
 _HINTS = ("user", "metadata", "service_tier", "reasoning", "prompt_cache_key", "prompt_cache_retention")
 _MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls")
 _READ = ("input", "instructions", "previous_response_id", "tools", "text", "include", "max_output_tokens")
-_NOTHING = {"truncation": "disabled", "background": False}  # the only values that can be kept to
+_FIXED = {"truncation": "disabled", "background": False}  # the only supported values
 _LOG_PROBS = "message.output_text.logprobs"
 INSTRUCTIONS = "of_instructions"
-"""Marks the message of `instructions`, which do not go on to the next response."""
+"""Marks the message made from `instructions`, which do not carry over to the next response."""
 
 
 def _read(request: Json, replies: Replies) -> Json:
-    refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_NOTHING))
-    for name, value in _NOTHING.items():
+    refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_FIXED))
+    for name, value in _FIXED.items():
         if request.get(name) not in (None, value):
             raise GatewayError(400, f"{name}: only {value!r} can be kept to", param=name)
     include = request.get("include") or []
@@ -68,8 +68,8 @@ def _read(request: Json, replies: Replies) -> Json:
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
     messages: list[Json] = []
     if request.get("instructions"):
-        said = text_of(request["instructions"], "instructions")
-        messages.append({"role": "system", "content": said, INSTRUCTIONS: True})
+        instructions = text_of(request["instructions"], "instructions")
+        messages.append({"role": "system", "content": instructions, INSTRUCTIONS: True})
     if (previous := request.get("previous_response_id")) is not None:
         if text_of(previous, "previous_response_id") not in replies:
             reason = f"previous_response_id: this session has (or keeps) no response '{str(previous)[:100]}'"
@@ -88,11 +88,11 @@ def _messages(given: object) -> list[Json]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
-    turn: Json | None = None  # the assistant's, which further items may belong to
+    turn: Json | None = None  # the open assistant message, to which further items may belong
     for where, item in each_object(given, "input"):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            turn = {"role": "assistant", "content": "", "reasoning_content": _thoughts(item, where)}
+            turn = {"role": "assistant", "content": "", "reasoning_content": _reasoning_text(item, where)}
             messages.append(turn)
         elif kind == "function_call":
             if turn is None:
@@ -123,7 +123,7 @@ def _messages(given: object) -> list[Json]:
     return messages
 
 
-def _thoughts(item: Json, where: str) -> str:
+def _reasoning_text(item: Json, where: str) -> str:
     parts = each_object(item.get("content") or item.get("summary") or [], f"{where}.content")
     return "".join(text_of(part.get("text"), f"{place}.text") for place, part in parts)
 
@@ -144,12 +144,12 @@ def _part(part: Json, where: str) -> Json:
 
 
 def response_id(asked: Asked) -> str:
-    """The id by which the answer can be continued."""
+    """Returns the response id, for use as `previous_response_id`."""
     return f"resp_{asked.name}"
 
 
 def conversation(completion: Completion) -> list[Json]:
-    """The messages up to the answer, which `previous_response_id` stands for."""
+    """Returns the messages up to and including the response, for which `previous_response_id` stands."""
     asked = [message for message in completion.request.messages if INSTRUCTIONS not in message]
     return [*asked, completion.turns[0].message]
 
@@ -159,7 +159,7 @@ def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[J
     if thoughts := message.get("reasoning_content"):
         items.append(_item(completion, 0, "reasoning", thoughts))
     if message["content"] or "tool_calls" not in message:
-        items.append(_item(completion, len(items), "content", message["content"], _listed(completion, tokenizer)))
+        items.append(_item(completion, len(items), "content", message["content"], _log_probs(completion, tokenizer)))
     return [*items, *_calls(completion)]
 
 
@@ -182,7 +182,7 @@ def _calls(completion: Completion) -> list[Json]:
     ]
 
 
-def _listed(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+def _log_probs(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     return log_probs(completion.turns[0], tokenizer) if completion.request.logprobs else []
 
 
@@ -209,10 +209,10 @@ def _response(asked: Asked, status: str, output: list[Json]) -> Json:
 
 
 def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
-    return _whole(completion, _items(completion, tokenizer))
+    return _completed_response(completion, _items(completion, tokenizer))
 
 
-def _whole(completion: Completion, items: list[Json]) -> Json:
+def _completed_response(completion: Completion, items: list[Json]) -> Json:
     prompt, sampled = len(completion.prompt_ids), len(completion.turns[0].read.output.token_ids)
     usage = {
         "input_tokens": prompt,
@@ -230,7 +230,7 @@ class _ResponseWriter(PartWriter):
         super().__init__(asked, tokenizer)
         self._numbers = itertools.count()
         self._items: list[Json] = []
-        self._listed: list[Json] = []  # log-probs of the part that is closed last
+        self._log_probs: list[Json] = []  # log-probs, reported when the last part closes
 
     def _event(self, name: str, data: Json) -> tuple[str, Json]:
         kind = f"response.{name}"
@@ -254,7 +254,7 @@ class _ResponseWriter(PartWriter):
             yield self._part_event(kind, "delta", {"delta": text})
 
     def close(self, kind: Kind) -> Events:
-        item = _item(self.asked, self.parts, kind, self.text, self._listed)
+        item = _item(self.asked, self.parts, kind, self.text, self._log_probs)
         [part] = item["content"]
         yield self._part_event(kind, "done", {"text": self.text})
         yield self._event("content_part.done", {**self._at(item), "content_index": 0, "part": part})
@@ -276,7 +276,7 @@ class _ResponseWriter(PartWriter):
         return event
 
     def finish(self, completion: Completion) -> Events:
-        self._listed = _listed(completion, self.tokenizer)
+        self._log_probs = _log_probs(completion, self.tokenizer)
         yield from self.end_words(completion)
         for item in _calls(completion):
             yield self._begin(item, {"arguments": ""})
@@ -284,12 +284,12 @@ class _ResponseWriter(PartWriter):
             yield self._event("function_call_arguments.delta", {**at, "delta": arguments})
             yield self._event("function_call_arguments.done", {**at, "name": item["name"], "arguments": arguments})
             yield self._end(item)
-        whole = _whole(completion, self._items)
+        whole = _completed_response(completion, self._items)
         yield self._event(whole["status"], {"response": whole})
 
     def error(self, error: GatewayError) -> Events:
-        told = error.body()["error"]
-        yield "error", {"type": "error", "sequence_number": next(self._numbers), **told, "error": told}
+        body = error.body()["error"]
+        yield "error", {"type": "error", "sequence_number": next(self._numbers), **body, "error": body}
 
 
 RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body)

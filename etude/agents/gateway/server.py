@@ -1,8 +1,8 @@
-"""The gateway's HTTP interface: a policy under `/s/<session>/v1`, one session a trajectory, asked in any of `DIALECTS`.
+"""The gateway's HTTP server: serves the policy at `/s/<session>/v1`, one session per trajectory, in any of `DIALECTS`.
 
-Invariant: every error is answered in the error format of the dialect, in one line. A client that disconnects ends its
-request, midway through a stream, too. The size and read time of a body and the number of sessions and choices are bounded. A
-stream goes out as the engine draws it, from its first token on, so that what fails before is an error as otherwise.
+Invariant: every error is one line in the dialect's error format. A disconnect cancels the client's request, also in the
+middle of a stream. The size and read time of a body and the number of sessions and choices are bounded. A stream's response
+begins with the first sampled token, so a request that fails before it gets an ordinary error response.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
-_ABANDONED = 499
+_CLIENT_CLOSED_REQUEST = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
@@ -54,9 +54,9 @@ def create_app(
     token: str | None = None,
     max_request_mb: int = 32,
 ) -> FastAPI:
-    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines.
+    """Creates the server of `store`, whose sessions end when it shuts down; `export` returns a rollout as JSON lines.
 
-    `token` authorises all requests; sessions with a secret require that instead.
+    `token` authorises all requests; a session that has a secret requires that as its API key.
     """
 
     @contextlib.asynccontextmanager
@@ -83,13 +83,13 @@ def create_app(
 
 
 def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
-    async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
+    async def answer_request(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         if chat.stream:
             stream = _Stream(dialect, session, chat, request, tokenizer)
-            return stream if await stream.begins() else Response(status_code=_ABANDONED)
+            return stream if await stream.begins() else Response(status_code=_CLIENT_CLOSED_REQUEST)
         completion = await unless_gone(request, session.complete(chat))
         if completion is None:
-            return Response(status_code=_ABANDONED)
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
         _keep_reply(dialect, session, completion)
         return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")
 
@@ -107,12 +107,12 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         """One turn of a session, which begins with its first valid request."""
         key = _key(request)
         if not store.makes(session):
-            store.get(session, key)  # raises if there is none, before the body is read
+            store.get(session, key)  # raises before the body is read if there is no such session
         body = await request.body()
         is_new, found = store.makes(session), store.get_or_make(session, key)
         chat = read(found, body, is_new=is_new)
         try:
-            return await answered(found, chat, request)
+            return await answer_request(found, chat, request)
         except GatewayError as error:
             found.declined = error
             raise
@@ -122,11 +122,11 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         """One turn, in its own session."""
         name = f"single-{uuid4().hex}"
         if not store.makes(name):
-            store.get(name, "")  # raises if there is none, before the body is read
+            store.get(name, "")  # raises before the body is read if the store creates no sessions
         body = await request.body()
         session = store.get_or_make(name, "")
         try:
-            response = await answered(session, read(session, body, is_new=True), request)
+            response = await answer_request(session, read(session, body, is_new=True), request)
         except BaseException:
             store.end(session)
             raise
@@ -143,7 +143,7 @@ def _keep_reply(dialect: Dialect, session: GatewaySession, completion: Completio
 
 
 class _Stream(Response):
-    """Server-sent events of one answer, as it is drawn; `then` is called when it has ended, however it did."""
+    """Streams one response as server-sent events while it is sampled; `then` is called when it ends, also after errors."""
 
     media_type = "text/event-stream"
 
@@ -161,20 +161,20 @@ class _Stream(Response):
         self._dialect, self._session, self._tokenizer = dialect, session, tokenizer
         self._live = LiveAnswer()
         self._work = asyncio.ensure_future(session.complete(chat, self._live))
-        self._gone = asyncio.ensure_future(hung_up(request))
+        self._disconnected = asyncio.ensure_future(hung_up(request))
 
     async def begins(self) -> bool:
-        """Waits for the first token; False: the client hung up.
+        """Waits for the first token; returns False if the client disconnected.
 
         Raises:
-            GatewayError: the request was refused, or failed before it.
+            GatewayError: the request was rejected, or failed before its first token.
         """
         begins = False
         try:
             await self._wait()
             if self._work.done():
                 self._work.result()
-            begins = not self._gone.done()
+            begins = not self._disconnected.done()
         finally:
             if not begins:
                 await self._end()
@@ -189,7 +189,7 @@ class _Stream(Response):
                 ]
                 await send({"type": "http.response.body", "body": "".join(written).encode(), "more_body": True})
             await send({"type": "http.response.body", "body": self._dialect.last.encode()})
-        except OSError:  # the client hung up
+        except OSError:  # the client disconnected
             pass
         finally:
             await self._end()
@@ -199,7 +199,7 @@ class _Stream(Response):
         assert live.asked is not None
         writer = self._dialect.writer(live.asked, self._tokenizer)
         events = list(writer.start())
-        while not self._gone.done():
+        while not self._disconnected.done():
             events += [event for piece in live.pieces() for event in writer.delta(*piece)]
             if events:
                 yield events
@@ -221,15 +221,15 @@ class _Stream(Response):
             yield list(writer.error(self._session.failed(error)))
 
     async def _wait(self) -> None:
-        """Until a token is drawn, the answer is complete, or the client hangs up."""
+        """Waits until a token is sampled, the response is complete, or the client disconnects."""
         changed = asyncio.ensure_future(self._live.changed.wait())
         try:
-            await asyncio.wait({changed, self._work, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({changed, self._work, self._disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
 
     async def _end(self) -> None:
-        await settle({self._work, self._gone})
+        await settle({self._work, self._disconnected})
         self.then()
 
 
@@ -317,10 +317,10 @@ class _Entry:
 
 
 class SessionStore:
-    """The sessions of a server by name, and who may use them: added, or created by `make(name)` on their first request.
+    """A server's sessions by name, with their API keys; they are added, or created by `make(name)` on their first request.
 
-    Invariant: at most `max_sessions` at once, including those of a single request. A session created here ends once: when
-    asked to, after `idle_seconds` idle, or at server shutdown; then `on_end` gets it.
+    Invariant: requests create at most `max_sessions` at once, single-request sessions included. A session created here ends
+    exactly once (on request, after `idle_seconds` without a request, or at shutdown) and is then passed to `on_end`.
     """
 
     def __init__(
@@ -339,22 +339,22 @@ class SessionStore:
         return len(self._entries)
 
     def makes(self, name: str) -> bool:
-        """Whether a request would now create the session `name`."""
+        """Whether a request for `name` would create a session now."""
         return self._make is not None and name not in self._entries
 
     def add(self, session: GatewaySession, secret: str | None) -> None:
-        """Adds a session, whose requests must carry `secret`."""
+        """Adds a session; with `secret`, its requests must carry that as their API key."""
         self._entries[session.name] = _Entry(session, secret)
 
     def remove(self, name: str) -> None:
-        """Rejects its requests from now on; does not end it."""
+        """Removes a session without ending it; its requests are rejected from now on."""
         self._entries.pop(name, None)
 
     def get(self, name: str, key: str) -> GatewaySession:
-        """The session `name` for a request that carries `key`.
+        """Returns the session `name` for a request with API key `key`.
 
         Raises:
-            GatewayError: the session does not exist, or the key is not its own.
+            GatewayError: the session does not exist, or has a different key.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -364,10 +364,10 @@ class SessionStore:
         return entry.session
 
     def get_or_make(self, name: str, key: str) -> GatewaySession:
-        """As `get`, or a new session, if the store creates them.
+        """Like `get`, but creates a missing session if the store has `make`.
 
         Raises:
-            GatewayError: as `get`, or the name is invalid, or there are too many sessions.
+            GatewayError: as for `get`, or the name is invalid, or there are too many sessions.
         """
         if self._make is None or name in self._entries:
             return self.get(name, key)
@@ -380,7 +380,7 @@ class SessionStore:
         return session
 
     def end(self, session: GatewaySession) -> None:
-        """Ends a session that was created here, unless it has ended."""
+        """Ends a session, unless it has already ended."""
         entry = self._entries.get(session.name)
         if entry is None or entry.session is not session:
             return
@@ -390,7 +390,7 @@ class SessionStore:
             self._on_end(session)
 
     def end_all(self) -> None:
-        """Ends all of them."""
+        """Ends all sessions."""
         for entry in list(self._entries.values()):
             self.end(entry.session)
 

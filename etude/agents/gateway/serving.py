@@ -1,7 +1,7 @@
-"""`LocalGateway`: the gateway inside a rollout worker, on this machine only, for as long as there is a trajectory.
+"""`LocalGateway`: the gateway inside a rollout worker, for agents on the same machine; runs only while trajectories do.
 
-Invariant: one server per event loop; it listens on 127.0.0.1 before the first session is handed out and is closed after
-the last one is released. Signal handling stays with the worker.
+Invariant: one server per event loop; it listens on 127.0.0.1 before the first session is opened and closes after the last
+one is released. Signal handling stays with the worker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from etude.errors import InfrastructureError
 from etude.serving.listening import listen, raise_file_limit
 
 _GRACE_SECONDS = 2
-_MOST_REQUEST_MB = 128  # a history's images travel in every request; and the agents are the user's own
+_MOST_REQUEST_MB = 128  # generous: each request repeats the history's images, and the agents are trusted
 
 
 class BackgroundServer(uvicorn.Server):
-    """Serves concurrently with its caller."""
+    """A uvicorn server that runs as a task of the current event loop."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
@@ -46,8 +46,8 @@ class BackgroundServer(uvicorn.Server):
         )
         self._listener = listener
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leaving = asyncio.Event()
+        self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
         self._task = asyncio.ensure_future(self.serve(sockets=[listener]))
 
     @contextlib.contextmanager
@@ -57,41 +57,41 @@ class BackgroundServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listens.set_result(None)
+        self._listening.set_result(None)
 
     async def main_loop(self) -> None:
         """Waits for shutdown; uvicorn's own method polls ten times a second."""
-        await self._leaving.wait()
+        await self._stopping.wait()
 
     async def ready(self) -> None:
-        """Returns once it listens.
+        """Waits until the server listens.
 
         Raises:
-            InfrastructureError: it does not start.
+            InfrastructureError: it did not start.
         """
-        await asyncio.wait({self._task, self._listens}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._listens.done():
+        await asyncio.wait({self._task, self._listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._listening.done():
             raise InfrastructureError("the gateway did not start")
 
     async def stop(self) -> None:
         """Shuts down, with a short grace period for open requests."""
-        self._leaving.set()
+        self._stopping.set()
         await asyncio.wait({self._task}, timeout=_GRACE_SECONDS + 1)
         await settle({self._task})
         self._listener.close()
 
 
 class LocalGateway:
-    """Created by `LocalGateway.here`; callers only need `opened`."""
+    """One event loop's gateway, created by `LocalGateway.here`; callers only need `opened`."""
 
     def __init__(self) -> None:
         self._store = SessionStore(max_sessions=1 << 20)
-        self._guests = 0
+        self._open_sessions = 0
         self._server: BackgroundServer | None = None
 
     @staticmethod
     def here() -> LocalGateway:
-        """The gateway of the running event loop."""
+        """Returns the gateway of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _gateways:
             _gateways[loop] = LocalGateway()
@@ -100,7 +100,7 @@ class LocalGateway:
     @contextlib.asynccontextmanager
     async def opened(self, session: GatewaySession, tokenizer: object) -> AsyncIterator[tuple[str, str]]:
         """Serves `session`; yields (base URL, API key)."""
-        self._guests += 1
+        self._open_sessions += 1
         secret = secrets.token_urlsafe(24)
         try:
             if self._server is None:
@@ -113,13 +113,13 @@ class LocalGateway:
             yield f"{server.url}/s/{session.name}/v1", secret
         finally:
             self._store.remove(session.name)
-            self._guests -= 1
-            if not self._guests and self._server is not None:
+            self._open_sessions -= 1
+            if not self._open_sessions and self._server is not None:
                 leaving, self._server = self._server, None
-                await uninterrupted(_all_ended(leaving, Clients.taken()))
+                await uninterrupted(_shut_down(leaving, Clients.taken()))
 
 
-async def _all_ended(server: BackgroundServer, clients: list[Clients]) -> None:
+async def _shut_down(server: BackgroundServer, clients: list[Clients]) -> None:
     for each in clients:
         await each.close()
     await server.stop()

@@ -1,10 +1,10 @@
 """`GatewaySession`: one trajectory behind a base URL.
 
-Here requests are limited, sampled, and recorded when they are answered; several may be in flight at once. `placing` decides
-where in the recording one belongs, `reading` what its response reports.
+Checks requests against the limits, samples them, and records each one once it is answered; several may be in flight at
+once. `placing` decides where in the recording a request belongs, `reading` parses the sampled turn for its response.
 
 Invariant: the recording is exactly what the engine saw and sampled. A request that fails, is rejected or cancelled leaves no
-trace; the history goes on as if it had not been made.
+trace in it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_REWARDS = 10_000
-"""Step rewards of a session."""
-_DRAWN = ("temperature", "top_p", "top_k")
-_TAIL = 32  # tokens at a prompt's end among which a thought may be opened
+"""Maximum number of step rewards per session."""
+_SAMPLING = ("temperature", "top_p", "top_k")
+_TAIL = 32  # tokens at a prompt's end that are checked for an opened reasoning block
 
 
 @dataclass(frozen=True)
 class SessionRules:
-    """Limits of a session's requests.
+    """Limits on a session's requests.
 
-    `own_sampling`: whether a request's temperature, top_p and top_k apply, and its seed alone determines its draws; in
-    training the former are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
-    must differ whatever seed the agent sets. `max_n`: choices per request. `max_turns`: requests per session, answered or
-    in flight. `request_seconds`: time limit of one; None if the trajectory has its own. `max_image_mb`: MiB of pixel values
-    that the session's images may hold; None: unlimited.
+    Attributes:
+        own_sampling: whether a request's temperature, top_p and top_k apply, and its seed alone determines its samples. Off
+            in training: old and new log-probs are compared at the rollout's values, and the samples of one prompt must
+            differ whatever seed the agent sets.
+        max_n: maximum choices per request.
+        max_turns: maximum requests per session, answered or in flight.
+        request_seconds: timeout of one request; None if the trajectory has its own time limit.
+        max_image_mb: MiB of pixel values that the session's images may take up; None: unlimited.
     """
 
     own_sampling: bool = False
@@ -66,7 +69,7 @@ class SessionRules:
 
 
 class GatewaySession:
-    """One trajectory; `sampling` holds the defaults of its requests."""
+    """One trajectory; `sampling` holds the default sampling parameters of its requests."""
 
     def __init__(
         self,
@@ -80,46 +83,46 @@ class GatewaySession:
         self._client, self._context, self._sampling = client, context, sampling
         self.recording = Recording()
         self.replies: dict[str, list[Message]] = {}
-        """The conversation up to each answer that `previous_response_id` may name."""
-        self._said: dict[bytes, Message] = {}
+        """The conversation up to each response that `previous_response_id` may name, by response id."""
+        self._kept_messages: dict[bytes, Message] = {}
         self.refused: StopReason | None = None
-        """The limit that rejected the last request, if one did."""
+        """The limit that rejected the last request, if any."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """The failure of a request that was not the request's fault."""
+        """Set to the exception when a request fails through no fault of its own."""
         self.started = self.last_used = time.monotonic()
         self._at_work: set[asyncio.Task[Any]] = set()
         self.declined: GatewayError | None = None
-        """The error message of the last request that failed."""
+        """The error response of the last request that failed."""
         self._closed = False
         self._requests = self._answered = self._admitted = 0
         self._images = KeptImages(self.rules.max_image_mb)
 
     @property
     def under_way(self) -> int:
-        """Tasks that sample choices or decode images."""
+        """Number of running tasks that sample choices or decode images."""
         return len(self._at_work)
 
     @property
     def request_id(self) -> str:
-        """The trajectory's ids at the engine."""
+        """The trajectory's request id at the engine."""
         return self._client.request_id
 
     def end(self) -> None:
-        """Cancels what is in flight; nothing more is sampled."""
+        """Cancels all requests in flight; later ones are rejected."""
         self._closed = True
         for task in self._at_work:
             task.cancel()
 
     async def close(self) -> None:
-        """As `end`, and waits until the cancelled tasks are done."""
+        """Like `end`, but also waits until the cancelled tasks are done."""
         self.end()
         await settle(set(self._at_work))
 
     def read(self, body: bytes, dialect: Dialect) -> ChatRequest:
-        """Parses a body as a request in `dialect`.
+        """Parses a request body written in `dialect`.
 
         Raises:
-            GatewayError: it is malformed, asks for something unsupported, or is too long (`refused` is then set).
+            GatewayError: it is malformed, asks for something unsupported, or is too long (which sets `refused`).
         """
         longest = longest_sequence(self._context.options)
         try:
@@ -128,10 +131,10 @@ class GatewaySession:
             raise self._too_long(error.length, longest) from error
 
     async def complete(self, request: ChatRequest, live: LiveAnswer | None = None) -> Completion:
-        """Answers a request; `live` gets the tokens as the engine draws them, if it tells.
+        """Answers a request; `live` gets the tokens as they are sampled, if the engine streams them.
 
         Raises:
-            GatewayError: it is rejected, or the engine or another part of ours failed (`broken` is then set).
+            GatewayError: it is rejected, or the engine or another part of Étude failed (which sets `broken`).
         """
         try:
             return await self._complete(request, live or LiveAnswer())
@@ -150,11 +153,11 @@ class GatewaySession:
         pictures: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [pictures] = await self._all([read_image_sizes(addresses, roles, self._context)], arrived)
-            self._check_limits(request)  # others may have arrived meanwhile
+            [pictures] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
+            self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
         digests = [[picture.digest for picture in shown] for shown in pictures]
-        history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
+        history = History(messages, digests, json.dumps([request.tools, _sampling_of(params)]))
         place = place_request(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
@@ -162,26 +165,26 @@ class GatewaySession:
         self._admitted += 1
         try:
             if place.pictures:
-                [given] = await self._all([read_pictures(place.pictures, self._context)], arrived)
-                images = self._images.take(given)
+                [decoded] = await self._gather([read_pictures(place.pictures, self._context)], arrived)
+                images = self._images.take(decoded)
             number = self._requests
             self._requests += 1
             self.refused = None
             started, parser = time.perf_counter(), self._context.parser
             asked = Asked(request, place.ids, f"{self.name}-{number}")
             thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
-            takers = live.begin(asked, parser, thinking)
+            callbacks = live.begin(asked, parser, thinking)
             options = self._context.options.multi_turn
             most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
             budget = max(most, 1), cut_by
-            outputs = await self._sample(place, images, params, request, arrived, budget[0], takers)
+            outputs = await self._sample(place, images, params, request, arrived, budget[0], callbacks)
             reads = [await read_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
-                raise self._over()
+                raise self._session_over()
             seconds = (time.perf_counter() - started) / len(outputs)
             self._answered += 1
             turns = [
-                self._record(place, images, history, read, (number, -choice), budget, _drawn(params), seconds)
+                self._record(place, images, history, read, (number, -choice), budget, _sampling_of(params), seconds)
                 for choice, read in enumerate(reads)
             ]
         finally:
@@ -192,10 +195,9 @@ class GatewaySession:
         return Completion(request, place.ids, asked.name, turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
-        """Keeps the conversation up to an answer. Agents send the whole history with each request: a message that was kept
-        before is not kept again."""
+        """Keeps the conversation up to a response. Conversations overlap, so each distinct message is stored once."""
         digests = [(hashlib.blake2b(json.dumps(each).encode(), digest_size=16).digest(), each) for each in conversation]
-        self.replies[name] = [self._said.setdefault(digest, each) for digest, each in digests]
+        self.replies[name] = [self._kept_messages.setdefault(digest, each) for digest, each in digests]
 
     def reward(self, body: object) -> None:
         """Adds `{"reward": number, "name": text?}` as a step reward of the last turn.
@@ -219,7 +221,7 @@ class GatewaySession:
         self.recording.rewards.append((self.recording.last, name[:100], value))
 
     def trajectories(self) -> list[Trajectory]:
-        """The sequences in time order, the main one last; a single empty one if there are no turns."""
+        """Returns the sequences in time order, the main one last; a single empty one if there are no turns."""
         name = self.request_id
         made = self.recording.sequences(name) if self.recording.turns else [Trajectory(name, [])]
         if self.refused is not None:
@@ -231,7 +233,7 @@ class GatewaySession:
     def _check_limits(self, request: ChatRequest) -> None:
         options = self._context.options.multi_turn
         if self._closed:
-            raise self._over()
+            raise self._session_over()
         if (request.n or 1) > self.rules.max_n:
             raise GatewayError(400, f"n: at most {self.rules.max_n} choices", param="n")
         most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
@@ -248,13 +250,13 @@ class GatewaySession:
         return GatewayError(400, message, code=code or reason.value)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _DRAWN}
+        own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _SAMPLING}
         if self.rules.own_sampling:
-            own |= {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
+            own |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
             own["top_k"] = own["top_k"] or -1
-        given = self._context.with_stops(self._sampling, self._context.parser)
-        seed = 0 if self.rules.own_sampling and request.seed is not None else given.seed
-        return replace(given, **own, stop=(*given.stop, *request.stops), seed=seed)
+        sampling = self._context.with_stops(self._sampling, self._context.parser)
+        seed = 0 if self.rules.own_sampling and request.seed is not None else sampling.seed
+        return replace(sampling, **own, stop=(*sampling.stop, *request.stops), seed=seed)
 
     def _check_room(self, place: Place) -> None:
         options, first = self._context.options, not self.recording.turns
@@ -277,12 +279,14 @@ class GatewaySession:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    async def _all(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
-        """The results of `works`, run concurrently as part of a request; a session that ends cancels them."""
+    async def _gather(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
+        """Runs the coroutines of one request concurrently and returns their results; ending the session cancels them."""
         tasks = [asyncio.ensure_future(work) for work in works]
         self._at_work.update(tasks)
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=self._left(arrived), return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(
+                tasks, timeout=self._seconds_left(arrived), return_when=asyncio.FIRST_EXCEPTION
+            )
             results = [self._result(task) for task in tasks if task.done()]
             if waiting:
                 raise GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
@@ -290,15 +294,15 @@ class GatewaySession:
             await settle(tasks)
             self._at_work.difference_update(tasks)
         if self._closed:
-            raise self._over()
+            raise self._session_over()
         return results
 
     def _result(self, task: asyncio.Task[T]) -> T:
         if task.cancelled():
-            raise self._over()
+            raise self._session_over()
         return task.result()
 
-    def _left(self, arrived: float) -> float | None:
+    def _seconds_left(self, arrived: float) -> float | None:
         limit = self.rules.request_seconds
         return None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
 
@@ -310,29 +314,29 @@ class GatewaySession:
         request: ChatRequest,
         arrived: float,
         room: int,
-        takers: Sequence[OnTokens],
+        callbacks: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
-        shown = (*(() if place.parent is None else place.parent.shown()), *images)
+        all_images = (*(() if place.parent is None else place.parent.shown()), *images)
         ask = partial(
             self._client.generate,
             prompt_ids=place.ids,
             sampling_params=replace(params, max_tokens=most),
-            images=shown or None,
+            images=all_images or None,
         )
         draws: list[int | None] = [None] * (request.n or 1)
         if request.seed is not None:
             draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
-        outputs = await self._all([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, takers)], arrived)
+        outputs = await self._gather([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, callbacks)], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
 
-    def _over(self) -> GatewayError:
+    def _session_over(self) -> GatewayError:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
 
     def failed(self, error: Exception) -> GatewayError:
-        """The engine or another part of ours failed, through no fault of the request."""
+        """Sets `broken` and returns the error response, for a failure that is not the request's fault."""
         if not self.broken.done():
             self.broken.set_result(error)
         status = 503 if is_infrastructure(error) else 500
@@ -381,11 +385,11 @@ class GatewaySession:
         return turn
 
 
-def _drawn(params: SamplingParams) -> dict[str, float]:
-    return {name: getattr(params, name) for name in _DRAWN}
+def _sampling_of(params: SamplingParams) -> dict[str, float]:
+    return {name: getattr(params, name) for name in _SAMPLING}
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:
-    """For formats in which the model writes none: nine letters and digits, as Mistral's template requires, and the same in
-    every run, since templates may render them."""
+    """A call id for formats in which the model writes none: nine letters and digits, as Mistral's template requires, and
+    the same in every run, since templates may render it."""
     return hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9]

@@ -1,7 +1,8 @@
-"""A request's answer while it is drawn: token ids in, what is certain of each choice's thoughts and words out.
+"""Streams a response while it is sampled: token ids in, chunks of each choice's reasoning and content out.
 
-Invariant: no piece ends within a character, and nothing goes out that the finished turn does not have: from where a call, a
-tag or a text of `stop` may begin it is held back. So the pieces, joined, begin the turn's message, whatever is sampled.
+Invariant: no chunk ends inside a character, and none contains text that the finished turn does not have: text is held back
+from the first point where a tool call, a tag or a stop string may begin. So the chunks always concatenate to a prefix of
+the turn's message.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from etude.chat.parsers.streaming import Kind, beginnings, clear_end
 from etude.errors import EtudeError
 from etude.inference.types import OnTokens
 
-_MOST_HELD = 64  # tokens without a whole character among them: what follows goes out at the end
+_MOST_HELD = 64  # tokens without a complete character; after more, the rest is sent only at the end
 _KEYS: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("content", "content"))
 
 
 class LiveAnswer:
-    """What a session has drawn for a request so far; `changed` is set with each token, `asked` when it is sampled."""
+    """A request's response so far; `changed` is set with each token, `asked` when sampling begins."""
 
     def __init__(self) -> None:
         self.asked: Asked | None = None
@@ -29,27 +30,27 @@ class LiveAnswer:
         self._choices: list[_LiveChoice] = []
 
     def begin(self, asked: Asked, parser: ToolParser, thinking: bool) -> list[OnTokens]:
-        """Takes the tokens of a request that is sampled from now on: a function for each choice."""
+        """Starts a request that is about to be sampled; returns one token callback per choice."""
         self.asked = asked
         self._choices = [_LiveChoice(parser, asked.request.stops, thinking) for _ in range(asked.request.n or 1)]
         return [partial(self._take, choice) for choice in self._choices]
 
     def _take(self, choice: _LiveChoice, ids: Sequence[int]) -> None:
-        choice.waiting += ids  # read by who sends it: the engine waits for nothing
+        choice.waiting += ids  # decoded by the sender, so that the engine never waits
         self.changed.set()
 
     def pieces(self) -> Iterator[tuple[int, Kind, str]]:
-        """What has become certain since the last call: (choice, kind, text)."""
+        """Yields (choice, kind, text) chunks that became final since the last call."""
         self.changed.clear()
         for number, choice in enumerate(self._choices):
             for kind, text in choice.read():
                 yield number, kind, text
 
     def remaining(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Kind, str]]:
-        """What the finished turns have beyond the pieces.
+        """Yields what the finished turns contain beyond the chunks already sent.
 
         Raises:
-            EtudeError: the tokenizer decodes a turn otherwise than its tokens one after the other.
+            EtudeError: decoding a turn at once gave different text than decoding it token by token.
         """
         for number, (choice, turn) in enumerate(zip(self._choices, turns)):
             for kind, key in _KEYS:
@@ -66,20 +67,20 @@ class _LiveChoice:
         self.stream = parser.stream(thinking)
         self._parser, self._stops, self._beginnings = parser, stops, beginnings(stops)
         self._ids: list[int] = []
-        self._start = 0  # of the tokens that are decoded again with the new ones, as a character may need both
-        self._read = 0  # tokens whose text is in `_text`
+        self._start = 0  # tokens from here on are decoded again with the new ones: a character may span both
+        self._read = 0  # number of tokens whose text is in `_text`
         self._text = ""
         self._sent = 0
         self._stopped = False
 
     def read(self) -> list[tuple[Kind, str]]:
-        """What has become certain by the tokens that are waiting."""
+        """Decodes the waiting tokens; returns the chunks that are now final."""
         new, self.waiting = self.waiting, []
         if self._stopped or not new:
             return []
         self._ids += new
         known, whole = (self._parser.decode(self._ids[self._start : end]) for end in (self._read, len(self._ids)))
-        if whole.endswith("\ufffd"):  # perhaps a character's first bytes
+        if whole.endswith("\ufffd"):  # possibly the first bytes of a character
             self._stopped = len(self._ids) - self._read > _MOST_HELD
             return []
         if len(whole) > len(known):

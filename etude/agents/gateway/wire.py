@@ -1,10 +1,10 @@
-"""The request of `/v1/chat/completions`, as far as it is supported, and the error that answers one.
+"""The supported part of the `/v1/chat/completions` request, and the error response.
 
-Invariant: each parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; a
-parameter that would change the output and is not supported is rejected unless it is set to do nothing. One parameter is a
-hint only here: `strict` of a tool, since the policy is there to learn its arguments. And `parallel_tool_calls=false` cannot
-be honoured if the model's format writes several calls as one list: see `reading`. A rejection is one line with a status, a
-`type`, and where it helps the `param` to change and a `code` that a program can test; it says whether to retry.
+Invariant: every parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; an
+unsupported parameter that would change the output is rejected unless its value does nothing. Two exceptions: a tool's
+`strict` is only a hint, since the policy is there to learn the arguments, and `parallel_tool_calls=false` cannot be honoured
+if the model's format writes several calls as one list (see `reading`). An error is one line with a status, a `type`, where
+it helps the `param` to change and a `code` for programs, and says whether to retry.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TOO_LONG = "context_length_exceeded"
 
 
 class GatewayError(Exception):
-    """A request is answered with `status` and this message.
+    """An error response with `status` and this message.
 
-    `again`: whether the same request may succeed later; if so, OpenAI's clients retry it by themselves.
+    `again`: whether a retry may succeed; if so, OpenAI's clients retry automatically.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response's headers."""
+        """The response headers, which tell OpenAI's clients whether to retry."""
         return {"x-should-retry": "true" if self.again else "false"}
 
     def body(self) -> dict[str, Any]:
@@ -45,20 +45,20 @@ class GatewayError(Exception):
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object for a response with `status`."""
+    """Returns OpenAI's error object for a response with `status`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 CHARACTERS_PER_TOKEN = 32
-"""Requests with more than this per token of the context are rejected unread: real text has three or four."""
+"""Requests with more characters than this per token of context are rejected before rendering: real text has 3 or 4."""
 _BYTES_PER_CHARACTER = 6  # maximum in JSON, with every character escaped
 _IMAGE = re.compile(rb'"(?:image_)?url"\s*:\s*"data:image/[^"\\]*"|"data"\s*:\s*"[A-Za-z0-9+/=]*"')
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one surrogate of a pair
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate
 MOST_STOPS = 16
 MOST_NESTED = 64
-"""Nesting depth of a tool's parameters."""
+"""Maximum nesting depth of a tool's parameters."""
 
 
 class StreamOptions(BaseModel):
@@ -161,32 +161,36 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end a turn."""
+        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def most_tokens(self) -> int | None:
-        """The maximum of one choice."""
+        """Maximum tokens of one choice; None if the request sets no limit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def reads_calls(self) -> bool:
-        """Whether text that looks like a tool call is read as one."""
+        """Whether tool calls in the sampled text are parsed."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
 def _check_schema(schema: object, where: str, depth: int = 0) -> None:
-    """Checks the parts of a tool's parameters that templates and parsers read."""
-    if schema is None or (depth and isinstance(schema, bool)):  # true is the schema that allows anything
+    """Validates the parts of a tool's JSON schema that templates and parsers read.
+
+    Raises:
+        ValueError: one is invalid; names it.
+    """
+    if schema is None or (depth and isinstance(schema, bool)):  # a boolean is a valid schema: true allows anything
         return
     if not isinstance(schema, dict):
         raise ValueError(f"{where} must be an object")
     if depth > MOST_NESTED:
         raise ValueError(f"a tool's parameters may be nested {MOST_NESTED} deep")
     kind = schema.get("type")
-    if not (kind is None or isinstance(kind, str) or _is_texts(kind)):
+    if not (kind is None or isinstance(kind, str) or _is_string_list(kind)):
         raise ValueError(f"{where}.type must be a text or a list of texts")
-    if not (schema.get("required") is None or _is_texts(schema["required"])):
+    if not (schema.get("required") is None or _is_string_list(schema["required"])):
         raise ValueError(f"{where}.required must be a list of texts")
     properties = schema.get("properties")
     if not isinstance(properties, dict | None):
@@ -201,12 +205,12 @@ def _check_schema(schema: object, where: str, depth: int = 0) -> None:
             _check_schema(each, f"{where}.{key}.{place}", depth + 1)
 
 
-def _is_texts(value: object) -> bool:
+def _is_string_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 class TooLong(Exception):
-    """A request is longer than any that fits the context; `length` is its length."""
+    """The request cannot fit the context; `length` describes its length."""
 
     def __init__(self, length: str) -> None:
         super().__init__(length)
@@ -216,10 +220,10 @@ class TooLong(Exception):
 def read_request(
     body: bytes, longest: int, translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 ) -> ChatRequest:
-    """Parses a JSON body as a request, for a context of `longest` tokens; `translate` makes that of a chat completion of it.
+    """Parses a JSON body for a context of `longest` tokens; `translate` converts it to a chat completion request.
 
-    Everything that a template would render counts towards one budget (messages, calls' arguments, tools' schemas) and is
-    counted before it is parsed, so that no request keeps the event loop busy for longer than a full context does.
+    Everything that a template would render (messages, call arguments, tool schemas) counts towards one budget, which is
+    checked before the request is validated, so that no request blocks the event loop for longer than a full context does.
 
     Raises:
         TooLong: it exceeds the budget.
@@ -245,15 +249,15 @@ def read_request(
 
 
 def decode_body(body: bytes) -> Any:
-    """The JSON in a body.
+    """Parses a JSON body.
 
     Raises:
-        GatewayError: it is invalid, or cannot be encoded.
+        GatewayError: it is not valid UTF-8 or JSON, or holds a lone surrogate.
     """
     try:
         text = body.decode()
         value = json.loads(text)
-        if _HALF.search(text):
+        if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise GatewayError(400, f"the request's body is not UTF-8: {one_line(error, 100)}") from error
@@ -265,7 +269,7 @@ def decode_body(body: bytes) -> Any:
 
 
 def _count_characters(request: Mapping[str, Any]) -> int:
-    """Characters of all texts and keys of a request, except image URLs; a value that is not text counts as one."""
+    """Counts the characters of all strings and keys in a request, except image URLs; any other value counts as one."""
     count, waiting = -sum(map(len, _image_addresses(request.get("messages")))), [request]
     while waiting:
         value: Any = waiting.pop()

@@ -1,4 +1,4 @@
-"""Interactions: users that answer the policy between its turns."""
+"""Interactions: simulated users that reply to the policy between its turns."""
 
 from etude.agents.interactions.base import BaseInteraction
 from etude.agents.interactions.gsm8k import Gsm8kInteraction

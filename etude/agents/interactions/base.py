@@ -1,9 +1,9 @@
-"""`BaseInteraction`: a user that answers the policy, with verl's four methods.
+"""`BaseInteraction`: a simulated user that replies to the policy, with verl's four methods.
 
     start_interaction → generate_response* → finalize_interaction
 
-Invariant (kept by `InteractionSession`): one start, then any number of answers, then exactly one `finalize_interaction`
-in every ending. An interaction object is shared by all trajectories; per-trajectory state is kept by instance id.
+Invariant (kept by `InteractionSession`): one start, then any number of replies, then exactly one `finalize_interaction`,
+however the trajectory ends. All trajectories share an interaction object; per-trajectory state is kept by instance id.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class BaseInteraction:
     """Base of all interactions; subclasses override at least `generate_response`.
 
     Attributes:
-        config: the mapping under `config` in the YAML. Two of its keys are the session's: `timeout` (seconds for each
+        config: the mapping under `config` in the YAML. `InteractionSession` reads two of its keys: `timeout` (seconds per
             call, default 60) and `max_response_chars` (default 100,000).
-        name: what a row's `extra_info.interaction_kwargs.name` picks.
+        name: by which a row's `extra_info.interaction_kwargs.name` selects it.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -36,25 +36,25 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answers the conversation so far.
+        """Replies to the conversation so far.
 
         Args:
-            messages: the conversation. An assistant message's `content` is all that was sampled, its `spoken` the same
-                without reasoning and tool calls; tool answers have the role `tool`.
+            messages: the conversation. An assistant message's `content` is everything sampled, its `spoken` the same
+                without reasoning and tool calls; tool results have the role `tool`.
 
         Returns:
             Whether the conversation is over, the user's next message (unused if it is), the reward of the assistant's
             last turn, and metrics to keep.
 
         Raises:
-            InfrastructureError: the trajectory is retried from fresh state; any other exception is treated the same way,
-                because an interaction's failure is never the model's.
+            InfrastructureError: the trajectory is retried from fresh state. Any other exception is treated the same way,
+                since a failing interaction is never the model's fault.
         """
         raise NotImplementedError
 
     @staticmethod
     def check_keys(config: dict[str, Any], known: Sequence[str]) -> None:
-        """For a constructor: checks that `config` has only the `known` keys and those of every interaction.
+        """Checks that `config` has only `known` keys and those common to all interactions; for use in constructors.
 
         Raises:
             ConfigError: there is another key.
@@ -65,7 +65,7 @@ class BaseInteraction:
                 raise ConfigError(f"unknown key 'config.{key}'{did_you_mean(key, known)}")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of the conversation as it stands, for `generate_response` to call; the loop does not."""
+        """Returns the conversation's current score. Only `generate_response` may use it: the loop never calls it."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:

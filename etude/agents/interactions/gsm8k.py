@@ -1,4 +1,4 @@
-"""`gsm8k`: a user who says whether the answer is right, until it is."""
+"""`gsm8k`: a user who says whether the answer is correct, and ends the conversation once it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gsm8kInteraction(BaseInteraction):
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Raises ConfigError: `config` has an unknown key or method."""
+        """Raises ConfigError if `config` has an unknown key or method."""
         super().__init__(config)
         self.check_keys(config, ["method"])
         self._method = config.get("method", "strict")
@@ -32,7 +32,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Stores the `ground_truth`; ValueError without one."""
+        """Stores the `ground_truth`; raises ValueError if there is none."""
         if ground_truth is None:
             raise ValueError("the row's interaction_kwargs need a 'ground_truth'")
         instance_id = await super().start_interaction(instance_id)
@@ -49,10 +49,10 @@ class Gsm8kInteraction(BaseInteraction):
         return (True, CORRECT, 1.0, {}) if score == 1.0 else (False, INCORRECT, 0.0, {})
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """1.0 for the right answer, else 0.0."""
+        """Returns 1.0 if the last response is correct, else 0.0."""
         conversation = self._conversations[instance_id]
         return compute_score(conversation["response"], conversation["ground_truth"], method=self._method)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forgets the conversation."""
+        """Deletes the conversation's state."""
         self._conversations.pop(instance_id, None)

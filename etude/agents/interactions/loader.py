@@ -1,4 +1,4 @@
-"""`load_interactions`: interactions from verl's YAML.
+"""`load_interactions`: loads interactions from verl's YAML format.
 
     interaction:
       - name: gsm8k                      # default: the class's name without "Interaction", in lower case
@@ -33,10 +33,10 @@ _NOT_HERE = (
 
 
 def load_interactions(path: str | Path) -> dict[str, BaseInteraction]:
-    """The interactions of a file by name, in its order.
+    """Loads the interactions of a file; returns them by name, in file order.
 
     Raises:
-        ConfigError: the file is missing or malformed, a class is missing, a name is taken; names file and entry.
+        ConfigError: the file is missing or malformed, a class is missing, or a name is taken; names file and entry.
     """
     path = Path(path).expanduser()
     if not path.is_file():

@@ -1,7 +1,8 @@
 """`InteractionSession`: one trajectory's conversation with an interaction.
 
-Invariant: one `start_interaction`; if it was called, exactly one `finalize_interaction` in every ending, including
-cancellation; no call waits longer than the interaction's `timeout`; a failure is `InfrastructureError`, never a reward.
+Invariant: `start_interaction` is called once, and then `finalize_interaction` exactly once, however the trajectory ends,
+including cancellation; no call takes longer than the interaction's `timeout`; a failure is an `InfrastructureError`, never a
+reward.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InteractionLimits:
-    """`timeout` in seconds for each call, `max_response_chars` for an answer."""
+    """`timeout`: seconds per call; `max_response_chars`: maximum length of a reply."""
 
     timeout: float = 60.0
     max_response_chars: int = 100_000
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> InteractionLimits:
-        """The limits in an interaction's `config`.
+        """Reads the limits from an interaction's `config`.
 
         Raises:
             ConfigError: one is not a positive number; names it.
@@ -44,7 +45,7 @@ class InteractionLimits:
 
 @dataclass(frozen=True)
 class UserTurn:
-    """The user's reaction to the assistant's turn: whether it ends here, the next message, the turn's reward."""
+    """The user's reply: whether the conversation is over, the next message, and the reward of the assistant's turn."""
 
     over: bool
     text: str
@@ -53,7 +54,7 @@ class UserTurn:
 
 
 class InteractionSession:
-    """An asynchronous context manager around one conversation; entered once."""
+    """An asynchronous context manager around one conversation; enter it once."""
 
     def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any], *, request_id: str) -> None:
         self._interaction, self._kwargs = interaction, {k: v for k, v in kwargs.items() if k != "name"}
@@ -69,7 +70,7 @@ class InteractionSession:
         try:
             started = await self._call("start_interaction", self._id, **self._kwargs)
         except BaseException:
-            await uninterrupted(self._finalize())  # it may be half-started
+            await uninterrupted(self._finalize())  # it may be partly started
             raise
         self._id = started if isinstance(started, str) and started else self._id
         return self
@@ -77,14 +78,14 @@ class InteractionSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Finalizes; raises nothing but a cancellation."""
+        """Finalizes the conversation; raises only cancellation."""
         await uninterrupted(self._finalize())
 
     async def answer(self, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
-        """The user's reaction to `messages`; it gets a copy, which it may change.
+        """Returns the user's reply to `messages`; the interaction gets a copy, which it may modify.
 
         Raises:
-            InfrastructureError: it failed, timed out, or returned anything but four values of the right types.
+            InfrastructureError: it failed, timed out, or did not return four values of the right types.
         """
         returned = await self._call("generate_response", self._id, copy.deepcopy(list(messages)), **self._kwargs)
         try:

@@ -1,4 +1,4 @@
-"""`simulated_user`: a language model behind an OpenAI-compatible endpoint plays the user.
+"""`simulated_user`: a language model at an OpenAI-compatible endpoint plays the user.
 
     - name: customer
       class_name: etude.agents.interactions.simulated_user.SimulatedUser
@@ -8,8 +8,8 @@
         api_key: ${OPENAI_API_KEY}             # left out where none is needed
         system_prompt: You are a customer who wants a refund for order {order}. …
 
-Invariant: the user's model sees what a user sees: the assistant's text, neither its reasoning nor its tools. Requests to
-the endpoint are bounded in time and size, and any failure there is an infrastructure failure.
+Invariant: the user model sees what a user would see: the assistant's text, without its reasoning and tool calls. Requests to
+the endpoint are bounded in time and size, and any failure of it is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SimulatedUser(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """The next message of the user's model; the conversation is over when it contains the stop text."""
+        """Returns the user model's next message; the conversation is over when it contains the stop text."""
         prompt = re.sub(r"\{(\w+)\}", lambda place: str(kwargs.get(place[1], place[0])), self._prompt)
         asked = [{"role": "system", "content": prompt}, *_seen_by_the_user(messages)]
         answer = await self._service.request("POST", seconds=self._seconds, body={**self._options, "messages": asked})
@@ -86,7 +86,7 @@ class SimulatedUser(BaseInteraction):
 
 
 def _seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The conversation with its roles swapped: the user's model answers the assistant's text."""
+    """Swaps the roles: for the user model, the assistant is the user."""
     seen = []
     for message in messages:
         text = text_of(message.get("content"))

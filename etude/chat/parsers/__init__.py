@@ -1,4 +1,4 @@
-"""Tool-call formats; importing this room registers them."""
+"""Tool-call parsers; importing this package registers them."""
 
 from etude.chat.parsers.auto import AutoToolParser, format_of
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser

@@ -1,8 +1,8 @@
-"""`format: auto`: the parser that a model's chat template asks for.
+"""`format: auto`: detects the tool-call format from a model's chat template.
 
 Invariant: the format is inferred from the tags that the template writes around calls, never from a model's name; a template
-that no rule matches is an error that lists the formats. Rules are tried in order, the more specific first. The result is
-then tested: a parser that does not read a call as the template itself writes it is rejected.
+that no rule matches is an error that lists the formats. Rules are tried in order, more specific ones first. The result is
+then tested: a parser that cannot parse a call rendered by the template itself is rejected.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pythonic", ("[func_name1(",)),
     ("llama3_json", ('"parameters":', "<|start_header_id|>")),
 )
-"""(format, what all must stand in the template)."""
+"""(format, texts that must all be in the template)."""
 
 
 def format_of(template: str) -> str:
-    """The name of the format that a chat template writes calls in.
+    """Returns the name of the format in which a chat template writes calls.
 
     Raises:
         ConfigError: no rule matches.
@@ -68,14 +68,14 @@ def format_of(template: str) -> str:
 
 @ToolParser.register("auto")
 class AutoToolParser(ToolParser):
-    """Stands for the parser that the tokenizer's chat template asks for, its `parser`, of the format `name`."""
+    """Delegates to `parser`, which is detected from the tokenizer's chat template; `name` is its format."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Finds the parser.
+        """Detects the parser.
 
         Raises:
-            ConfigError: there is no tokenizer, it has no template, no rule knows the template, or the parser does not read
-                the calls that it writes.
+            ConfigError: there is no tokenizer, it has no template, no rule matches the template, or the parser cannot parse
+                the calls that the template writes.
         """
         super().__init__(tokenizer)
         template = None if tokenizer is None else tokenizer.chat_template

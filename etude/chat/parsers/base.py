@@ -1,10 +1,10 @@
-"""`ToolParser`: from a model's text to its calls.
+"""`ToolParser`: parses tool calls from a model's text.
 
-Invariant: a malformed call is an entry of `ParsedResponse.errors`, in words the model can act on; nothing that looks like a
-call is dropped. A parser works on text and needs no tokenizer for that; ids are decoded here, once.
+Invariant: a malformed call is reported in `ParsedResponse.errors`, in words the model can act on; nothing that looks like a
+call is dropped. A parser works on text and needs no tokenizer for that; this base class decodes ids, once.
 
-A parser defines `parse`, or, as in verl, only `async extract_tool_calls(ids)`, which may return the calls or
-`(content, calls)`. Agent loops call `parse_ids`, which accepts either.
+A parser defines `parse` or, as in verl, only `async extract_tool_calls(ids)`, which may return the calls or
+`(content, calls)`. Agent loops call `parse_ids`, which supports both.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ P = TypeVar("P", bound="type[ToolParser]")
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """One assistant turn: the text outside its calls, the calls in order, one line for each malformed call.
+    """One assistant turn: the text outside tool calls, the calls in order, and one line per malformed call.
 
-    `reasoning` is the part of the content that is marked as a thought, without its tags, and `spoken` the rest; all of it if
-    the format marks none. `result_tag` names the tag that results of its calls are given in, for formats without a tool
-    role.
+    `reasoning` is the part of the content between reasoning tags, without the tags; `spoken` is the rest, or everything if
+    the format has no such tags. `result_tag` is the tag around tool results, for formats without a tool role.
     """
 
     content: str
@@ -50,8 +49,8 @@ class ParsedResponse:
         return self.content if self.words is None else self.words
 
     def result_message(self, text: str, call: FunctionCall | None = None) -> dict[str, str]:
-        """The message that answers `call`, or a malformed one, with `text`; it carries the id that the model gave the
-        call."""
+        """Returns the message with `text` as the result of `call`, or of a malformed call if None; it carries the call's id,
+        if the model gave one."""
         if self.result_tag is None:
             message = {"role": "tool", "content": text}
             return message if call is None or call.id is None else {**message, "tool_call_id": call.id}
@@ -59,17 +58,17 @@ class ParsedResponse:
 
 
 class ToolParser:
-    """Base of all parsers; `tokenizer` may be None if only text is parsed."""
+    """Base class of all parsers; `tokenizer` may be None if only text is parsed."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     special_tokens: tuple[str, ...] = ()
-    """Special tokens that the format reads: they stay in the text that `decode` gives."""
+    """Special tokens that belong to the format: `decode` keeps them in the text."""
     stop_tokens: tuple[str, ...] = ()
-    """Tokens, besides the template's, that end a turn of this format, where the tokenizer has them."""
+    """Tokens that end a turn of this format, besides the template's, if the tokenizer has them."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end a turn of this format if `rollout.stop` is null: the model must not write what follows them."""
+    """Stop strings of this format, used if `rollout.stop` is null: the model must not continue after them."""
     result_tag: str | None = None
-    """The tag that results are given in, in a user's message, by formats that do not need a chat template with tools."""
+    """Tag around tool results in a user message, for formats that do not need a chat template with tools."""
     _decoder: Decoder | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -77,7 +76,7 @@ class ToolParser:
 
     @staticmethod
     def register(*names: str) -> Callable[[P], P]:
-        """Class decorator: the parser that `rollout.multi_turn.format` selects by one of `names`.
+        """Class decorator: registers a parser under `names`, for `rollout.multi_turn.format`.
 
         Raises:
             ConfigError: a name is taken, or the class defines neither `parse` nor `extract_tool_calls`.
@@ -93,10 +92,10 @@ class ToolParser:
 
     @staticmethod
     def get_tool_parser(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> ToolParser:
-        """A new parser of the class registered as `name`.
+        """Creates a parser of the class registered as `name`.
 
         Raises:
-            ConfigError: nothing has that name.
+            ConfigError: no parser has that name.
         """
         parser = TOOL_PARSERS.get(name)(tokenizer)
         if parser.tokenizer is None:  # a subclass may forget to call super().__init__
@@ -105,32 +104,32 @@ class ToolParser:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids, besides the template's, that end a turn of this format."""
+        """Ids that end a turn of this format, besides the template's."""
         if self.tokenizer is None or not self.stop_tokens:
             return ()
         known = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
         return tuple(known[token] for token in self.stop_tokens if token in known)
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """The calls in `text`; `tools` are the schemas on offer, for formats whose arguments have no types.
+        """Parses a turn; `tools` are the available tools' schemas, for formats whose arguments have no types.
 
         Raises:
-            NotImplementedError: this parser reads ids only.
+            NotImplementedError: this parser works on ids only.
         """
         raise NotImplementedError(f"{type(self).__name__} reads token ids only")
 
     async def extract_tool_calls(
         self, response_ids: list[int], tools: Tools | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Content and calls of a turn given as ids; unreadable calls are only in `parse_ids`."""
+        """Returns (content, calls) of a turn given as ids; only `parse_ids` reports malformed calls."""
         parsed = self.parse(self.decode(response_ids), tools)
         return parsed.content, parsed.calls
 
     async def parse_ids(self, response_ids: list[int], tools: Tools | None = None) -> ParsedResponse:
-        """One assistant turn given as ids.
+        """Parses an assistant turn given as ids.
 
         Raises:
-            ConfigError: a user's parser returned something other than a list of calls.
+            ConfigError: a user's parser did not return a list of calls.
         """
         if self.reads_text():
             return self.parse(self.decode(response_ids), tools)
@@ -145,26 +144,27 @@ class ToolParser:
         return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        """Reader of one turn while it is written; `thinking`: whether the prompt has opened a thought. By default nothing is
-        certain before the turn is complete."""
+        """Returns an incremental parser for one turn; `thinking`: whether the prompt ends inside a reasoning block. By
+        default, it emits nothing before the turn is complete."""
         return TurnStream()
 
     def opens_thought(self, prompt: str) -> bool:
-        """Whether a prompt ends with the opening tag of a thought."""
+        """Whether a prompt ends with a tag that opens a reasoning block."""
         return False
 
     @classmethod
     @functools.cache
     def reads_text(cls) -> bool:
-        """Whether `parse` is what the class, or its nearest base with either method, defines."""
+        """Whether the parser works on text: the first class in the MRO that defines `parse` or `extract_tool_calls` defines
+        `parse`."""
         owner = next(base for base in cls.__mro__ if {"parse", "extract_tool_calls"} & vars(base).keys())
         return "parse" in vars(owner)
 
     def decode(self, response_ids: Sequence[int]) -> str:
-        """Text of `response_ids`, tool tags kept and ends of turns dropped.
+        """Decodes `response_ids`, keeping tool tags and dropping end-of-turn tokens.
 
         Raises:
-            ConfigError: the parser was made without a tokenizer.
+            ConfigError: the parser was created without a tokenizer.
         """
         if self.tokenizer is None:
             raise ConfigError(f"tool parser {type(self).__name__} was made without a tokenizer and can only parse text")
@@ -180,7 +180,7 @@ class ToolParser:
         raise ConfigError(f"tool parser {type(self).__name__} must return a list of calls, not {type(calls).__name__}")
 
     def _as_call(self, call: Any) -> FunctionCall:
-        """A call as the user's parser made it: a FunctionCall, a mapping, or an object with the same two attributes."""
+        """Converts a call from a user's parser: a FunctionCall, a mapping, or an object with `name` and `arguments`."""
         if isinstance(call, FunctionCall):
             return call
         fields = call if isinstance(call, Mapping) else getattr(call, "__dict__", {})

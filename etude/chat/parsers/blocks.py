@@ -1,13 +1,12 @@
-"""`BlockParser`: the one reader of turns in which calls stand in blocks that a tag opens.
+"""`BlockParser`: base class of parsers for formats whose calls are in tagged blocks.
 
-Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written, and so is a tag
-that announces calls if none follows. Reasoning is the text between the tags of a thought, after an opening one that is
-never closed, and, if the text has no opening one before it, before the first closing one (the prompt opened that thought).
-A call in reasoning is ignored, but an error if the model waits for an answer to it: in a thought that the turn ends with,
-and in one that begins with a call, has no opening tag and no call after it.
+Invariant: every opening tag outside reasoning yields calls or an error, in the order written; a section tag without calls is
+an error, too. Reasoning is the text between reasoning tags, after an opening tag that is never closed, or before a first
+closing tag without an opening one (the prompt opened that block). Calls in reasoning are ignored, except where the model
+seems to wait for their results, which is an error: in reasoning that ends the turn, and in reasoning that begins with a
+call, has no opening tag, and has no call after it.
 
-Reading takes linear time, as long as `read_block` takes time proportional to what it consumes or to the distance to the next
-tag.
+Parsing takes linear time if `read_block` takes time proportional to what it consumes or to the distance to the next tag.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from etude.chat.parsers.streaming import BlockStream, TurnStream
 from etude.schemas import FunctionCall
 
 KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
-LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # JSON; what may follow is the parser's to judge
+LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # beginning of a JSON list; the parser checks the rest
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """A malformed call; `reason` is a part of a sentence for the model."""
+    """A malformed call; `reason` completes a sentence that is shown to the model."""
 
     reason: str
 
@@ -37,7 +36,7 @@ Found = list[FunctionCall | Malformed]
 
 
 class Thought(str):
-    """A piece of a turn that is reasoning, with its tags; `inner` is it without them, `closing` the tag that ends it."""
+    """A reasoning block, as a string with its tags; `inner` is the text without them, `closing` the closing tag."""
 
     inner: str
     closing: str
@@ -46,7 +45,7 @@ class Thought(str):
 
     @classmethod
     def of(cls, text: str, opening: str = "", closing: str = "") -> Thought:
-        """A thought in which either tag may be missing."""
+        """Makes a reasoning block of `text`, in which either tag may be missing."""
         made = cls(text)
         made.inner = text.removeprefix(opening).removesuffix(closing).strip()
         made.closing, made.opened = closing, bool(opening)
@@ -55,26 +54,26 @@ class Thought(str):
 
 Piece = str | FunctionCall | Malformed
 Pieces = list[Piece]
-"""A turn in the order written: words, thoughts, calls and malformed calls."""
+"""A parsed turn in the order written: content, reasoning, calls and malformed calls."""
 
 
 def any_of(*tags: str) -> re.Pattern[str]:
-    """Finds one of `tags`, the longest that fits."""
+    """Compiles a pattern that matches one of `tags`, the longest possible."""
     return re.compile("|".join(re.escape(tag) for tag in sorted(set(tags), key=len, reverse=True)))
 
 
 class Block(NamedTuple):
-    """What one opening tag led to: calls, malformed ones and words among them, in order, and where reading goes on."""
+    """One parsed block: where parsing continues, and the calls, malformed calls and text in it, in order."""
 
     end: int
     found: Sequence[Piece]
 
 
 class BlockParser(ToolParser):
-    """A subclass names its tags and reads one block.
+    """Base class: a subclass declares its tags and parses one block in `read_block`.
 
-    `opening` open a block and `closing` end one, `glue` stands around blocks and means nothing, but for `sections`, which
-    of it announce blocks; `thoughts` are pairs of tags around reasoning.
+    `opening` tags open a block and `closing` tags end it; `glue` tags are dropped; `sections` are those of them that must be
+    followed by a block; `thoughts` are pairs of tags around reasoning.
     """
 
     opening: ClassVar[tuple[str, ...]] = ()
@@ -92,18 +91,19 @@ class BlockParser(ToolParser):
         cls._ends = any_of(*cls.opening, *cls.closing)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """The block whose opening `tag` ends at `start`; None where the tag is plain text after all."""
+        """Parses the block whose opening `tag` ends at `start`; returns None if the tag is plain text."""
         raise NotImplementedError
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """Content (everything outside the blocks, reasoning included, stripped), calls and errors of a turn."""
+        """Parses a turn; the content is everything outside blocks, reasoning included, stripped."""
         return as_response(self.read(text, tools))
 
     bare_begins: ClassVar[str] = ""
     """Characters that a block without a tag may begin with."""
 
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
-        """The block without a tag that words begin with, those of a turn or after a thought; None where they do not."""
+        """Parses a block without a tag at `start`, the beginning of the turn or of the text after reasoning; None if there
+        is none."""
         return None
 
     def stream(self, thinking: bool = False) -> TurnStream:
@@ -114,15 +114,15 @@ class BlockParser(ToolParser):
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.thoughts))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
-        """The pieces of a turn in the order written."""
+        """Parses a turn into pieces, plus errors for calls in reasoning whose results the model waits for."""
         pieces = self.read_pieces(text, tools, dict(self.thoughts))
-        return [*pieces, *self._lost(pieces, tools)]
+        return [*pieces, *self._awaited_call_errors(pieces, tools)]
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
-        """The pieces of a text in which `closing_of`, by opening tag, are the tags around thoughts."""
-        begun = self.read_bare(text, 0, tools)
-        pieces: Pieces = [*begun.found] if begun else []
-        position = begun.end if begun else 0
+        """Parses a text into pieces; `closing_of` maps opening to closing reasoning tags."""
+        bare_block = self.read_bare(text, 0, tools)
+        pieces: Pieces = [*bare_block.found] if bare_block else []
+        position = bare_block.end if bare_block else 0
         may_close = True
         while tag := self._tags.search(text, position):
             name, start, end = tag.group(), tag.start(), tag.end()
@@ -139,7 +139,7 @@ class BlockParser(ToolParser):
             elif block is not None:
                 pieces += [text[position:start], *block.found]
                 end = block.end
-            elif name in self.sections and not self._holds_a_block(text, end):
+            elif name in self.sections and not self._block_follows(text, end):
                 pieces += [
                     text[position:start],
                     Malformed(f"no call follows {name}; begin each with {self.opening[0]}"),
@@ -148,32 +148,32 @@ class BlockParser(ToolParser):
                 pieces.append(text[position : start if name in self.glue else end])
             if thought is not None:
                 may_close = False
-                begun = self.read_bare(text, end, tools)
-                pieces += begun.found if begun else []
-                end = begun.end if begun else end
+                bare_block = self.read_bare(text, end, tools)
+                pieces += bare_block.found if bare_block else []
+                end = bare_block.end if bare_block else end
             position = end
         return [*pieces, text[position:]]
 
-    def _lost(self, pieces: Pieces, tools: Tools | None) -> Pieces:
-        """An error for each call in reasoning that the model waits for; see the invariant."""
-        lost: Pieces = []
+    def _awaited_call_errors(self, pieces: Pieces, tools: Tools | None) -> Pieces:
+        """Returns an error for each call in reasoning whose result the model waits for; see the module's invariant."""
+        errors: Pieces = []
         for piece in reversed(pieces):
             if isinstance(piece, Thought):
-                lost += self._calls_in(piece, tools)
+                errors += self._call_errors(piece, tools)
             elif not isinstance(piece, str) or piece.strip():
                 break
         first = pieces[0]
         if (
-            not lost
+            not errors
             and isinstance(first, Thought)
             and not first.opened
             and all(isinstance(each, str) for each in pieces)
         ):
-            return self._calls_in(first, tools, must_begin=True)
-        return lost
+            return self._call_errors(first, tools, must_begin=True)
+        return errors
 
-    def _calls_in(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
-        """An error for each call in `thought`; none if it `must_begin` with one and does not."""
+    def _call_errors(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
+        """Returns an error for each call in `thought`; with `must_begin`, only if it begins with a call."""
         pieces = [
             each for each in self.read_pieces(thought.inner, tools, {}) if not isinstance(each, str) or each.strip()
         ]
@@ -182,20 +182,20 @@ class BlockParser(ToolParser):
         reason = f"it stands in a thought; end the thought with {thought.closing} and write the call after it"
         return [Malformed(reason) for each in pieces if not isinstance(each, str)]
 
-    def _holds_a_block(self, text: str, start: int) -> bool:
+    def _block_follows(self, text: str, start: int) -> bool:
         tag = self._tags.search(text, start)
         return tag is not None and tag.group() in self.opening
 
 
 class BareParser(BlockParser):
-    """Formats whose calls need no tag where they begin a turn or follow a thought: what matches `bare` there is a call or
-    an error, never text."""
+    """Base class for formats whose calls need no tag at the beginning of a turn or after reasoning: text that matches `bare`
+    there is a call or an error, never content."""
 
     bare: ClassVar[re.Pattern[str]]
     bare_begins = "[{"
 
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_bare`; several that follow each other are one."""
+        """See `BlockParser.read_bare`; consecutive blocks are parsed as one."""
         found: list[Piece] = []
         end = start
         while self.bare.match(text, end) and (block := self.read_block(text, "", end, tools)) is not None:
@@ -205,10 +205,10 @@ class BareParser(BlockParser):
 
 
 class JsonBlockParser(BlockParser):
-    """Blocks of JSON: `opening`, an object or a list of objects, and one of `closing`.
+    """Base class for JSON blocks: an opening tag, an object or a list of objects, and a closing tag.
 
-    A JSON text that ends decides where its block ends, so that tags inside its strings are text. A block without its
-    closing tag is unreadable, unless it `may_stay_open`: then it ends with its JSON, if no other object follows a comma.
+    The block ends where its JSON ends, so that tags inside JSON strings are text. A block without a closing tag is
+    malformed, unless `may_stay_open`: then it ends with its JSON, if no comma and further object follow.
     """
 
     may_stay_open: ClassVar[bool] = False
@@ -231,15 +231,15 @@ class JsonBlockParser(BlockParser):
         return Block(end, self.read_calls(text[start:end] if body is None else body))
 
     def read_calls(self, body: str) -> Found:
-        """The calls of one block's JSON."""
+        """Parses the calls in one block's JSON."""
         return read_each(body, lambda value: call_of(value, self.names, self.arguments))
 
 
 class HeadedJsonParser(BlockParser):
-    """Blocks of a head that names the function, and the JSON of its arguments, which decides where the block ends.
+    """Base class for blocks of a head with the function's name, and its JSON arguments, with which the block ends.
 
-    `head` has what names the function as its only group; `head_form` is how to begin a block; `fence`: what may stand
-    between the JSON and the closing tag.
+    `head` matches the head, with the name as its only group; `head_form` describes it in errors; `fence` may come between
+    the JSON and the closing tag.
     """
 
     head: ClassVar[re.Pattern[str]]
@@ -247,7 +247,7 @@ class HeadedJsonParser(BlockParser):
     fence: ClassVar[str] = ""
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
-        """The call of a block; raises `Unreadable`."""
+        """Builds a block's call from its head and arguments; raises `Unreadable` if they are malformed."""
         raise NotImplementedError
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
@@ -272,7 +272,7 @@ class HeadedJsonParser(BlockParser):
 
 
 def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:
-    """What `call` makes of the object in `body`, or of each member of the list in it."""
+    """Decodes `body` and applies `call` to the object in it, or to each element of the list in it."""
     try:
         value = decode(body)
     except Unreadable as reason:
@@ -281,7 +281,7 @@ def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:
 
 
 def attempt(call: Callable[..., FunctionCall], *arguments: object) -> FunctionCall | Malformed:
-    """`call(*arguments)`, or the reason why it is none."""
+    """Returns `call(*arguments)`, or `Malformed` if it raises `Unreadable`."""
     try:
         return call(*arguments)
     except Unreadable as reason:
@@ -289,7 +289,8 @@ def attempt(call: Callable[..., FunctionCall], *arguments: object) -> FunctionCa
 
 
 def until(text: str, start: int, ends: re.Pattern[str], closing: tuple[str, ...]) -> tuple[str | None, int]:
-    """(text from `start` to the next closing tag, its end), or (None, where the next other tag of `ends` or all ends)."""
+    """Returns (text from `start` to the next closing tag, that tag's end), or, if another tag of `ends` or none comes first,
+    (None, that tag's start or the end of the text)."""
     tag = ends.search(text, start)
     if tag is None:
         return None, len(text)
@@ -299,13 +300,13 @@ def until(text: str, start: int, ends: re.Pattern[str], closing: tuple[str, ...]
 
 
 def skip_space(text: str, start: int) -> int:
-    """The first place at or after `start` that is no white space."""
+    """Returns the first index at or after `start` that is not white space."""
     space = _SPACE.match(text, start)
     return start if space is None else space.end()
 
 
 def as_response(pieces: Pieces) -> ParsedResponse:
-    """The words and thoughts as content, the calls, and one line for each malformed one."""
+    """Builds the response: text and reasoning as content, the calls, and one line per malformed call."""
     content: list[str] = []
     words: list[str] = []
     thoughts: list[str] = []

@@ -1,4 +1,4 @@
-"""The formats of DeepSeek: V3 and R1, and V3.1 (`｜` and `▁` are no ASCII)."""
+"""Parsers of DeepSeek's formats: V3 and R1, and V3.1 (`｜` and `▁` are not ASCII)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEPARATORS = tuple(f"<{bar}tool▁sep{bar}>" for bar in _BARS)
 
 
 class DeepseekToolParser(HeadedJsonParser):
-    """What the DeepSeek formats share: the tags around a call, and JSON arguments after a head that names it."""
+    """Base class of the DeepSeek formats: tags around a call, and JSON arguments after a head with the function's name."""
 
     opening = tuple(f"<{bar}tool▁call▁begin{bar}>" for bar in _BARS)
     closing = tuple(f"<{bar}tool▁call▁end{bar}>" for bar in _BARS)
@@ -33,7 +33,7 @@ class DeepseekToolParser(HeadedJsonParser):
 
 @ToolParser.register("deepseek_v3", "deepseek_r1", "deepseek")
 class DeepseekV3ToolParser(DeepseekToolParser):
-    """The format of DeepSeek-V3 and R1 (`｜` and `▁` are no ASCII; the documents write `|`, which is read, too):
+    """The format of DeepSeek-V3 and R1 (`｜` and `▁` are not ASCII; the documentation has `|`, which is accepted too):
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -44,12 +44,12 @@ class DeepseekV3ToolParser(DeepseekToolParser):
 
 @ToolParser.register("deepseek_v31", "deepseek_v3.1")
 class DeepseekV31ToolParser(DeepseekToolParser):
-    """The format of DeepSeek-V3.1 (`｜` and `▁` are no ASCII):
+    """The format of DeepSeek-V3.1 (`｜` and `▁` are not ASCII):
 
         <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Beijing"}<｜tool▁call▁end｜>
         <｜tool▁calls▁end｜>
 
-    The documents write it with `|` and line breaks, which is read, too.
+    The documentation has `|` and line breaks, which are accepted too.
     """
 
     head = re.compile(r"([^`{<]*)<[｜|]tool▁sep[｜|]>")

@@ -1,13 +1,12 @@
-"""Calls written as elements: an opening tag with the function's name, one element for each argument, a closing tag.
+"""Parses calls written as elements: an opening tag with the function's name, one element per argument, a closing tag.
 
-Invariant: an argument's text is what is between its tags, read according to the tool's schema. These formats have no
-escapes: an argument ends at its first closing tag, and anything before that tag is text, even tags of calls or blocks. Only
-if another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at the next
-tag; if that one opens a call or a block, text and markup are indistinguishable: the call is an error, and nothing after it
-is read, so that no text becomes a call.
+Invariant: an argument's value is the text between its tags, converted according to the tool's schema. These formats have no
+escapes: an argument ends at its first closing tag, and everything before that tag is text, even tags of calls or blocks. An
+argument is unclosed only if another argument's opening tag comes first, or no closing tag follows at all. Then it ends at
+the next tag; if that tag opens a call or a block, text and markup cannot be told apart: the call is an error, and nothing
+after it is parsed, so that no text becomes a call.
 
-An argument is scanned to the next tag that closes or opens one, and reading goes on at that tag or before it, so that it is
-linear.
+Linear time: an argument is scanned to the next tag that closes or opens one, and parsing continues at or before that tag.
 """
 
 from __future__ import annotations
@@ -24,23 +23,26 @@ from etude.schemas import FunctionCall
 
 
 def typed_lines(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    """The value of an argument, without the one line break that a format puts on either side of it."""
+    """Converts an argument's text after removing one line break on either side."""
     text = text[1:] if text.startswith("\n") else text
     text = text[:-1] if text.endswith("\n") else text
     return typed_value(text, schemas.get(key.strip()))
 
 
 class ElementFormat:
-    """The tags of a format, and how one call is read.
+    """The tags of a format, and the parser of one call.
 
-    `call` and `argument` are opening tags, each as two patterns: how it begins, which alone makes a call or an argument that
-    cannot be read, and how it goes on, with the name as its only group. `block` are the tags around calls, `thought_ends`
-    those that may end a thought in which a call is only mentioned, `form` is an argument as it should be written, `value`
-    makes a value of a key, a text and the tool's schemas.
-
-    `key`: the argument's name in what its opening tag captured, where that says more; `value` gets all of it.
-    `lenient`: an argument may lack its closing tag where the next one begins or the call ends, and a call its own.
-    `stray`: what may not stand between the arguments.
+    Args:
+        call, argument: opening tags, each as two patterns: its beginning, which alone makes a malformed call or argument,
+            and its rest, with the name as its only group.
+        call_end, argument_end: closing tags.
+        block: the tags around calls.
+        thought_ends: tags that may end reasoning in which a call is only mentioned.
+        form: how to write an argument, for errors.
+        lenient: whether closing tags of arguments and calls may be missing before the next one or the end of the call.
+        stray: pattern of text that is not allowed between arguments.
+        key: extracts the argument's name from the text that its opening tag captured.
+        value: converts (captured text, argument text, the tool's schemas) to a value.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class ElementFormat:
     def read_call(
         self, text: str, name: str | None, start: int, tools: Tools | None
     ) -> tuple[FunctionCall | Malformed, int]:
-        """(the call of `name` whose arguments begin at `start`, where reading goes on); a broken tag has no name."""
+        """Parses the call of `name` whose arguments begin at `start`; returns it and where parsing continues. `name` is None
+        if the opening tag is incomplete."""
         texts: dict[str, str] = {}
         reasons = [] if name is not None else [f"its opening tag is not whole; write its arguments as {self.form}"]
         position = start
@@ -95,7 +98,7 @@ class ElementFormat:
         return Malformed(reasons[0]) if reasons else attempt(self._call, name, texts, tools), position
 
     def _end_of_value(self, text: str, start: int, key: str | None) -> tuple[int, int, str | None]:
-        """(where the argument's text ends, where reading goes on, why the call cannot be read)."""
+        """Returns (end of the argument's text, where parsing continues, the error if the call is malformed)."""
         end = None if key is None else self._closed.search(text, start)
         if end is not None and end.group() == self.argument_end:
             return end.start(), end.end(), None
@@ -125,10 +128,10 @@ def _short(name: str | None) -> str:
 
 
 class ElementBlockParser(BlockParser):
-    """Parser of calls in blocks, several in one; `opening` are the tags that open a block and a call.
+    """Base class for blocks of one or more element calls; `opening` is (tag of a block, tag of a call outside of blocks).
 
-    `alone` is how a call begins that stands without a block: its opening tag with the name as the first group and what ends
-    the tag as the second, which is missing where the turn ends before.
+    `alone` matches the opening tag of a call outside of blocks, with the name as the first group and the end of the tag as
+    the second, which is missing if the turn ends inside the tag.
     """
 
     elements: ClassVar[ElementFormat]
@@ -143,16 +146,16 @@ class ElementBlockParser(BlockParser):
         if head[2] is None:
             return Block(len(text), [Malformed(f"its tag {tag} is not closed; end it with >")])
         call, end = self.elements.read_call(text, head[1], head.end(), tools)
-        after = skip_space(text, end)  # a block may end that was not begun
+        after = skip_space(text, end)  # a closing tag without an opening one may follow
         return Block(after + len(self.closing[0]) if text.startswith(self.closing[0], after) else end, [call])
 
     def _read_calls(self, text: str, start: int, tools: Tools | None) -> Block:
-        """The block that begins at `start`."""
+        """Parses the block that begins at `start`."""
         elements = self.elements
         found: Found = []
         position = start
         while (part := elements.part.search(text, position)) is not None:
-            if part[1] is not None or part[3] is not None:  # an argument outside calls is one of a call without a tag
+            if part[1] is not None or part[3] is not None:  # an argument outside a call belongs to one without a tag
                 begin = part.start() if part[3] is None else part.end()
                 call, position = elements.read_call(text, part[4], begin, tools)
                 found.append(call)

@@ -1,6 +1,6 @@
-"""Formats of calls as elements: Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2, Kimi K3.
+"""Parsers of calls written as XML-like elements: Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2, Kimi K3.
 
-Texts are not quoted; the tool's schema tells their types, or the argument's tag.
+Strings are not quoted; an argument's type comes from the tool's schema or from the argument's tag.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FUNCTION = "<function="
 
 
 def function_elements(opening: str, closing: str, *thought_ends: str) -> ElementFormat:
-    """Elements of functions and parameters, in blocks with the given tags."""
+    """Makes the format of `<function=…>` and `<parameter=…>` elements, in blocks with the given tags."""
     return ElementFormat(
         call=(r"<function\b", r"=([^<>\n]*)>"),
         call_end="</function>",
@@ -43,8 +43,8 @@ class Qwen3CoderToolParser(ElementBlockParser):
         </function>
         </tool_call>
 
-    As in vLLM, an argument may lack its closing tag where the next one begins or the function ends, a function its own where
-    the next one begins, several functions may stand in one block, and a function may stand without a block.
+    As in vLLM, an argument's closing tag may be missing before the next argument or the end of the function, a function's
+    before the next function; several functions may be in one block, and a function may be outside of blocks.
     """
 
     opening = ("<tool_call>", _FUNCTION)
@@ -55,7 +55,7 @@ class Qwen3CoderToolParser(ElementBlockParser):
 
 @ToolParser.register("seed_oss", "seed")
 class SeedOssToolParser(Qwen3CoderToolParser):
-    """The format of Seed-OSS, as elements, with thoughts in `<seed:think>`:
+    """The format of Seed-OSS, as elements, with reasoning in `<seed:think>`:
 
         <seed:tool_call>
         <function=get_weather>
@@ -63,7 +63,7 @@ class SeedOssToolParser(Qwen3CoderToolParser):
         </function>
         </seed:tool_call>
 
-    A function may stand without a block, as in vLLM.
+    A function may be outside of blocks, as in vLLM.
     """
 
     opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
@@ -86,8 +86,8 @@ class MinimaxM2ToolParser(ElementBlockParser):
         </invoke>
         </minimax:tool_call>
 
-    All closing tags must be there. As in vLLM, a call may stand without a block; an opening tag among words that no argument
-    and no closing tag follow is text.
+    No closing tag may be missing. As in vLLM, a call may be outside of blocks; an opening tag in content that is followed by
+    neither an argument nor a closing tag is text.
     """
 
     opening = ("<minimax:tool_call>", "<invoke name=")
@@ -104,13 +104,13 @@ class MinimaxM2ToolParser(ElementBlockParser):
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
 
 
-def _quoted(tag: str) -> str:
-    """The name at the beginning of the attributes that a tag captured."""
+def _key_of(tag: str) -> str:
+    """Extracts the name from a tag's captured attributes."""
     return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
 
 
-def _marked(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    """An argument whose tag says whether it is a text; anything else is JSON."""
+def _value_of(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    """Converts an argument whose tag says whether it is a string; anything else is JSON."""
     return text if tag.endswith(("string", "true")) else json_or_text(text)
 
 
@@ -120,7 +120,7 @@ _SAID = r'="([^"<>\n]*" string="(?:true|false))">'
 
 @ToolParser.register("deepseek_v32", "deepseek_v3.2", "deepseek_v4")
 class DeepseekV32ToolParser(ElementBlockParser):
-    """The format of DeepSeek V3.2, as elements that say whether they are texts; V4 calls the block `tool_calls`:
+    """The format of DeepSeek V3.2, as elements that say whether they are strings; V4 calls the block `tool_calls`:
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="get_weather">
@@ -139,8 +139,8 @@ class DeepseekV32ToolParser(ElementBlockParser):
         argument_end=f"</{_DSML}parameter>",
         block=(opening[0], closing[0]),
         form=f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>',
-        key=_quoted,
-        value=_marked,
+        key=_key_of,
+        value=_value_of,
     )
     alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
 
@@ -153,13 +153,13 @@ class DeepseekV32ToolParser(ElementBlockParser):
 
 @ToolParser.register("kimi_k3")
 class KimiK3ToolParser(ElementBlockParser):
-    """The format of Kimi K3, as elements of a channel, whose arguments name their types:
+    """The format of Kimi K3, as elements of a channel, whose arguments state their types:
 
         <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
         <|open|>argument key="city" type="string"<|sep|>Beijing<|close|>argument<|sep|>
         <|close|>call<|sep|><|close|>tools<|sep|>
 
-    Words stand in the channel `response` before it, thoughts in `think`.
+    Content is in the channel `response` before it, reasoning in `think`.
     """
 
     opening = ("<|open|>tools<|sep|>", "<|open|>call tool=")
@@ -175,7 +175,7 @@ class KimiK3ToolParser(ElementBlockParser):
         block=(opening[0], closing[0]),
         thought_ends=(thoughts[0][1], "</think>"),
         form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
-        key=_quoted,
-        value=_marked,
+        key=_key_of,
+        value=_value_of,
     )
     alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')

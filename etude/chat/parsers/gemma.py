@@ -1,15 +1,15 @@
-"""The formats of Gemma. Gemma 4 and FunctionGemma write keys bare and texts between marks:
+"""Parser of Gemma's formats. Gemma 4 and FunctionGemma write keys without quotes and strings between marks:
 
     <|tool_call>call:get_weather{city:<|"|>Beijing<|"|>,days:3}<tool_call|>
     <start_function_call>call:get_weather{city:<escape>Beijing<escape>}<end_function_call>
 
-Gemma 3 writes Python in a fenced block, a call a line, perhaps inside `print`:
+Gemma 3 writes Python in a fenced block, one call per line, possibly inside `print`:
 
     ```tool_code
     get_weather(city="Beijing")
     ```
 
-A bare `None`, as some templates write null, is null where the tool's schema takes null or no text.
+An unquoted `None`, which some templates write for null, is null if the tool's schema allows null or no string.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _BETWEEN = re.compile(r"[\s,]*")
 _NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]{1,300})?([eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 64
-_ENDS = {tag: any_of(*_CLOSING, closing) for tag, closing in _CLOSING.items()}  # a text may hold another form's end
+_ENDS = {
+    tag: any_of(*_CLOSING, closing) for tag, closing in _CLOSING.items()
+}  # a string may contain another format's closing tag
 
 
 @ToolParser.register("gemma", "gemma4", "functiongemma", "gemma3")
@@ -57,7 +59,7 @@ class GemmaToolParser(BlockParser):
                 if text.startswith(closing, end):
                     return Block(end + len(closing), [call])
             except Unreadable:
-                pass  # read again below, up to the next tag
+                pass  # parsed again below, up to the next tag
         body, end = until(text, start, _ENDS[tag], (closing,))
         if body is None:
             return Block(end, [Malformed(f"it is not closed; end it with {closing}")])
@@ -72,7 +74,7 @@ def _read_whole(body: str, tools: Tools | None) -> FunctionCall:
 
 
 def _read_call(text: str, start: int, tools: Tools | None) -> tuple[FunctionCall, int]:
-    """The call that begins at `start`, and where the next word after it begins."""
+    """Parses the call at `start`; returns it and the index of the next non-space character after it."""
     head = _HEAD.match(text, start)
     if head is None:
         raise Unreadable("it must be call:name{key:value}")
@@ -108,7 +110,7 @@ def _read_key(text: str, position: int) -> tuple[str, int]:
 
 
 def _read_value(text: str, position: int, depth: int, schema: object) -> tuple[Any, int]:
-    """The value at `position`; it must be followed by a comma, a closing brace or a closing bracket."""
+    """Parses the value at `position`, which must be followed by a comma, a closing brace or a closing bracket."""
     if depth > _MAX_DEPTH:
         raise Unreadable("it is nested too deeply")
     position = skip_space(text, position)
@@ -121,7 +123,7 @@ def _read_value(text: str, position: int, depth: int, schema: object) -> tuple[A
     elif text.startswith("[", position):
         value, position = _read_list(text, position + 1, depth + 1, schema)
     elif (bare := _BARE.match(text, position)) is not None:
-        value, position = _bare(bare.group().strip(), schema), bare.end()
+        value, position = _bare_value(bare.group().strip(), schema), bare.end()
     else:
         raise Unreadable(f"a value is missing or not marked; write texts as {_MARKS[0]}text{_MARKS[0]}")
     position = skip_space(text, position)
@@ -138,7 +140,7 @@ def _read_marked(text: str, position: int, mark: str) -> tuple[str, int]:
     return text[start:end], end + len(mark)
 
 
-def _bare(word: str, schema: object) -> Any:
+def _bare_value(word: str, schema: object) -> Any:
     if word in _WORDS:
         return _WORDS[word]
     if word == "None" and takes_null(schema):

@@ -1,13 +1,13 @@
-"""The format of GLM-4.5 to GLM-4.7, as pairs of keys and values:
+"""Parser of the format of GLM-4.5 to GLM-4.7, pairs of keys and values:
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
     <arg_value>Beijing</arg_value>
     </tool_call>
 
-GLM-4.7 writes the same without line breaks. Texts are not quoted: the tool's schema tells their types, and where it says
-nothing a value that is JSON is that JSON, as upstream. The template closes no turn: the model ends one that calls with
-`<|observation|>` and one that answers with `<|user|>`, the first token of the message that follows.
+GLM-4.7 writes the same without line breaks. Strings are not quoted: types come from the tool's schema, and an argument that
+is not in it is decoded as JSON if possible, as upstream. The template has no end-of-turn token: the model ends a turn with
+the first token of the next message, `<|observation|>` after tool calls and `<|user|>` otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
     if key not in schemas:
         return json_or_text(text)
     value = typed_value(text, schemas[key])
-    written_twice = json_or_text(value) if value == text else None  # JSON as a text in JSON
+    written_twice = json_or_text(value) if value == text else None  # JSON encoded twice
     return (
         typed_value(written_twice, schemas[key])
         if isinstance(written_twice, str) and takes_no_text(schemas[key])

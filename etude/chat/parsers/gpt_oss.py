@@ -1,14 +1,14 @@
-"""The format of gpt-oss (harmony); a turn is a row of messages with a head each:
+"""Parser of gpt-oss's format, harmony: a turn is a sequence of messages, each with a header:
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather
     <|constrain|>json<|message|>{"city": "Beijing"}<|call|>
 
-`analysis` is reasoning, `final` (and `commentary` to nobody) is content, and a message to `functions.NAME` is a call,
-wherever in its head the recipient stands. The prompt ends with `<|start|>assistant`, so that a turn may begin inside a head,
-as the chat template writes calls: ` to=functions.get_weather<|channel|>commentary json<|message|>{...}<|call|>`.
+`analysis` is reasoning, `final` (and `commentary` without a recipient) is content, and a message to `functions.NAME` is a
+call, wherever in its header the recipient is. The prompt ends with `<|start|>assistant`, so a turn may begin inside a
+header, as the chat template writes calls: ` to=functions.get_weather<|channel|>commentary json<|message|>{...}<|call|>`.
 
-A message to a tool on offer is a call without `functions.`, too. One to somebody else is an error, and so is one that
-`<|call|>` ends and that goes to nobody. `<|call|>` ends a turn.
+A message to an available tool is a call even without `functions.`. A message to any other recipient is an error, and so is
+one without a recipient that ends with `<|call|>`. `<|call|>` ends a turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GptOssToolParser(ToolParser):
     stop_tokens = ("<|call|>", "<|return|>")
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """Content (of the channels that a user sees), calls and errors of a turn."""
+        """Parses a turn; the content is that of the channels that a user sees."""
         pieces: Pieces = []
         position, begin = 0, _first_head(text)
         while begin is not None:
@@ -64,13 +64,13 @@ class GptOssToolParser(ToolParser):
 
 
 class HarmonyStream(TurnStream):
-    """Certain are the messages to nobody, up to the first that is a call or not well-formed."""
+    """Emits messages without a recipient, up to the first call or malformed message."""
 
     _of_tokens = beginnings(_TOKENS)
 
     def __init__(self) -> None:
         super().__init__()
-        self._kind: Kind | None = None  # of the message that is being read
+        self._kind: Kind | None = None  # of the current message; None inside a header
 
     def _step(self) -> bool:
         return self._head() if self._kind is None else self._message()
@@ -107,7 +107,7 @@ class HarmonyStream(TurnStream):
 
 
 def _first_head(text: str) -> int | None:
-    """Where the first message's head begins: the prompt has begun it, so that it may lack its first tokens."""
+    """Returns where the first message's header begins; it may lack its first tokens, which are in the prompt."""
     token = _TOKEN.search(text)
     if token is None:
         return None
@@ -121,7 +121,7 @@ def _first_head(text: str) -> int | None:
 
 
 def _read_message(text: str, heading: str, start: int, tools: Tools | None) -> tuple[Pieces, int]:
-    """(what the message that begins at `start` is, where reading goes on)."""
+    """Parses the message whose body begins at `start`; returns its pieces and where parsing continues."""
     recipient = _RECIPIENT.search(heading)
     skipped = json_end(text, skip_space(text, start)) if recipient else None
     end = _END.search(text, start if skipped is None else skipped)

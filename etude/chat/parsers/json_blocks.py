@@ -1,4 +1,4 @@
-"""Formats of JSON calls between tags: Hermes and Qwen, InternLM 2, Phi-4-mini, Cohere, Granite, xLAM, GigaChat 3."""
+"""Parsers of JSON calls between tags: Hermes and Qwen, InternLM 2, Phi-4-mini, Cohere, Granite, xLAM, GigaChat 3."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from etude.schemas import FunctionCall
 
 @ToolParser.register("hermes", "qwen")
 class HermesToolParser(JsonBlockParser):
-    """The Hermes format, also Qwen's: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+    """The Hermes format, which Qwen uses too: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    One object a block; valid JSON only, nothing is repaired. A tag inside a JSON string is text.
+    One object per block; only valid JSON is accepted, nothing is repaired. A tag inside a JSON string is text.
     """
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
 
     def read_calls(self, body: str) -> Found:
-        """The one call of a block."""
+        """Parses the single call of a block."""
         return [attempt(lambda: call_of(decode(body)))]
 
 
@@ -32,7 +32,7 @@ _PLUGIN = "<|plugin|>"
 class Internlm2ToolParser(JsonBlockParser):
     """The format of InternLM 2 and 2.5: `<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>`.
 
-    The closing tag ends a turn, and may be missing, as upstream. `arguments` is read for `parameters`.
+    The closing tag ends a turn, and may be missing, as upstream. `arguments` is accepted instead of `parameters`.
     """
 
     opening = ("<|action_start|>",)
@@ -43,7 +43,7 @@ class Internlm2ToolParser(JsonBlockParser):
     stop_tokens = ("<|action_end|>",)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`; what is no plug-in (the interpreter) is text."""
+        """See `BlockParser.read_block`; a block without the plug-in tag (the interpreter's) is text."""
         return super().read_block(text, tag, start + len(_PLUGIN), tools) if text.startswith(_PLUGIN, start) else None
 
 
@@ -54,7 +54,7 @@ _WORD = "functools"
 class Phi4ToolParser(JsonBlockParser):
     """The formats of Phi-4-mini: `functools[{"name": …, "arguments": {…}}, …]`, and `<|tool_call|>[…]<|/tool_call|>`.
 
-    `parameters` is read for `arguments`, as upstream. The word `functools` without a bracket is text.
+    `parameters` is accepted instead of `arguments`, as upstream. The word `functools` without a bracket is text.
     """
 
     opening = (_WORD, "<|tool_call|>")
@@ -73,13 +73,13 @@ _NO_TOOL = ("directly-answer", "directly_answer")
 
 @ToolParser.register("cohere", "command", "cohere_command4")
 class CohereToolParser(JsonBlockParser):
-    """The format of Cohere's Command models, with thoughts in `<|START_THINKING|>`:
+    """The format of Cohere's Command models, with reasoning in `<|START_THINKING|>`:
 
         <|START_ACTION|>[
             {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Beijing"}}
         ]<|END_ACTION|>
 
-    Command R's older `Action: ```json […] ``` ` is read, too; its `directly-answer` is no call.
+    Command R's older `Action: ```json […] ``` ` is accepted too; its `directly-answer` is not a call.
     """
 
     opening = ("<|START_ACTION|>", "Action: ```json", "Action:```json")
@@ -91,7 +91,7 @@ class CohereToolParser(JsonBlockParser):
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")
 
     def read_calls(self, body: str) -> Found:
-        """The actions of one block that name a tool."""
+        """Parses the actions of one block; skips `directly-answer`."""
         found = super().read_calls(body)
         return [each for each in found if not (isinstance(each, FunctionCall) and each.name in _NO_TOOL)]
 
@@ -101,7 +101,7 @@ class GraniteToolParser(BareParser, JsonBlockParser):
     """The formats of IBM's Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`.
 
     Granite 3.1 writes `<tool_call>`, Granite 4 closes the block with `</tool_call>`, and the 20B function-calling model
-    writes `<function_call> {…}`, one object for each tag; all are read. A turn may begin with the list, without a tag.
+    writes `<function_call> {…}`, one object per tag; all are accepted. A turn may begin with the list, without a tag.
     """
 
     opening = ("<|tool_call|>", "<tool_call>", "<function_call>")
@@ -118,8 +118,8 @@ _LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{KEYS_OF_A_CALL}")
 class XlamToolParser(BareParser, JsonBlockParser):
     """The formats of Salesforce's xLAM: a JSON list `[{"name": …, "arguments": {…}}, …]`.
 
-    It stands alone, after a thought, in a fenced block, after `[TOOL_CALLS]`, or in `<tool_call>`. A fenced block that does
-    not begin as a call does is text.
+    The list may be at the start of the turn, after reasoning, in a fenced block, after `[TOOL_CALLS]`, or in `<tool_call>`.
+    A fenced block that does not begin like a call is text.
     """
 
     opening = ("```json", "```", "[TOOL_CALLS]", "<tool_call>")
@@ -136,7 +136,7 @@ class XlamToolParser(BareParser, JsonBlockParser):
 
 @ToolParser.register("gigachat3", "gigachat")
 class GigaChat3ToolParser(JsonBlockParser):
-    """The format of GigaChat 3, a message of its own: `function call<|role_sep|>\\n{"name": …, "arguments": {…}}`, at times
+    """The format of GigaChat 3, a separate message: `function call<|role_sep|>\\n{"name": …, "arguments": {…}}`, sometimes
     `<|function_call|>{…}`."""
 
     opening = ("function call<|role_sep|>", "<|function_call|>")

@@ -1,10 +1,10 @@
-"""Calls written as JSON: where a JSON text ends, what it holds, and how a call is made of it.
+"""Parses calls written as JSON: finds where a JSON text ends, decodes it, and builds a call from it.
 
-Invariant: a `FunctionCall` from here has a name and arguments that are the JSON of one object, in characters that every
-tokenizer takes. Nothing is repaired: invalid JSON is `Unreadable`, whose text tells the model why.
+Invariant: a `FunctionCall` from here has a name, and arguments that are a JSON object encodable as UTF-8. Nothing is
+repaired: invalid JSON raises `Unreadable`, whose message tells the model why.
 
-Linear time: outside its strings JSON has no `<`, no backslash and few letters, so a reader that begins at a tag and runs
-into another one stops there. Where two readings of one text overlap, one is inside a string where the other is not.
+Linear time: outside strings, JSON has no `<`, no backslash and few letters, so a scan that starts at a tag and reaches
+another one stops there. Where two scans of one text overlap, one is inside a string where the other is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.schemas import FunctionCall
 
 EXAMPLE = '{"name": "...", "arguments": {...}}'
 SCALARS = r'(?:"[^"\\]{1,40}"\s*:\s*(?:"[^"\\]{0,200}"|[-+.\w]{1,40})\s*,\s*){0,4}'
-"""Pattern of the first members of an object, as far as they are texts, numbers or words, few and short."""
+"""Pattern of up to four leading members of an object whose values are short strings, numbers or words."""
 _TO_BRACKET = re.compile(
     r'(?:[\s,:0-9.eE+-]|"[^"\\]*(?:\\.[^"\\]*)*"|true|false|null|NaN|Infinity)*([{}\[\]])', re.DOTALL
 )
@@ -26,11 +26,11 @@ _STEP = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 class Unreadable(Exception):
-    """Something is not a call; the message says why, in a part of a sentence for the model."""
+    """Text cannot be parsed as a call; the message completes a sentence that is shown to the model."""
 
 
 def json_end(text: str, start: int) -> int | None:
-    """Where the object or array that begins at `text[start]` ends; None if it is none, or does not end."""
+    """Returns where the JSON object or array at `text[start]` ends; None if there is none, or it does not end."""
     if text[start : start + 1] not in ("{", "["):
         return None
     depth, position = 0, start
@@ -43,9 +43,9 @@ def json_end(text: str, start: int) -> int | None:
 
 
 def json_objects(text: str, start: int) -> tuple[list[tuple[int, int]], list[int], int]:
-    """What stands in the JSON that begins with an object at `text[start]`, and ends with it or where it is none any more.
+    """Scans the JSON object at `text[start]`, up to its end or to the first character that is not JSON.
 
-    That is (the objects that end, by where they begin, where those begin that do not, where reading stopped).
+    Returns ((start, end) of all complete objects in it, sorted; starts of incomplete ones; where the scan stopped).
     """
     whole: list[tuple[int, int]] = []
     opened: list[int] = []
@@ -64,10 +64,10 @@ def json_objects(text: str, start: int) -> tuple[list[tuple[int, int]], list[int
 
 
 def decode(text: str) -> Any:
-    """The value of a JSON text.
+    """Decodes a JSON text.
 
     Raises:
-        Unreadable: it is none.
+        Unreadable: it is invalid.
     """
     try:
         return _DECODER.decode(text)
@@ -80,10 +80,10 @@ def decode(text: str) -> Any:
 
 
 def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[str] = ("arguments",)) -> FunctionCall:
-    """The call in a decoded object; its name and its arguments stand under the first of the given keys that it has.
+    """Builds the call of a decoded object; name and arguments are under the first of the given keys that it has.
 
     Raises:
-        Unreadable: it is no object, or a key is missing or holds something else.
+        Unreadable: it is not an object, or a key is missing or has a value of the wrong type.
     """
     if not isinstance(value, dict):
         raise Unreadable(
@@ -99,7 +99,7 @@ def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[st
 
 
 def _first(keys: Sequence[str], value: dict[str, Any]) -> str | None:
-    """The first of `keys` that `value` has."""
+    """Returns the first of `keys` that `value` has, or None."""
     for key in keys:
         if key in value:
             return key
@@ -107,10 +107,10 @@ def _first(keys: Sequence[str], value: dict[str, Any]) -> str | None:
 
 
 def function_call(name: str, arguments: Any) -> FunctionCall:
-    """A call of `name`; `arguments` are an object, or a text that holds one.
+    """Builds a call of `name`; `arguments` is a dict, or a string with a JSON object.
 
     Raises:
-        Unreadable: they are neither, or hold what JSON cannot say.
+        Unreadable: it is neither, or has values that JSON cannot represent.
     """
     if isinstance(arguments, str):
         arguments = _decoded_or_none(arguments)
@@ -140,4 +140,4 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # made once: `json.dumps` makes one a call
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # created once: `json.dumps` creates one per call

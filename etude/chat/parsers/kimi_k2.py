@@ -1,9 +1,9 @@
-"""The format of Kimi-K2; the identifier of a call holds the function's name.
+"""Parser of Kimi-K2's format, in which the call's id contains the function's name.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Beijing"}
 <|tool_call_end|><|tool_calls_section_end|>
 
-Of `functions.a.b:0` the name is `a.b`; as in older versions of vLLM it is `b` where only that is a tool on offer.
+In `functions.a.b:0` the name is `a.b`, or, as in older versions of vLLM, `b` if only that is an available tool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Python literals in a model's text: parsed by Python's own parser, never evaluated.
+"""Parses Python literals in a model's text with Python's own parser, without evaluating them.
 
-Invariant: a value from here is a JSON value: a text, a number, true, false, null, a list or an object. JSON's own names
-`true`, `false` and `null` are read, too.
+Invariant: a value from here is a JSON value: a string, a number, true, false, null, a list or an object. JSON's names
+`true`, `false` and `null` are accepted, too.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import ast
 
 from etude.chat.parsers.json_call import Unreadable
 
-MAX_CHARS = 100_000  # Python's parser is not made for hostile text
+MAX_CHARS = 100_000  # Python's parser is not hardened against hostile text
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def parse_expression(text: str) -> ast.expr:
-    """The syntax tree of one Python expression.
+    """Parses one Python expression to a syntax tree.
 
     Raises:
-        Unreadable: it is none, or longer than `MAX_CHARS` characters.
+        Unreadable: it is invalid, or longer than `MAX_CHARS` characters.
     """
     if len(text) > MAX_CHARS:
         raise Unreadable(f"it is longer than {MAX_CHARS} characters")
@@ -29,10 +29,10 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def read_literal(node: ast.expr) -> object:
-    """The value of a syntax tree.
+    """Converts the syntax tree of a literal to its value.
 
     Raises:
-        Unreadable: it is no literal.
+        Unreadable: it is not a literal.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
         return node.value

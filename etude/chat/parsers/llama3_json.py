@@ -1,8 +1,8 @@
-"""The format of Llama 3: `{"name": …, "parameters": {…}}`, alone or after `<|python_tag|>`.
+"""Parser of Llama 3's format: `{"name": …, "parameters": {…}}`, alone or after `<|python_tag|>`.
 
-Several calls stand one after the other, apart by `;`. A turn that begins with such an object is one call or an error. As in
-vLLM, objects with a name and parameters among words are calls, too, their keys in any order; the words stay content. Any
-other object is an answer that happens to be JSON, with all that is in it. `arguments` is read for `parameters`.
+Several calls are separated by `;`. A turn that begins with such an object is a call or an error. As in vLLM, objects with a
+name and parameters inside content are calls, too, with keys in any order; the text around them stays content. Any other
+object is content that happens to be JSON, including everything in it. `arguments` is accepted instead of `parameters`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD = re.compile(rf'\{{\s*{SCALARS}"name"\s*:\s*"[^"\\]{{1,200}}"\s*,\s*{SCALA
 
 @ToolParser.register("llama3_json", "llama3")
 class Llama3JsonToolParser(BareParser):
-    """Parser of JSON calls that nothing closes."""
+    """Parser of JSON calls without a closing tag."""
 
     opening = (_TAG, _BRACE)
     special_tokens = (_TAG,)
@@ -34,7 +34,7 @@ class Llama3JsonToolParser(BareParser):
     bare = _LIKE_A_CALL
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
-        """See `BlockParser.read_pieces`; what only separates calls is nothing."""
+        """See `BlockParser.read_pieces`; separators between calls are dropped."""
         pieces: Pieces = []
         waiting: Pieces = []
         for piece in super().read_pieces(text, tools, closing_of):
@@ -62,8 +62,8 @@ class Llama3JsonToolParser(BareParser):
         return Block(end, [*found, attempt(_read_call, text[skip_space(text, begin) : end])])
 
     def _read_among_words(self, text: str, start: int) -> Block:
-        """The calls in what begins with an object at `start`, and its words. The inside of an object that is JSON is left
-        alone; where one only looks like it, in doubled braces for example, those in it that begin as calls are read."""
+        """Parses the object at `start` inside content. What is inside a valid JSON object is not searched for calls; if it
+        is not valid JSON, for example because of doubled braces, objects in it that begin like calls are parsed."""
         whole, unfinished, end = json_objects(text, start)
         cut = next((begin for begin in unfinished if _HEAD.match(text, begin)), None)
         pieces: Pieces = []
@@ -71,7 +71,7 @@ class Llama3JsonToolParser(BareParser):
         for begin, close in whole:
             if begin < position or (cut is not None and begin >= cut):
                 continue
-            value = None  # inside one that is no JSON, the head decides: each text is decoded once
+            value = None  # inside an invalid object, only the head is checked, so that each text is decoded once
             if begin >= outside:
                 value, outside = _object_or_none(text[begin:close]), close
             if _HEAD.match(text, begin) is not None if value is None else _is_call(value):

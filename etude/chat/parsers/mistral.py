@@ -1,10 +1,10 @@
-"""The formats of Mistral's models, with thoughts in `[THINK]`:
+"""Parser of the formats of Mistral's models, with reasoning in `[THINK]`:
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Beijing"}}, …]
     [TOOL_CALLS]get_weather{"city": "Beijing"}
     [TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Beijing"}
 
-The first is that of the tokenizers up to version 7, the others those since version 11. A tag may lead to several calls.
+Tokenizers up to version 7 use the first one, later ones (from version 11) the others. Several calls may follow one tag.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.chat.parsers.blocks import Block, BlockParser, Found, attempt, read_e
 from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, json_end
 from etude.schemas import FunctionCall
 
-_NAMED = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(?=\s*\{)")
+_HEAD = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(?=\s*\{)")
 
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -34,15 +34,15 @@ class MistralToolParser(BlockParser):
         if text.startswith(("[", "{"), begin) and not text.startswith(self.opening[0], begin):
             end = json_end(text, begin)
             if end is not None:
-                return Block(end, read_each(text[begin:end], _listed))
+                return Block(end, read_each(text[begin:end], _call_of_object))
         found: Found = []
         position = start
-        while named := _NAMED.match(text, position):
+        while named := _HEAD.match(text, position):
             begin = skip_space(text, named.end())
             end = json_end(text, begin)
             if end is None:
                 break
-            found.append(attempt(_named, named[1], text[begin:end], named[2]))
+            found.append(attempt(_call_of_name, named[1], text[begin:end], named[2]))
             position = end
         if found and not named:
             return Block(position, found)
@@ -50,17 +50,17 @@ class MistralToolParser(BlockParser):
         return Block(end, [*found, attempt(_unreadable, text[position:end])])
 
 
-def _listed(value: object) -> FunctionCall:
+def _call_of_object(value: object) -> FunctionCall:
     call = call_of(value, arguments=("arguments", "parameters"))
-    return _labelled(call, value.get("id")) if isinstance(value, dict) else call
+    return _with_id(call, value.get("id")) if isinstance(value, dict) else call
 
 
-def _named(name: str, arguments: str, identifier: str | None) -> FunctionCall:
-    return _labelled(function_call(name, decode(arguments)), identifier)
+def _call_of_name(name: str, arguments: str, identifier: str | None) -> FunctionCall:
+    return _with_id(function_call(name, decode(arguments)), identifier)
 
 
-def _labelled(call: FunctionCall, identifier: object) -> FunctionCall:
-    """The call with its identifier, if it is one that Mistral's templates take back."""
+def _with_id(call: FunctionCall, identifier: object) -> FunctionCall:
+    """Adds the call's id, if it is one that Mistral's templates accept in messages."""
     fits = isinstance(identifier, str) and _CALL_ID.fullmatch(identifier) is not None
     return call.model_copy(update={"id": identifier}) if fits else call
 

@@ -1,7 +1,8 @@
-"""The pythonic formats of Llama 3.2, Llama 4, LFM2, Olmo 3 and others: `[get_weather(city="Beijing"), search(topk=3)]`.
+"""Parsers of the pythonic formats of Llama 3.2, Llama 4, LFM2, Olmo 3 and others:
+`[get_weather(city="Beijing"), search(topk=3)]`.
 
 Llama 4 may put `<|python_start|>` and `<|python_end|>` around the list. Without a tag the turn must begin with the list.
-Values are Python literals, or JSON's true, false and null; nothing is evaluated. Arguments must be named.
+Values are Python literals, or JSON's true, false and null; nothing is evaluated. Arguments must be keyword arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PythonicToolParser(BareParser):
 
 
 def read_python_calls(body: str) -> Found:
-    """The calls in a Python list of calls, or one reason why it is none."""
+    """Parses a Python list of calls; returns a single `Malformed` if it is none."""
     try:
         tree = parse_expression(body)
     except Unreadable as reason:
@@ -54,10 +55,10 @@ def read_python_calls(body: str) -> Found:
 
 
 def read_python_call(node: ast.AST | None) -> FunctionCall:
-    """The call in a syntax tree.
+    """Converts the syntax tree of a call.
 
     Raises:
-        Unreadable: it is none, an argument has no name, or a value is no literal.
+        Unreadable: it is not a call, an argument has no name, or a value is not a literal.
     """
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise Unreadable('it must be a call such as name(key="value")')
@@ -77,7 +78,7 @@ class Lfm2ToolParser(PythonicToolParser):
     opening = ("<|tool_call_start|>",)
     closing = ("<|tool_call_end|>",)
     special_tokens = (*opening, *closing)
-    bare = re.compile(r"(?!)")  # none without its tag
+    bare = re.compile(r"(?!)")  # never matches: the tag is required
 
 
 _HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
@@ -85,7 +86,7 @@ _HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
 
 @ToolParser.register("olmo3")
 class Olmo3ToolParser(BlockParser):
-    """The format of Olmo 3: Python calls, one a line, between `<function_calls>` and `</function_calls>`."""
+    """The format of Olmo 3: Python calls, one per line, between `<function_calls>` and `</function_calls>`."""
 
     opening = ("<function_calls>",)
     closing = ("</function_calls>",)
@@ -109,7 +110,7 @@ class Olmo3ToolParser(BlockParser):
 
 
 def _bracket_end(text: str, start: int) -> int | None:
-    """Where what the bracket at `text[start]` opens ends; None if it does not."""
+    """Returns the index after the bracket that matches the one at `text[start]`; None if there is none."""
     depth, position = 0, start
     while token := _TOKEN.match(text, position):
         position = token.end()

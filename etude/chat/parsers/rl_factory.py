@@ -1,10 +1,10 @@
-"""RL-Factory's rules: `<tool_call>` blocks of JSON5, and an `<answer>` that ends the conversation.
+"""Parsers of RL-Factory's format: `<tool_call>` blocks of JSON5, and an `<answer>` that ends the conversation.
 
-`read_tools` gives what RL-Factory's tool managers work with: a block that cannot be read is the tool `<empty>`. As a parser
-of the loop the same block is an error that the model sees. `rl_factory` lets an answer win over calls in the same
-turn, as RL-Factory does; `rl_factory_calls_first` lets the calls win. Reasoning is never read for either.
+For RL-Factory's tool managers, `read_tools` returns a malformed block as the tool `<empty>`; the parsers report it as an
+error that the model sees. If a turn has both an answer and calls, the answer wins in `rl_factory`, as in RL-Factory, and the
+calls win in `rl_factory_calls_first`. Reasoning is searched for neither.
 
-JSON5 (comments, single quotes, trailing commas) is tried where JSON fails, up to `MAX_JSON5_CHARS`.
+JSON5 (comments, single quotes, trailing commas) is tried if JSON fails, up to `MAX_JSON5_CHARS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.chat.parsers.json_call import Unreadable, call_of, decode
 from etude.schemas import FunctionCall
 
 EMPTY_TOOL = {"name": "<empty>", "args": "# Extract the tool name failed"}
-MAX_JSON5_CHARS = 5000  # the reader of JSON5 is slow and not made for hostile text
+MAX_JSON5_CHARS = 5000  # the JSON5 parser is slow and not hardened against hostile text
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -33,14 +33,14 @@ class RLFactoryToolParser(JsonBlockParser):
     answer_first: ClassVar[bool] = True
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """See `BlockParser.parse`; a turn that answers makes no calls."""
+        """See `BlockParser.parse`; the calls of a turn with an answer are dropped if `answer_first`."""
         pieces = self.read(text, tools)
-        if self.answer_first and _answers(pieces):
+        if self.answer_first and _find_answers(pieces):
             return replace(as_response(pieces), content=text.strip(), calls=[], errors=[])
         return as_response(pieces)
 
     def read_calls(self, body: str) -> Found:
-        """The one call of a block."""
+        """Parses the single call of a block."""
         return [attempt(_read_call, body)]
 
 
@@ -53,13 +53,13 @@ class CallsFirstToolParser(RLFactoryToolParser):
 
 
 def final_answer(text: str) -> str | None:
-    """What stands in the last `<answer>…</answer>` outside reasoning, stripped; None without one."""
-    answers = _answers(RLFactoryToolParser().read(text))
+    """Returns the text of the last `<answer>…</answer>` outside reasoning, stripped; None if there is none."""
+    answers = _find_answers(RLFactoryToolParser().read(text))
     return answers[-1].strip() if answers else None
 
 
 def read_tools(text: str) -> list[dict[str, str]]:
-    """The tools that a turn asks for, `{"name", "args"}` each, in order; unreadable ones are `EMPTY_TOOL`."""
+    """Returns the tools that a turn calls, as `{"name", "args"}`, in order; malformed calls are `EMPTY_TOOL`."""
     return [
         {"name": piece.name, "args": piece.arguments} if isinstance(piece, FunctionCall) else dict(EMPTY_TOOL)
         for piece in RLFactoryToolParser().read(text)
@@ -67,7 +67,7 @@ def read_tools(text: str) -> list[dict[str, str]]:
     ]
 
 
-def _answers(pieces: Pieces) -> list[str]:
+def _find_answers(pieces: Pieces) -> list[str]:
     words = [piece for piece in pieces if isinstance(piece, str) and not isinstance(piece, Thought)]
     return [answer for piece in words for answer in _ANSWER.findall(piece)]
 
@@ -85,7 +85,7 @@ def _read_call(body: str) -> FunctionCall:
 def _json5_or_none(body: str) -> Any:
     if len(body) > MAX_JSON5_CHARS:
         return None
-    import json5  # here: no other format needs it
+    import json5  # imported here: no other format needs it
 
     try:
         return json5.loads(body)

@@ -1,8 +1,9 @@
-"""Search-R1's format: `<search> query </search>` asks the tool that takes one text, `<answer> … </answer>` ends.
+"""Parser of Search-R1's format: `<search> query </search>` calls the tool that takes a single string, `<answer> … </answer>`
+ends the trajectory.
 
-The results are given between `<information>` tags. The first search or answer after the reasoning counts, as there; further
-searches of the turn are calls, too. Rows that write the query bare in `<tool_call>` tags are read likewise, and answered
-as the template answers a tool call; an object in these tags is a call as in the Hermes format.
+Results are given between `<information>` tags. As in Search-R1, whichever comes first after the reasoning counts, search or
+answer; further searches in the turn are calls, too. A plain query in `<tool_call>` tags is also a call, whose result is
+rendered by the chat template; an object in these tags is a call as in the Hermes format.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ANSWER = re.compile(r"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
 
 @ToolParser.register("search_r1")
 class SearchR1ToolParser(BlockParser):
-    """Parser of bare queries; `tools` say which tool takes them and under which name."""
+    """Parser of plain queries; the tool and its argument are found in the schemas in `tools`."""
 
     opening = tuple(_CLOSING)
     closing = tuple(_CLOSING.values())
@@ -35,7 +36,7 @@ class SearchR1ToolParser(BlockParser):
     result_tag = "information"
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
-        """See `BlockParser.parse`; a turn whose answer comes first makes no calls."""
+        """See `BlockParser.parse`; a turn in which the answer comes first has no calls."""
         pieces = self.read(text, tools)
         words = [piece for piece in pieces if not isinstance(piece, Thought)]
         before = itertools.takewhile(lambda piece: isinstance(piece, str), words)
@@ -60,12 +61,12 @@ def _read_query(body: str, tag: str, tools: Tools | None) -> FunctionCall:
 
 
 def text_argument(tools: Tools | None) -> tuple[str, str, bool]:
-    """(tool, argument, whether the argument is a list of texts) of the tool that takes one text.
+    """Returns (tool, argument, whether the argument is a list of strings) for the tool that takes a single string.
 
-    Of several the one named `search` is meant, else the first; without schemas it is `search(query)`.
+    Of several, takes the one named `search`, else the first; without schemas, `search(query)`.
 
     Raises:
-        Unreadable: no tool takes one text.
+        Unreadable: no tool takes a single string.
     """
     if tools is None:
         return "search", "query", False

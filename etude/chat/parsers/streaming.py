@@ -1,9 +1,9 @@
-"""`TurnStream`: what of a turn's words and thoughts is certain while its text still grows.
+"""`TurnStream`: incremental parser that emits a turn's reasoning and content while its text is still being sampled.
 
-Invariant: what is certain stays so: whatever follows, and however the text is cut into pieces, the same words and thoughts
-come out, in the same order, and they begin those that the parser reads of the whole turn, with one exception: text before
-a closing tag of a thought that nobody opened has been said by then, while a parser, which does not know the prompt, takes it
-for the thought. From where a call may begin nothing is certain, nor from the beginning of what may become a tag.
+Invariant: emitted text is final. However the text is split into chunks, the same reasoning and content come out, in the same
+order, and are prefixes of what the parser returns for the whole turn, with one exception: text before a closing reasoning
+tag without an opening one was already emitted as content, while the parser, which does not know the prompt, takes it for
+reasoning. Text is held back from where a tool call may begin, or a tag may be incomplete.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ Kind = Literal["reasoning", "content"]
 
 
 class TurnStream:
-    """The text of one turn, fed in pieces. This one, for parsers that know no tags, is certain of
-    nothing."""
+    """The stream of one turn, fed in chunks. This base class, for parsers without tags, emits nothing."""
 
     def __init__(self) -> None:
         self.text = ""
         self.said: dict[Kind, str] = {"reasoning": "", "content": ""}
-        """All that is certain so far, without white space at its ends."""
+        """All text emitted so far, without white space at its ends."""
         self._position = 0
         self._held = False
         self._closed = False
@@ -31,7 +30,7 @@ class TurnStream:
         self._thought_begins = True
 
     def feed(self, text: str) -> list[tuple[Kind, str]]:
-        """More of the turn; returns what has become certain by it."""
+        """Adds a chunk; returns the (kind, text) pairs that are now final."""
         self.text += text
         while not self._held and self._step():
             pass
@@ -39,27 +38,27 @@ class TurnStream:
         return new
 
     def close(self) -> list[tuple[Kind, str]]:
-        """The turn is complete; returns what has become certain by that."""
+        """Ends the turn; returns the (kind, text) pairs that are now final."""
         self._closed = True
         return self.feed("")
 
     @property
     def rest(self) -> str:
-        """The text after what is certain."""
+        """The text that has not been emitted."""
         return self._space["content"] + self.text[self._position :]
 
     def _step(self) -> bool:
-        """Reads on; False: more text is needed."""
+        """Parses the next part; returns False if more text is needed."""
         self._held = True
         return False
 
     def _hold(self, position: int) -> bool:
-        """Nothing from here on is certain before the end."""
+        """Holds back everything from `position` on, for the rest of the turn."""
         self._position, self._held = position, True
         return False
 
     def _new_thought(self) -> None:
-        """Thoughts are lines apart, each without white space at its ends."""
+        """Starts a reasoning block; blocks are stripped and joined by line breaks."""
         self._space["reasoning"], self._thought_begins = "\n" if self.said["reasoning"] else "", True
 
     def _say(self, kind: Kind, text: str) -> None:
@@ -80,7 +79,7 @@ class TurnStream:
         self._position = end
 
     def _find(self, tags: re.Pattern[str], beginnings: frozenset[str]) -> re.Match[str] | None:
-        """The next tag that is complete; None if there is none, and `_clear_end` says up to where not even a part of one."""
+        """Finds the next complete tag; None if there is none, or if it may still grow into a longer one."""
         tag = tags.search(self.text, self._position)
         grows = tag is not None and tag.end() == len(self.text) and tag.group() in beginnings and not self._closed
         return None if grows else tag
@@ -90,20 +89,22 @@ class TurnStream:
 
 
 def beginnings(tags: Iterable[str]) -> frozenset[str]:
-    """What each tag begins with, itself left out."""
+    """Returns all proper, non-empty prefixes of the tags."""
     return frozenset(tag[:length] for tag in tags for length in range(1, len(tag)))
 
 
 def clear_end(text: str, beginnings: frozenset[str], start: int = 0) -> int:
-    """The length of `text`, from `start` on, without an end that may become a tag."""
+    """Returns where the incomplete tag at the end of `text` begins, at or after `start`; `len(text)` if there is none."""
     start = max(start, len(text) - max(map(len, beginnings), default=0))
     return next((at for at in range(start, len(text)) if text[at:] in beginnings), len(text))
 
 
 class BlockStream(TurnStream):
-    """For formats of blocks: `calls` open one, `glue` means nothing, `thoughts` are the closing tags by the opening ones.
+    """Stream for formats whose calls are in tagged blocks.
 
-    `thinking`: the prompt has opened a thought. `bare`: what a call without a tag may begin with, where words begin.
+    `calls` are tags that open a block, `glue` tags that are dropped, and `thoughts` maps opening to closing reasoning tags.
+    `thinking`: whether the prompt ends inside a reasoning block. `bare`: characters with which a call without a tag may
+    begin, where content begins.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class BlockStream(TurnStream):
         tags = sorted({*self._calls, *self._glue, *thoughts, *thoughts.values()}, key=len, reverse=True)
         self._tags, self._beginnings = re.compile("|".join(map(re.escape, tags))), beginnings(tags)
         self._ends = frozenset[str]()
-        self._begins = not thinking  # words
+        self._begins = not thinking  # whether content begins here
         self._thought_before = False
         self._reads: Callable[[], bool] = self._opened_thought if thinking else self._words
 
@@ -175,8 +176,8 @@ class BlockStream(TurnStream):
         name = tag.group()
         if name in self._thoughts.values():
             self._end_thought(tag.end())
-        elif name in self._thoughts and not self.said["reasoning"]:  # the model opens it once more
+        elif name in self._thoughts and not self.said["reasoning"]:  # the model repeats the prompt's opening tag
             self._begin_thought(tag.end(), self._thoughts[name])
-        else:  # a call, or a word in the thought: which, its end will tell
+        else:  # a call, or a mention of one in the reasoning: unknown until the block ends
             return self._hold(tag.start())
         return True

@@ -1,6 +1,6 @@
-"""Whether a parser reads the calls that a chat template writes: tested by rendering one.
+"""Tests whether a parser can parse the calls that a chat template writes, by rendering one.
 
-Invariant: the verdict rests on a rendering. A template that renders no calls, or not these, gives no verdict.
+Invariant: a parser is rejected only for a call that was actually rendered; a template that renders no calls proves nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _QUESTION = "What will it be like?"
 
 
 def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str | None:
-    """The beginning of a turn that the tokenizer's chat template, rendered with `options`, writes with a call in it which
-    `parser` does not read; None where it reads the call, the template writes none, or the parser cannot be tried."""
+    """Renders a call with the tokenizer's chat template and `options`; returns the beginning of the turn if `parser` cannot
+    parse it. Returns None if it can, if the template renders no calls, or if the parser cannot be tested."""
     if not parser.reads_text() or type(parser).parse_ids is not ToolParser.parse_ids:
         return None
     encoder, unread = Encoder(tokenizer), None
-    for turn, starts in _written(Renderer(tokenizer, options), [PROBE_TOOL], STAND_IN, _ARGUMENTS):
+    for turn, starts in _render_calls(Renderer(tokenizer, options), [PROBE_TOOL], STAND_IN, _ARGUMENTS):
         try:
-            if any(_reads(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
+            if any(_parses_call(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
                 return None
-        except Exception:  # a user's parser; its first turn will show the error
+        except Exception:  # in a user's parser; the first turn of a rollout will raise it
             return None
         unread = unread or turn[starts[0] :].strip()[:120]
     return unread
 
 
-def _reads(parser: ToolParser, text: str) -> bool:
+def _parses_call(parser: ToolParser, text: str) -> bool:
     calls = parser.parse(text, [PROBE_TOOL]).calls
     return (STAND_IN, _ARGUMENTS) in [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -50,10 +50,10 @@ async def write_call(
     arguments: Mapping[str, Any],
     **options: Any,
 ) -> list[int] | None:
-    """The ids of a turn that calls the tool `name` of `tools`, as the chat template writes it or in a well-known format,
-    such that `parser` reads exactly this call; None if it reads none of them."""
+    """Returns the ids of a turn that calls the tool `name` of `tools`, written by the chat template or in a well-known
+    format, that `parser` parses to exactly this call; None if there is none."""
     encoder, renderer = Encoder(tokenizer), Renderer(tokenizer, options)
-    texts = [turn[start:] for turn, starts in _written(renderer, tools, name, arguments) for start in starts]
+    texts = [turn[start:] for turn, starts in _render_calls(renderer, tools, name, arguments) for start in starts]
     texts.append(f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>")
     texts += [f"<search>{value}</search>" for value in arguments.values() if isinstance(value, str)]
     for text in texts:
@@ -68,14 +68,14 @@ async def write_call(
     return None
 
 
-def _written(
+def _render_calls(
     renderer: Renderer, tools: Sequence[dict[str, Any]], name: str, arguments: Mapping[str, Any]
 ) -> list[tuple[str, list[int]]]:
-    """Conversations that end with a call, and where the turn with the call may begin: where the text leaves that of the
-    generation prompt, or after the question."""
+    """Renders conversations that end with a call; returns each with the indices at which the turn may begin: where the text
+    diverges from the generation prompt, or after the question."""
     question: dict[str, Any] = {"role": "user", "content": _QUESTION}
-    found = []
-    # There are templates that write calls only where there is no content, and such that take arguments as text.
+    rendered = []
+    # Some templates write calls only if there is no content, some take arguments as JSON strings.
     for content, given in product(("", None), (dict(arguments), json.dumps(dict(arguments)))):
         asked = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": given}}
         call: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [asked]}
@@ -85,5 +85,5 @@ def _written(
         except Exception:  # a template raises whatever its expressions raise
             continue
         if text.count(name) > prompt.count(name):
-            found.append((text, [common_beginning(prompt, text), text.rfind(_QUESTION) + len(_QUESTION)]))
-    return found
+            rendered.append((text, [common_beginning(prompt, text), text.rfind(_QUESTION) + len(_QUESTION)]))
+    return rendered

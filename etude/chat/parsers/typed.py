@@ -1,8 +1,8 @@
-"""Arguments that a format writes as plain text, read according to the tool's schema.
+"""Converts arguments that a format writes as unquoted text, according to the tool's schema.
 
-Invariant: no text is lost: one that is not a value of the types its schema allows stays a text, so that the arguments'
-validation can say what is wrong with it. As in vLLM, `null` and `None` are null where no text is allowed, `True` and `False`
-are read in any case, and an object or a list may be written in Python. Nothing is evaluated.
+Invariant: no text is lost: text that is not a value of a type that the schema allows stays a string, so that argument
+validation can report what is wrong. As in vLLM, `null` and `None` are null where no string is allowed, `True` and `False`
+are case-insensitive, and an object or a list may be a Python literal. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NULLS, _BOOLEANS = {"null", "none"}, {"true", "false"}
 
 
 def names_of(tools: Tools | None) -> set[str]:
-    """The names of the tools on offer."""
+    """Returns the names of the available tools."""
     return {function["name"] for function in _functions(tools) if isinstance(function.get("name"), str)}
 
 
 def properties_of(tools: Tools | None, name: str) -> dict[str, Any]:
-    """Schemas of the arguments of the tool `name`; empty where it is unknown or has none."""
+    """Returns the argument schemas of the tool `name`; empty if it is unknown or has none."""
     for function in _functions(tools):
         if function.get("name") == name:
             parameters = function.get("parameters")
@@ -53,7 +53,7 @@ def _functions(tools: Tools | None) -> Iterator[Mapping[str, Any]]:
 
 
 def typed_value(text: str, schema: object) -> Any:
-    """`text` as a value that `schema` allows, else `text` itself; without a type in the schema, `text` itself."""
+    """Converts `text` to a value that `schema` allows; returns `text` if that is not possible, or the schema has no type."""
     kinds = _types(schema)
     if not kinds or kinds == {"string"}:
         return text
@@ -64,23 +64,23 @@ def typed_value(text: str, schema: object) -> Any:
         value = _value(word if word in _BOOLEANS else text, kinds)
     except (Unreadable, RecursionError):
         return text
-    return value if any(_is(value, kind) for kind in kinds) else text
+    return value if any(_has_type(value, kind) for kind in kinds) else text
 
 
 def takes_null(schema: object) -> bool:
-    """Whether a bare `null` is null under `schema`: it allows null, or no texts."""
+    """Whether an unquoted `null` is null under `schema`, that is, the schema allows null or no string."""
     kinds = _types(schema)
     return "null" in kinds or "string" not in kinds
 
 
 def takes_no_text(schema: object) -> bool:
-    """Whether a text is no value under `schema`."""
+    """Whether `schema` has types and does not allow strings."""
     kinds = _types(schema)
     return bool(kinds) and "string" not in kinds
 
 
 def inner_schema(schema: object, key: str | None = None) -> object:
-    """The schema of an object's member `key`, or of a list's members; None where `schema` has none."""
+    """Returns the schema of an object's member `key`, or of a list's items; None if `schema` has none."""
     if not isinstance(schema, Mapping):
         return None
     if key is None:
@@ -90,7 +90,7 @@ def inner_schema(schema: object, key: str | None = None) -> object:
 
 
 def _value(text: str, kinds: set[str]) -> Any:
-    """The value that `text` is in JSON or, where it must be an object or a list, in Python."""
+    """Decodes `text` as JSON or, if it must be an object or a list, as a Python literal."""
     try:
         return decode(text)
     except Unreadable:
@@ -100,7 +100,7 @@ def _value(text: str, kinds: set[str]) -> Any:
 
 
 def json_or_text(text: str) -> Any:
-    """The JSON value in `text`, else `text` itself: for formats that quote no texts and come without a schema."""
+    """Decodes `text` as JSON, or returns it unchanged; for formats without quotes when there is no schema."""
     try:
         return decode(text)
     except Unreadable:
@@ -108,28 +108,28 @@ def json_or_text(text: str) -> Any:
 
 
 def _types(schema: object) -> set[str]:
-    """The JSON types that a schema names, in `type`, `enum`, `const`, `anyOf`, `oneOf` or `allOf`."""
+    """Returns the JSON types that a schema allows, from `type`, `enum`, `const`, `anyOf`, `oneOf` or `allOf`."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
-    found = {kind for kind in (declared, *_listed(declared)) if isinstance(kind, str)}
+    found = {kind for kind in (declared, *_as_list(declared)) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
-        for branch in _listed(schema.get(key)):
+        for branch in _as_list(schema.get(key)):
             found |= _types(branch)
-    for branch in _listed(schema.get("allOf")):
+    for branch in _as_list(schema.get("allOf")):
         kinds = _types(branch)
         found = found & kinds or kinds or found
     if not found:
-        values = _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
-        found = {kind for value in values for kind in ("string", *_KINDS) if _is(value, kind)}
+        values = _as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+        found = {kind for value in values for kind in ("string", *_KINDS) if _has_type(value, kind)}
     return found
 
 
-def _listed(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is(value: object, kind: str) -> bool:
+def _has_type(value: object, kind: str) -> bool:
     if kind == "string":
         return isinstance(value, str)
     if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
