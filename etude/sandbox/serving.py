@@ -84,9 +84,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(
-                _BACKLOG
-            )  # larger than uvicorn's `backlog`, which also limits how many are accepted at once
+            listener.listen(_BACKLOG)  # uvicorn's smaller `backlog` also limits how many are accepted at once
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
