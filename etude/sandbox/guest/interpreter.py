@@ -23,9 +23,7 @@ from typing import NoReturn
 def run_python(path: str, code: str, arguments: Sequence[str]) -> NoReturn:
     """Runs `code` as the file `path`, and exits as the interpreter would."""
     main = become_main(path, arguments)
-    os._exit(
-        _run_to_exit(lambda: exec(compile(code, path, "exec", dont_inherit=True), main.__dict__), main, path, code)
-    )
+    os._exit(_execute(lambda: exec(compile(code, path, "exec", dont_inherit=True), main.__dict__), main, path, code))
 
 
 def become_main(path: str, arguments: Sequence[str]) -> types.ModuleType:
@@ -54,7 +52,7 @@ def _text_output(fd: int, line_buffering: bool, errors: str) -> io.TextIOWrapper
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors, line_buffering=line_buffering)
 
 
-def _run_to_exit(run: Callable[[], object], main: types.ModuleType, path: str, code: str) -> int:
+def _execute(run: Callable[[], object], main: types.ModuleType, path: str, code: str) -> int:
     """Calls `run` and shuts down like the interpreter; returns the exit code."""
     linecache.cache[path] = (len(code), None, code.splitlines(keepends=True), path)
     status = 0
