@@ -253,7 +253,7 @@ class Router:
         return chosen
 
     def _unassign(self, request_id: str) -> None:
-        """Unassigns the trajectory and closes it on its replica; its next request chooses a replica anew."""
+        """Unassigns the trajectory and closes it on its replica; its next request is assigned again."""
         home = self._home.pop(request_id, None)
         if home is not None:
             home.drop(request_id)

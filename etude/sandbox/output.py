@@ -42,10 +42,9 @@ class Capture:
         missing = total - len(head) - len(tail)
         if not missing:
             return (head + tail).decode("utf-8", "replace"), False
-        start = codecs.getincrementaldecoder("utf-8")("replace").decode(
-            head
-        )  # without a character cut in two at its end
-        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")  # nor at its start
+        # Drop a character cut in two at the end of the head, and at the start of the tail.
+        start = codecs.getincrementaldecoder("utf-8")("replace").decode(head)
+        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")
         return f"{start}\n… [{missing} bytes left out] …\n{end}", True
 
     def drain(self) -> None:
