@@ -1,5 +1,6 @@
-"""Engines that turn prompt ids into sampled ids: `native` (in process), `vllm`, `sglang` and `openai` (servers), `scripted`
-(plays given ids); the router over several; the probe that compares an engine's log-probs with the trainer's."""
+"""Inference engines, from prompt ids to sampled ids: `native` (in process), `vllm` (in process or servers), `sglang` and
+`openai` (servers), `scripted` (replays given ids); a router over several replicas; and the probe that compares an engine's
+log-probs with the trainer's."""
 
 from etude.inference.engine_setup import (
     EngineSetup,

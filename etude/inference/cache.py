@@ -1,17 +1,17 @@
-"""Memory for keys and values: slots of a few sizes, cut from slabs, under one budget.
+"""The KV cache: slots of a few sizes, allocated from slabs, under one memory budget; and shared prompt prefixes.
 
 A slot holds the keys and values of one run of tokens (a prompt that trajectories share, or one trajectory's tokens after
 it), from place 0. Slots of one size are adjacent in a slab, so that a decode step attends over a slice of the slab instead
 of gathering rows, and rows that are computed together have similar lengths. Sizes grow by factors of at most 1.5, so at
 least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
-Prompts are computed once: the trajectories of a group, members of it that are admitted later, and requests of later rollouts
-with the same prompt all use one `Prefix`. An unused one stays until its memory is needed (least recently used first), there
-are too many unused ones, or the weights change.
+Prompts are computed once: the trajectories of a group, even those admitted later, and requests of later rollouts with the
+same prompt all use one `Prefix`. An unused prefix stays until its memory is needed (least recently used first), there are
+too many unused ones, or the weights change.
 
-Invariant: the bytes of all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is
-allocated depends only on which are in use, so that the same requests get the same slots in every run. Places [0, filled) of
-a prefix's slot hold the keys and values of its first `filled` tokens, under the current weights.
+Invariant: all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is allocated
+depends only on which are in use, so the same requests get the same slots in every run. Places [0, filled) of a prefix's
+slot hold the keys and values of its first `filled` tokens, under the current weights.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from etude.models.experts import routers
 from etude.models.packable import key_width
 
 _SMALLEST = 64
-_SLAB_SLOTS = 64  # wider slices of keys spill the CPU cache: time per token rises beyond
+_SLAB_SLOTS = 64  # beyond this, slices of keys spill the CPU cache and the time per token rises
 _SLAB_BYTES = 64 << 20
-_BUDGET_SLABS = 16  # a slab of several slots takes at most this part of the budget
+_BUDGET_SLABS = 16  # a slab of several slots takes at most 1/_BUDGET_SLABS of the budget
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of one token's keys and values, over all layers. `experts`: (layers, experts per token) where the ids of the
-    experts that it went to are kept too."""
+    """The shape of one token's keys and values, over all layers. `experts`: (layers, experts per token) if the ids of its
+    experts are cached too (routing replay)."""
 
     num_layers: int
     kv_heads: int
@@ -50,7 +50,7 @@ class KVShape:
 
     @classmethod
     def of(cls, model: Any, keep_experts: bool = False) -> KVShape:
-        """Of a Hugging Face causal LM; `keep_experts`: its choice of experts is kept beside the keys."""
+        """Returns the shape for a Hugging Face causal LM; `keep_experts`: whether to cache each token's experts too."""
         weight = next(model.parameters())
         kv_heads, head_dim = key_width(model)
         return cls(
@@ -64,14 +64,14 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
+        """Bytes per token, over all layers."""
         experts = 2 * math.prod(self.experts) if self.experts else 0
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize + experts
 
 
 class Slab:
-    """`slots` slots of `capacity` places: per layer keys and values (slots, kv_heads, capacity, head_dim); `experts` (slots,
-    capacity, layers, experts per token), if they are kept."""
+    """`slots` slots of `capacity` tokens: per layer, keys and values (slots, kv_heads, capacity, head_dim); `experts`
+    (slots, capacity, layers, experts per token) if these are cached."""
 
     def __init__(self, shape: KVShape, capacity: int, slots: int) -> None:
         size = (slots, shape.kv_heads, capacity, shape.head_dim)
@@ -84,37 +84,37 @@ class Slab:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """An allocated slot."""
+    """An allocated slot: one index of a slab."""
 
     slab: Slab
     index: int
 
     @property
     def capacity(self) -> int:
-        """Its capacity in tokens."""
+        """The slot's capacity in tokens."""
         return self.slab.capacity
 
 
 class SlabCache:
-    """Allocates slots."""
+    """Allocates slots from slabs, within the budget."""
 
     def __init__(self, shape: KVShape, budget_bytes: int | None = None) -> None:
-        """Without a budget memory grows as needed."""
+        """`budget_bytes`: the limit for all slabs; None: memory grows as needed."""
         self.shape, self._budget = shape, budget_bytes
         self._slabs: list[Slab] = []
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """The bytes of all slabs."""
         return sum(slab.slots * slab.capacity for slab in self._slabs) * self.shape.token_bytes
 
     @property
     def in_use(self) -> int:
-        """Slots in use."""
+        """The number of slots in use."""
         return sum(slab.slots - len(slab.free) for slab in self._slabs)
 
     def take(self, length: int) -> Slot | None:
-        """A slot with room for `length` tokens, or None if the budget has none."""
+        """Allocates a slot with room for `length` tokens; None if the budget is used up."""
         capacity = capacity_for(length)
         slab = next((s for s in self._slabs if s.capacity == capacity and s.free), None) or self._add(capacity)
         if slab is None:  # a slot that is too large is better than none
@@ -125,7 +125,7 @@ class SlabCache:
     def _add(self, capacity: int) -> Slab | None:
         slot_bytes = capacity * self.shape.token_bytes
         slots = min(_SLAB_SLOTS, max(_SLAB_BYTES // slot_bytes, 1))
-        if self._budget is not None:  # no slab may take much from the others
+        if self._budget is not None:  # no single slab may take most of the budget
             slots = min(slots, max(self._budget // _BUDGET_SLABS // slot_bytes, 1))
             slots = min(slots, (self._budget - self.slab_bytes) // slot_bytes)
         if slots < 1:
@@ -135,7 +135,7 @@ class SlabCache:
         return slab
 
     def give_back(self, slot: Slot) -> None:
-        """Frees a slot."""
+        """Frees a slot, and its slab if no other slot of it is in use."""
         heapq.heappush(slot.slab.free, slot.index)
         if len(slot.slab.free) == slot.slab.slots:
             self._slabs.remove(slot.slab)
@@ -151,7 +151,7 @@ class SlabCache:
 
 
 class Prefix:
-    """A prompt, its slot, and how much of it is computed; `users` counts trajectories."""
+    """A prompt with its slot; `filled`: how many of its tokens are computed; `users`: how many trajectories use it."""
 
     def __init__(self, tokens: tuple[int, ...], slot: Slot) -> None:
         self.tokens, self.slot = tokens, slot
@@ -164,10 +164,10 @@ class Prefix:
 
 
 class PrefixStore:
-    """The prefixes in memory, least recently used first."""
+    """The cached prefixes, least recently used first."""
 
     def __init__(self, cache: SlabCache, *, most_unused: int | None = None) -> None:
-        """`most_unused`: maximum unused prefixes that are kept; None: as many as the cache's budget has room for."""
+        """`most_unused`: maximum number of unused prefixes to keep; None: as many as fit into the cache's budget."""
         self._cache, self._most_unused, self._unused = cache, most_unused, 0
         self._known: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
 
@@ -175,7 +175,7 @@ class PrefixStore:
         return len(self._known)
 
     def join(self, tokens: Sequence[int]) -> Prefix | None:
-        """Makes a trajectory a user of the prefix of exactly these tokens; None: no memory for it."""
+        """Adds a user to the prefix of exactly these tokens, which is allocated if needed; None: not enough memory."""
         name = tuple(tokens)
         prefix = self._known.get(name)
         if prefix is None:
@@ -190,7 +190,7 @@ class PrefixStore:
         return prefix
 
     def leave(self, prefix: Prefix) -> None:
-        """The trajectory no longer needs the prefix."""
+        """Removes a user; evicts an unused prefix if there are more than `most_unused`."""
         prefix.users -= 1
         if prefix.users:
             return
@@ -199,14 +199,14 @@ class PrefixStore:
             self.evict()
 
     def evict(self) -> bool:
-        """Frees the least recently used of the unused prefixes; False: there is none."""
+        """Evicts the least recently used of the unused prefixes; False: there is none."""
         unused = next((p for p in self._known.values() if p.users == 0), None)
         if unused is not None:
             self._drop(unused)
         return unused is not None
 
     def clear_unused(self) -> None:
-        """Frees all unused prefixes."""
+        """Evicts all unused prefixes."""
         for prefix in [p for p in self._known.values() if p.users == 0]:
             self._drop(prefix)
 
@@ -217,7 +217,7 @@ class PrefixStore:
 
 
 def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
-    """On the CPU pages that are never touched take no memory: NumPy leaves zeroing to the system, PyTorch writes."""
+    """Returns zeros. On the CPU they come from NumPy, whose untouched pages take no memory; PyTorch would write them."""
     if shape.device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
     raw = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
@@ -225,12 +225,12 @@ def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
 
 
 def capacity_for(length: int) -> int:
-    """The smallest of the sizes 64, 128, 192, 256, 384, 512, 768 … that holds `length` tokens."""
+    """Returns the smallest of the sizes 64, 128, 192, 256, 384, 512, 768 … that holds `length` tokens."""
     power = max(_SMALLEST, 1 << max(length - 1, 0).bit_length())
     return 3 * power // 4 if length <= 3 * power // 4 and power > 2 * _SMALLEST else power
 
 
 def most_tokens(shape: KVShape, budget_bytes: int) -> int:
-    """The longest context that fits into the budget on its own, however it is split into two runs."""
-    certain = budget_bytes - 2 * (budget_bytes // _BUDGET_SLABS)  # two slabs may have slots to spare
-    return max(int((certain // shape.token_bytes - 2 * _SMALLEST) / 1.5), 0)
+    """Returns the longest context that fits into the budget alone, however it is split into prefix and own tokens."""
+    guaranteed = budget_bytes - 2 * (budget_bytes // _BUDGET_SLABS)  # two slabs may have unused slots
+    return max(int((guaranteed // shape.token_bytes - 2 * _SMALLEST) / 1.5), 0)

@@ -1,7 +1,7 @@
-"""What a serving engine is built from, and what can be checked before any model is loaded.
+"""`EngineSetup`, from which serving engines are built, and checks that need no model to be loaded.
 
 An engine class registered in `ENGINES` that has `from_setup` is built by `from_setup(EngineSetup(…))`; its attribute
-`servers` says whether it needs addresses: "required", or "optional" where it can also run in this process.
+`servers` says whether it needs addresses: "required", or "optional" if it can also run in this process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from etude.options.serving import KEY, TEXT_ONLY, EngineKind, server_url, servin
 class EngineSetup:
     """The rollout section as a serving engine sees it; fields are named after its keys.
 
-    `model_path` is the folder or hub name that the trainer loads too, `max_model_len` the longest context in tokens,
-    times are in seconds. `engine_kwargs` are those of this engine only; `rank` of `ranks` rollout workers has it.
+    `model_path` is the folder or hub name that the trainer also loads, `max_model_len` the longest context in tokens;
+    times are in seconds. `engine_kwargs` are those of this engine only. The engine belongs to rollout worker `rank` of
+    `ranks`.
     """
 
     model_path: str
@@ -45,23 +46,23 @@ class EngineSetup:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def own_urls(self) -> Sequence[str]:
-        """This rank's share of the configured addresses, so that each server gets weights from one rank; all of them where
-        there are fewer than ranks."""
+        """Returns this rank's share of the configured addresses, so that each server gets weights from one rank; all of
+        them if there are fewer addresses than ranks."""
         urls = self.server_urls
         return urls if len(urls) < self.ranks else urls[self.rank :: self.ranks]
 
     def servers(self, urls: Sequence[str] | None = None) -> list[HttpServer]:
-        """One per address (None: those configured), with the API key from the environment in its headers."""
+        """Returns an `HttpServer` per address (None: the configured ones), with the API key from the environment."""
         key = api_key(self.server_api_key_env)
         urls = [server_url(url) for url in (self.server_urls if urls is None else urls)]
         return [HttpServer(url, timeout=self.server_timeout, api_key=key) for url in urls]
 
 
 def api_key(variable: str | None) -> str | None:
-    """The value of an environment variable; None without a name.
+    """Returns the API key from the environment variable `variable`; None if no variable is given.
 
     Raises:
-        ConfigError: it is not set.
+        ConfigError: the variable is not set.
     """
     if variable is None:
         return None
@@ -71,16 +72,16 @@ def api_key(variable: str | None) -> str | None:
 
 
 def kind_of(name: str) -> EngineKind:
-    """The kind of the registered engine `name`."""
+    """Returns the kind of the registered engine `name`."""
     engine = ENGINES.get(name)
     return EngineKind(getattr(engine, "servers", "none"), hasattr(engine, "from_setup"), evaluates_only(name))
 
 
 def check_serving(rollout: RolloutOptions) -> None:
-    """Rejects a rollout section that cannot work with its (registered) engine.
+    """Rejects a rollout section that cannot work with its engine, which must be registered.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: a setting is invalid for the engine; names the key.
         MissingExtraError: the engine would run in this process and its package is not installed.
     """
     name, urls, kwargs = rollout.name, rollout.server_urls, rollout.engine_kwargs
@@ -98,7 +99,7 @@ def evaluates_only(name: str) -> bool:
 
 
 def check_trainable(name: str) -> None:
-    """Refuses to train with an engine that returns no ids and log-probs.
+    """Rejects engines that cannot be trained with: those for evaluation only.
 
     Raises:
         ConfigError: names the engine.
@@ -108,8 +109,8 @@ def check_trainable(name: str) -> None:
 
 
 def check_returns_kept_ids(rollout: RolloutOptions) -> None:
-    """Refuses top-k and top-p for training with an engine that does not return what they kept: the trainer could not
-    renormalise over it, and its log-probs would be of another distribution.
+    """Rejects training with top-k or top-p on an engine that does not return the ids they kept: the trainer could not
+    renormalise over these ids, and its log-probs would be of another distribution.
 
     Raises:
         ConfigError: names the key.
@@ -123,10 +124,10 @@ def check_returns_kept_ids(rollout: RolloutOptions) -> None:
 
 
 def check_takes_images(name: str) -> None:
-    """Rejects the engine `name` for a vision-language model if it takes text only.
+    """Rejects the engine `name` for a vision-language model if it is text-only.
 
-    Such an engine does not know that placeholders must not be sampled: one that it samples has no image, and its log-probs
-    are those of a distribution that includes them, even without images.
+    Such an engine does not know that image placeholders must not be sampled: one that it samples has no image, and even
+    without images its log-probs are of a distribution that includes the placeholders.
 
     Raises:
         ConfigError: names the engine.

@@ -1,8 +1,8 @@
-"""`HttpServer`: requests to one inference server, each bounded in time and size, each failure an `EngineError`.
+"""`HttpServer`: requests to one inference server, limited in time and size; every failure is an `EngineError`.
 
-Invariant: a call returns the server's response or raises `EngineError` with one line that names the address, whatever the
-server does: refuse the connection, hang, return an error status, too much data or garbage. Every call has its own
-connection, so that cancelling its task closes the connection, on which servers stop computing the answer.
+Invariant: a call returns the server's response or raises `EngineError` with one line that names the address, whether the
+server refuses the connection, hangs, or returns an error status, too much data or garbage. Every call has its own
+connection: cancelling its task closes the connection, and the server then stops generating.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import aiohttp
 from etude.errors import EngineError, one_line
 from etude.json_service import read_body
 
-MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
+MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take about 1 % of it
 
 
 class StatusError(EngineError):
-    """A server answered with the error status `status`."""
+    """The server responded with the error status `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -30,14 +30,14 @@ class StatusError(EngineError):
 
 
 class HttpServer:
-    """One server at `url`; `timeout` in seconds limits a whole call, including connecting and reading."""
+    """A client of the server at `url`; `timeout` in seconds limits a whole call, including connecting and reading."""
 
     def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
         self.url, self.timeout = url, timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str) -> bytes:
-        """The body of the response to a GET."""
+        """Sends a GET request and returns the response's body."""
         return await self._call("GET", path, None)
 
     async def post(
@@ -48,19 +48,19 @@ class HttpServer:
         query: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> bytes:
-        """The body of the response to a POST of JSON."""
+        """POSTs JSON and returns the response's body."""
         return await self._call("POST", path, body or {}, query=query, timeout=timeout)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        """The JSON object that answers a `post` with these arguments."""
+        """POSTs JSON and returns the JSON object in the response; arguments as for `post`."""
         return self.object(path, await self.post(path, body, **options))
 
     async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        """POSTs JSON, and gives `take` each object of the server-sent events that answer, as they arrive. An event's size is
-        limited; how much it keeps of all of them is up to `take`.
+        """POSTs JSON and calls `take` with the JSON object of each server-sent event as it arrives. The size of one event
+        is limited; limiting the whole stream is up to `take`.
 
         Raises:
-            EngineError: as the other calls; or an event says that the server failed.
+            EngineError: as for the other calls, or an event reports an error.
         """
 
         def read(line: bytes) -> None:
@@ -76,7 +76,7 @@ class HttpServer:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """An answer's part that is missing, or of another type, as an `EngineError`."""
+        """Turns missing keys and wrong types in an answer that is read inside into an `EngineError`."""
         try:
             yield
         except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -85,7 +85,7 @@ class HttpServer:
             ) from error
 
     def object(self, path: str, body: bytes) -> dict[str, Any]:
-        """The JSON object in an answer's body."""
+        """Parses the JSON object in a response's body."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError) as error:

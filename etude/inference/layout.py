@@ -1,12 +1,13 @@
-"""Attention of one engine step: which keys each token of the step sees, and where its own are written.
+"""Attention of one engine step: which keys each token attends to, and where the step's keys and values are written.
 
-A step is a list of `StepInput`s. A token sees the shared prefix of its trajectory (all of it, or its first tokens) and its
-own slot up to itself. The two parts are computed separately and merged by their normalisers: the tokens of all trajectories
-that share a prefix are queries of one product, so that a prompt's keys are read once for its whole group.
+A step is a list of `StepInput`s. A token attends to the shared prefix of its trajectory (all of it, or its first tokens)
+and to its own slot up to itself.
 
-This is for rows that feed one token: those with slots in one slab attend together, over the slab itself if their slots are
-adjacent, else over a copy. Rows that feed more (a prompt's chunk, a tool's answer) attend one by one over both parts
-concatenated. Neither pads a row beyond the slots of its own size.
+Rows that feed one token (decode) attend to the two parts separately, and the outputs are merged by their log-sum-exp, as
+in cascade attention: the tokens of all trajectories that share a prefix are queries of one matrix product, so a prompt's
+keys are read once for its whole group. Rows with slots in one slab attend together, over the slab itself if their slots
+are adjacent, else over a copy. Rows that feed more tokens (a prefill chunk, a tool result) attend one by one, over both
+parts concatenated. Neither pads a row beyond its slot's size.
 
 Invariant: after a step, places [0, start + count) of each fed slot hold the keys and values of exactly the tokens that were
 fed into it. Anything after that is finite and masked.
@@ -29,16 +30,16 @@ from etude.models.attention import Scoring, merge_attention, partial_attention, 
 from etude.models.image_positions import ImagePositions
 
 T = TypeVar("T")
-_TILE = 512  # queries of one row that attend at once
-_BIAS_ELEMENTS = 1 << 22  # fewer, where their mask would be larger than this
+_TILE = 512  # queries of one row that attend at once; fewer if their mask would have more than _BIAS_ELEMENTS
+_BIAS_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """A row's part of a step: `ids` for `slot`, after the `start` tokens it holds; its place 0 is position `base`.
+    """A row's tokens in a step: `ids` are appended to the `start` tokens in `slot`, whose place 0 is position `base`.
 
-    Before that come the first `base` tokens of the slot `prefix`; without a prefix `base` is 0. `images`: those of the whole
-    context, whose placeholders among `ids` are keyed.
+    Positions below `base` are the first `base` tokens of the slot `prefix`; without a prefix `base` is 0. `images`: those
+    of the whole context, whose placeholders in `ids` are keyed.
     """
 
     ids: Sequence[int]
@@ -50,10 +51,10 @@ class StepInput:
 
 
 class StepLayout:
-    """See `etude.models.packed.AttentionLayout`.
+    """Implements `etude.models.packed.AttentionLayout` over the KV cache.
 
-    Tokens are in the order of `feeds`: rows that feed one token first, slab by slab and slot by slot, so that tokens that
-    attend together are adjacent. `last[i]` is the last token of the i-th of the feeds that were given.
+    Tokens are in the order of the attribute `feeds`: rows that feed one token first, slab by slab and slot by slot, so that
+    tokens that attend together are adjacent. `last[i]` is the index of the last token of the i-th feed given to `__init__`.
     """
 
     def __init__(self, feeds: Sequence[StepInput], device: torch.device) -> None:
@@ -85,7 +86,7 @@ class StepLayout:
         self._share(bases[: self._singles])
 
     def keep_experts(self, chosen: Sequence[Tensor]) -> None:
-        """Writes the experts of the step's tokens, (tokens, k) a layer, beside their keys."""
+        """Writes the experts of the step's tokens, per layer (tokens, k), into the cache."""
         experts, offset = torch.stack(list(chosen), dim=1).to("cpu", torch.int16).numpy(), 0
         for feed in self.feeds:
             count, slab = len(feed.ids), feed.slot.slab
@@ -94,8 +95,8 @@ class StepLayout:
             offset += count
 
     def _written(self, places: list[int]) -> list[tuple[Slab, slice, Tensor]]:
-        """Slab by slab the step's tokens, and the rows of the slab, as (slots · kv_heads · capacity, head_dim), that their
-        keys go to: token by token, head by head."""
+        """Returns, per slab, the slice of the step's tokens and the rows to write their keys to, in the slab viewed as
+        (slots · kv_heads · capacity, head_dim): token by token, head by head."""
         writes, offset = [], 0
         for slab, group in groupby(self.feeds, key=lambda feed: feed.slot.slab):
             slots = [feed.slot.index for feed in group for _ in feed.ids]
@@ -107,7 +108,7 @@ class StepLayout:
         return writes
 
     def _share(self, bases: list[int]) -> None:
-        """Which of the single tokens see a prefix, and their indices in the outputs of all prefixes."""
+        """Groups the single tokens by prefix, and maps them to indices in the concatenated outputs of all prefixes."""
         seen: dict[Slot, list[int]] = defaultdict(list)
         for row, feed in enumerate(self.feeds[: self._singles]):
             if feed.prefix is not None:
@@ -142,7 +143,7 @@ class StepLayout:
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).reshape(tokens, heads, dim)
 
     def _single(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of single tokens over all they see: (tokens, kv_heads, group, head_dim) in and out."""
+        """Attention of single tokens over prefix and slot: (tokens, kv_heads, group, head_dim) in and out."""
         own = _concat([each.attend(layer, query[rows], scoring) for rows, each in self._own])
         if not self._shared:
             return own[0]
@@ -177,7 +178,7 @@ class StepLayout:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _laid(self, layer: int, feed: StepInput, first: int, which: str) -> Tensor:
-        """Keys or values from position `first` to the last that the feed wrote: (1, kv_heads, positions, head_dim)."""
+        """Returns the keys or values from position `first` to the feed's last: (1, kv_heads, positions, head_dim)."""
         begin, end = max(first - feed.base, 0), feed.start + len(feed.ids)
         own = getattr(feed.slot.slab, which)[layer][feed.slot.index : feed.slot.index + 1, :, begin:end]
         if feed.prefix is None or first >= feed.base:
@@ -186,7 +187,7 @@ class StepLayout:
         return torch.cat([getattr(slot.slab, which)[layer][slot.index, None, :, first : feed.base], own], dim=2)
 
     def _span_bias(self, start: int, count: int, window: int | None, group: int) -> Tensor:
-        """(1, 1, count · group, start + count): queries from `start` on, of `group` heads each."""
+        """Returns the additive mask (1, 1, count · group, start + count) of queries from `start` on, `group` heads each."""
         name = start, count, window
         if name not in self._span_biases:
             mask = torch.ones(count, start + count, dtype=torch.bool, device=self._device).tril_(start)
@@ -197,8 +198,7 @@ class StepLayout:
 
 
 class Slots:
-    """The first `reach` places of slots of one slab, in the order of their indices: read in place if they are adjacent,
-    else copied."""
+    """The first `reach` places of several slots of one slab, ordered by index: a view if they are adjacent, else a copy."""
 
     def __init__(self, slots: Sequence[Slot], reach: int, device: torch.device) -> None:
         self._slab, self.reach = slots[0].slab, reach
@@ -208,7 +208,7 @@ class Slots:
         self._chosen = None if adjacent else index_tensor([slot.index for slot in slots], device)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Each (slots, kv_heads, reach, head_dim)."""
+        """Returns the layer's keys and values, each (slots, kv_heads, reach, head_dim)."""
         keys, values = (kind[layer][self._range, :, : self.reach] for kind in (self._slab.keys, self._slab.values))
         if self._chosen is not None:
             keys, values = keys.index_select(0, self._chosen), values.index_select(0, self._chosen)
@@ -216,10 +216,10 @@ class Slots:
 
 
 class OwnSlots:
-    """Rows that feed one token each, over their own slots."""
+    """Attention of rows that feed one token each, over their own slots."""
 
     def __init__(self, slots: Sequence[Slot], starts: Sequence[int], device: torch.device) -> None:
-        """`starts`: the place of each row's token in its slot, the last visible one."""
+        """`starts`: the place of each row's token in its slot, the last one it attends to."""
         self._slots = Slots(slots, max(starts) + 1, device)
         self._dtype = slots[0].slab.keys[0].dtype
         self._ends = index_tensor(starts, device)[:, None]
@@ -227,7 +227,7 @@ class OwnSlots:
         self._biases: dict[int | None, Tensor | None] = {}
 
     def _bias(self, window: int | None) -> Tensor | None:
-        """(rows, 1, 1, reach)."""
+        """Returns the additive mask (rows, 1, 1, reach); None if every row attends to all places."""
         if window not in self._biases:
             places = torch.arange(self._slots.reach, device=self._ends.device)
             mask = places <= self._ends
@@ -238,23 +238,24 @@ class OwnSlots:
         return self._biases[window]
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Queries (rows, kv_heads, group, head_dim) → the same, and normalisers (rows, kv_heads, group)."""
+        """Maps queries (rows, kv_heads, group, head_dim) to outputs of the same shape and log-sum-exps (rows, kv_heads,
+        group)."""
         keys, values = self._slots.keys_and_values(layer)
         return partial_attention(query, keys, values, self._bias(scoring.window), scoring)
 
 
 class SharedPrefixes:
-    """Prefixes, each with the rows that see it; the queries of one prefix attend as one product.
+    """Attention over shared prefixes: the queries of all rows that share a prefix attend in one matrix product.
 
-    Queries form a grid of (prefixes, width), padded with the first of each prefix: `grid[i]` is the index in the flattened
-    grid of the i-th row of `rows`.
+    Queries form a grid (prefixes, width), padded with each prefix's first row: `grid[i]` is the index of `rows[i]` in the
+    flattened grid.
     """
 
     def __init__(
         self, parts: Sequence[tuple[Slot, list[int]]], bases: Sequence[int], positions: Tensor, device: torch.device
     ) -> None:
-        """`parts`: slots and the indices of the rows that see them; `bases`: how many tokens of its prefix each row sees;
-        `positions`: each row's position in its context."""
+        """`parts`: each prefix's slot and the indices of the rows that attend to it; `bases`: how many tokens of its prefix
+        each row attends to; `positions`: each row's position in its context."""
         reach = max(bases[row] for _, rows in parts for row in rows)
         self._slots = Slots([slot for slot, _ in parts], reach, device)
         self._width = width = max(len(rows) for _, rows in parts)
@@ -274,7 +275,7 @@ class SharedPrefixes:
         self._biases: dict[int | None, Tensor | None] = {}
 
     def _bias(self, window: int | None, group: int) -> Tensor | None:
-        """(prefixes, 1, 1 or width · group, reach)."""
+        """Returns the additive mask (prefixes, 1, 1 or width · group, reach); None if every row attends to all places."""
         if window not in self._biases:
             places = torch.arange(self._slots.reach, device=self._ends.device)
             mask = places < self._limits
@@ -289,11 +290,12 @@ class SharedPrefixes:
         return self._biases[window]
 
     def blind(self, window: int) -> Tensor:
-        """Which entries of the grid no longer see any of their prefix: (size,) of bool."""
+        """Which entries of the grid have their whole prefix outside the sliding window: (size,) of bool."""
         return (self._ends - window >= self._limits - 1).flatten()
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Of all rows (rows, kv_heads, group, head_dim) the grid's: (size, kv_heads, group, head_dim), and normalisers."""
+        """Maps the queries of all rows (rows, kv_heads, group, head_dim) to the grid's outputs (size, kv_heads, group,
+        head_dim) and log-sum-exps (size, kv_heads, group)."""
         kv_heads, group, dim = query.shape[1:]
         width, height = self._width, self.size // self._width
         bias = self._bias(scoring.window, group)
@@ -306,14 +308,14 @@ class SharedPrefixes:
 
 
 def _concat(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs and normalisers of several parts, concatenated."""
+    """Concatenates the outputs and log-sum-exps of several parts."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 def by_slab(items: Iterable[tuple[Slot, T]]) -> list[list[tuple[Slot, T]]]:
-    """Groups (slot, anything) by slab, in the order of slots."""
+    """Groups (slot, anything) pairs by slab, each group ordered by slot."""
     grouped: dict[Slab, list[tuple[Slot, T]]] = defaultdict(list)
     for item in items:
         grouped[item[0].slab].append(item)
@@ -321,5 +323,5 @@ def by_slab(items: Iterable[tuple[Slot, T]]) -> list[list[tuple[Slot, T]]]:
 
 
 def index_tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """int64; NumPy reads a list several times faster than PyTorch does."""
+    """Returns an int64 tensor; NumPy converts a list several times faster than PyTorch does."""
     return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)

@@ -1,7 +1,7 @@
-"""An engine's counters since the last report, under the names that reach the training step's metrics.
+"""The native engine's counters since the last report, under their names in the training step's metrics.
 
-Times are wall seconds of the engine's own thread and of its scheduling. A step that computes prompts and decodes at once
-is split between the two by its tokens.
+Times are wall-clock seconds of the engine's threads and of its scheduling. The time of a step that both prefills and
+decodes is split between the two by number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.metrics import Max, Mean, Metrics
 
 @dataclass
 class EngineMetrics:
-    """Counters; `rows` adds up the rows of all steps, `asked_tokens` the tokens of the requests' contexts."""
+    """Counters; `rows` is the sum of the rows of all steps, `asked_tokens` of the context lengths of admitted requests."""
 
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
@@ -31,7 +31,7 @@ class EngineMetrics:
 
     @contextmanager
     def timed(self, what: str, prefill_share: float = 0.0) -> Iterator[None]:
-        """Adds the wall time of a block to `seconds[what]`, and to those of "prefill" the share of prompt tokens."""
+        """Adds the wall time of a block to `seconds[what]`, except the fraction `prefill_share`, added to "prefill"."""
         start = time.perf_counter()
         try:
             yield
@@ -41,7 +41,7 @@ class EngineMetrics:
             self.seconds[what] += spent * (1.0 - prefill_share)
 
     def report(self, max_num_seqs: int) -> Metrics:
-        """The metrics; see `docs/engines.md`."""
+        """Returns the metrics; `docs/engines.md` describes them."""
         computed = min(self.prefilled_tokens, self.asked_tokens)
         return {
             "sampled_tokens": float(self.sampled_tokens),

@@ -1,17 +1,17 @@
 """The native engine: continuous batching over a Hugging Face causal LM, in this process, on CPU or one GPU.
 
-Requests join and leave between decode steps; a trajectory's keys and values stay from turn to turn, so that a turn feeds
-only what is new, and prompts are computed once for all trajectories that begin with them. The scheduler decides what a step
-computes, the cache where keys and values are stored. The model is the trainer's own object: an update copies nothing, it
-only clears caches (unless `dtype` asks for a copy in another precision). With `own_weights` the model is the engine's own,
-and an update copies named tensors into it.
+Requests join and leave the batch between decode steps. A trajectory keeps its KV cache from turn to turn, so a turn
+prefills only its new tokens, and a prompt is computed once for all trajectories that start with it. The scheduler decides
+what a step computes, the cache where keys and values are stored. The model is the trainer's own object: a weight update
+copies nothing and only clears caches (unless `dtype` asks for a copy in another precision). With `own_weights` the engine
+has a separate model, and an update copies named tensors into it.
 
 Deterministic mode. Results depend on which rows share a step, since a matrix product may round differently at another
-batch size. So which rows share a step must not depend on the clock: requests are admitted only at *scheduling points*
+batch size. So which rows share a step must not depend on timing: requests are admitted only at *scheduling points*
 (every `admit_every` steps, or when no row is left to decode), in row order, and at such a point the engine first waits
-until every open trajectory has either asked for its next turn or been closed. Between points, tools run while others
-decode. A slow tool then delays a point; it never changes a token. And since a resumed run starts with empty caches, a
-batch starts with empty ones: no prefix outlives the trajectories that were open together.
+until every open trajectory has either requested its next turn or been closed. Between points, tools run while other
+trajectories decode. A slow tool delays a scheduling point but never changes a token. Since a resumed run starts with empty
+caches, so does every batch: no prefix outlives the trajectories that were open together.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class NativeEngineOptions:
 
     Attributes:
         max_num_seqs: trajectories decoded together.
-        max_num_batched_tokens: maximum tokens per step; every decoding row still feeds its one.
-        max_model_len: longest context; None: the model's own limit, or what the memory holds.
+        max_num_batched_tokens: maximum tokens per step; every decoding row gets its one token even beyond that.
+        max_model_len: longest context in tokens; None: the model's limit, or less if the memory holds less.
         kv_cache_memory_mb: MiB for keys and values; None: no limit.
-        enable_prefix_caching: whether unused prompts stay cached; without a memory limit, `max_num_seqs` of them.
-        dtype: precision to sample in; None: the model's own.
+        enable_prefix_caching: whether unused prompts stay cached; without a memory limit, at most `max_num_seqs` of them.
+        dtype: precision to sample in; None: the model's.
         deterministic: see the module's docstring.
         admit_every: decode steps between scheduling points of the deterministic mode.
-        tokenizer: decodes sampled ids, for requests with stop texts.
-        enable_rollout_routing_replay: whether outputs say which experts the tokens went to.
-        own_weights: the model is nobody else's: `update_weights` takes chunks of named tensors.
+        tokenizer: decodes sampled ids to detect stop strings.
+        enable_rollout_routing_replay: whether outputs include the experts that each token was routed to.
+        own_weights: the model is not shared with the trainer: `update_weights` takes chunks of named tensors.
     """
 
     max_num_seqs: int = 256
@@ -79,13 +79,13 @@ class NativeEngineOptions:
 
 
 _Draw: TypeAlias = tuple[int, float, "array[int] | None"]
-"""A token, its log-prob, and the ids that it was drawn from (see `sample`)."""
+"""A token id, its log-prob, and the ids that top-k and top-p kept (see `sample`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A step under way and what it will have drawn. `requests`: those of its rows when it was planned, since one may be
-    dropped meanwhile, and its row even get another."""
+    """A running step and the tokens it will draw. `requests`: its rows' requests when it was planned, since a request may be
+    dropped while the step runs, and its row may even get another."""
 
     plan: StepPlan
     requests: dict[SequenceState, Request | None]
@@ -94,20 +94,20 @@ class _Step:
 
 @ENGINES.register("native")
 class NativeEngine:
-    """See the module's first paragraph; the interface is `etude.inference.Engine`."""
+    """Implements `etude.inference.Engine`; see the module's docstring."""
 
     returns_kept_ids = True
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
-        """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or the memory for keys
-        and values is too small for a context of the requested length."""
+        """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or if the KV cache memory
+        is too small for a context of the requested length."""
         enable_packing(model)
         self.options = options or NativeEngineOptions()
         self.shares_weights = not self.options.own_weights
         self._source = self._model = model
         dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
         if dtype != model.dtype:
-            self._model = _copy_of(model, dtype)
+            self._model = _copy_in_dtype(model, dtype)
         if self.options.own_weights:
             self._source = self._model.requires_grad_(False)
         self._decoder = PlainDecoder.of(self._model)
@@ -174,8 +174,8 @@ class NativeEngine:
     def open(self, request_ids: Sequence[str]) -> None:
         """Announces trajectories, in row order.
 
-        Those announced one by one between two scheduling points are ordered by id: which lane was free first depends on
-        the clock.
+        Trajectories announced one by one between two scheduling points are ordered by id, since the order of the calls
+        depends on timing.
         """
         if self.options.deterministic and not self._rows:
             self._scheduler.reclaim()
@@ -186,13 +186,13 @@ class NativeEngine:
             self._rows[request_id] = SequenceState(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
-        """Frees what the trajectory holds; closing it twice, or one that was never opened, does nothing."""
+        """Aborts the trajectory's request and frees its cache; does nothing if it is not open."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
         self._drop_request(row, "aborted")
         self._scheduler.close(row)
-        if not self._rows and self._stepping is None:  # the trainer wants the memory next
+        if not self._rows and self._stepping is None:  # the trainer needs the memory next
             self._scheduler.reclaim()
         self._notify()
 
@@ -205,13 +205,14 @@ class NativeEngine:
         images: Sequence[Any] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """Samples a continuation; only the part of `prompt_ids` that is not cached yet is computed.
+        """Samples a continuation; prefills only the part of `prompt_ids` that is not cached.
 
         Raises:
-            EngineError: a step failed, for instance for lack of memory.
-            EtudeError: an id is beyond the model's vocabulary.
-            ConfigError: images for a model whose images are not supported.
-            DataError: images and their placeholders among `prompt_ids` do not agree.
+            EngineError: a step failed, for instance because it ran out of memory.
+            EtudeError: a token id is outside the model's vocabulary.
+            ConfigError: the model does not support images, the trajectory already has a request, or stop strings are
+                given and the engine has no tokenizer.
+            DataError: the images do not match their placeholders in `prompt_ids`.
         """
         if images and self._images is None:
             raise no_images(self._model.config)
@@ -222,12 +223,12 @@ class NativeEngine:
         limit = min(params.max_tokens, self._limit - len(prompt_ids))
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
-        if max(prompt_ids) >= self._vocabulary:  # a step with it would fail, and every other request with it
+        if max(prompt_ids) >= self._vocabulary:  # it would fail the step, and with it every other request
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
         stops = self._stop_texts(params)
-        if known is None:  # only now: a rejected request would leave it open
+        if known is None:  # only after validation: a rejected request must not leave a trajectory open
             self.open([request_id])
         row = self._rows[request_id]
         self._use_running_loop()
@@ -240,7 +241,7 @@ class NativeEngine:
         try:
             return await request.future
         finally:
-            if row.request is request:  # cancelled while under way
+            if row.request is request:  # the caller was cancelled
                 self._drop_request(row, "aborted")
                 self._notify()
 
@@ -252,30 +253,30 @@ class NativeEngine:
         return StopTexts(self.options.tokenizer, params.stop)
 
     async def abort(self, request_id: str) -> None:
-        """Ends the trajectory's request; its `generate` returns what was sampled, with stop reason "aborted"."""
+        """Aborts the trajectory's request: `generate` returns the tokens sampled so far, with stop reason "aborted"."""
         row = self._rows.get(request_id)
         if row is not None:
             self._drop_request(row, "aborted")
             self._notify()
 
     async def pause(self) -> None:
-        """Returns once no step is running; none starts before `resume`."""
+        """Waits for the running step to end; no other starts before `resume`."""
         self._paused = True
         self._use_running_loop()
         if self._stepping is not None:
             await asyncio.wait([asyncio.wrap_future(self._stepping.drawn)])
 
     async def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Resumes after `pause`."""
         self._paused = False
         self._notify()
 
     async def load_weights(self, chunk: Chunk, sums: Mapping[str, int] | None = None) -> None:
-        """Copies a chunk of named tensors into the engine's own weights (`sums`: see `WeightCopy.copy`). With the first one
-        the engine pauses and drops what it has cached, until `update_weights` ends the sync.
+        """Copies a chunk of named tensors into the engine's own weights (`sums`: see `WeightCopy.copy`). The first chunk of
+        a sync pauses the engine and drops its caches; `update_weights` ends the sync.
 
         Raises:
-            EtudeError: the model has no such tensor, or not of that shape; names it.
+            EtudeError: the model has no such tensor, or one of another shape; names it.
         """
         if self._incoming is None:
             self._paused_before = self._paused
@@ -284,16 +285,17 @@ class NativeEngine:
         self._incoming.copy(chunk, sums)
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Drops all cached keys and values: they belong to the old weights. Requests in flight go on with the new ones,
-        after what they have sampled. Modules that were replaced, hooked or patched since the last update are detected
-        here, and not before.
+        """Switches to the new weights and drops all cached keys and values, which belong to the old ones. Requests in
+        flight keep their sampled tokens and continue with the new weights. Modules that were replaced, hooked or patched
+        since the last update are detected only here.
 
         Args:
-            source: None where the weights are shared with the trainer; with `own_weights`, chunks of (name, tensor) as
-                `full_state` yields them, which are copied in place, beside those that `load_weights` has copied.
+            source: None if the weights are shared with the trainer; with `own_weights`, chunks of (name, tensor) as
+                `full_state` yields them, copied in place in addition to those that `load_weights` has copied.
 
         Raises:
-            EtudeError: a tensor is missing, of another shape, or not what was sent; names it.
+            EtudeError: a tensor is missing, has another shape, or is not what was sent; names it.
+            ConfigError: `source` is None with `own_weights`, or is given without.
         """
         if (source is None) != self.shares_weights:
             given, needs = ("chunks", "None") if self.shares_weights else ("None", "chunks of named tensors")
@@ -316,25 +318,25 @@ class NativeEngine:
                 await self.resume()
 
     async def _stop_for_update(self) -> None:
-        """Pauses, since a running step still reads what is dropped then."""
+        """Pauses, since a running step reads the caches, and then drops them."""
         await self.pause()
         self._scheduler.forget_all()
         if self._images is not None:
             self._images.forget()
 
     def checksums(self) -> dict[str, int]:
-        """Of the weights that are sampled from, by name (see `etude.models.named_weights`)."""
+        """Returns the checksums of the weights used for sampling, by name (see `etude.models.named_weights`)."""
         return weight_checksums(self._model)
 
     def metrics(self) -> Metrics:
-        """Metrics since the last call; names and units are those of `EngineMetrics.report`."""
+        """Returns the metrics since the last call; `EngineMetrics.report` has their names and units."""
         metrics, self._metrics = self._metrics, EngineMetrics()
         metrics.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
         metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
         return metrics.report(self.options.max_num_seqs)
 
     # -- steps ---------------------------------------------------------------------------------------------------
-    # No task runs through them all: an event loop may end in the middle of one, and another one goes on with it.
+    # Steps are chained by callbacks, not run by one task: an event loop may end during a step, and another continue it.
 
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -344,12 +346,12 @@ class NativeEngine:
                 self._deliver(self._stepping)
 
     def _notify(self) -> None:
-        """Goes on, after what the event loop is about to run: others may ask at the same time."""
+        """Schedules `_advance` after the callbacks that are already queued, so that concurrent requests share a step."""
         if self._wake is None and self._loop is not None and not self._loop.is_closed():
             self._wake = self._loop.call_soon(self._advance)
 
-    def _waiting_for(self) -> bool:
-        """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
+    def _has_turn_pending(self) -> bool:
+        """Whether an open trajectory is between turns (a tool is running), so that its next request may still come."""
         return any(row.request is None for row in self._rows.values())
 
     def _advance(self) -> None:
@@ -358,7 +360,7 @@ class NativeEngine:
         try:
             while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
                 at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
-                if self.options.deterministic and at_point and self._waiting_for():
+                if self.options.deterministic and at_point and self._has_turn_pending():
                     return
                 with self._metrics.timed("scheduling"):
                     if at_point or not self.options.deterministic:
@@ -369,7 +371,7 @@ class NativeEngine:
                     self._metrics.kv_bytes = max(self._metrics.kv_bytes, scheduler.cache.slab_bytes)
                 if plan is not None and plan.feeds:
                     self._start(plan)
-        except Exception as error:  # nobody awaits this: without it requests would wait forever
+        except Exception as error:  # runs as a callback: without this, requests would wait forever
             self._fail(error)
 
     def _start(self, plan: StepPlan) -> None:
@@ -379,7 +381,7 @@ class NativeEngine:
         self._deliver(self._stepping)
 
     def _deliver(self, step: _Step) -> None:
-        """Has the engine's event loop take what the step draws."""
+        """Schedules `_finish` on the engine's event loop once the step is computed."""
         loop = self._loop
         assert loop is not None
 
@@ -390,7 +392,7 @@ class NativeEngine:
         step.drawn.add_done_callback(deliver)
 
     def _finish(self, step: _Step) -> None:
-        if step is not self._stepping:  # two event loops were told
+        if step is not self._stepping:  # already finished: it was scheduled on two event loops
             return
         self._stepping, scheduler = None, self._scheduler
         self.steps_done += 1
@@ -401,14 +403,14 @@ class NativeEngine:
                 for (row, _), draw in zip(step.plan.drawing, drawn):
                     request = step.requests[row]
                     if request is not None and row.request is request:
-                        self._take(row, request, draw)
+                        self._append_token(row, request, draw)
                 scheduler.active = [row for row, request in step.requests.items() if row.request is request]
                 scheduler.sweep()
         except Exception as error:
             self._fail(error)
         self._advance()
 
-    def _take(self, row: SequenceState, request: Request, draw: _Draw) -> None:
+    def _append_token(self, row: SequenceState, request: Request, draw: _Draw) -> None:
         token, log_prob, kept = draw
         request.tokens.append(token)
         request.kept_ids.append(kept)
@@ -436,7 +438,7 @@ class NativeEngine:
             self._scheduler.sweep()
 
     def _fail(self, error: Exception) -> None:
-        """A step failed: every request in flight fails with it, and the cache starts empty."""
+        """Fails every request in flight and starts with an empty cache."""
         failure = EngineError(f"inference step failed: {type(error).__name__}: {one_line(error)}")
         failure.__cause__ = error
         old, self._scheduler = self._scheduler, self._new_scheduler()
@@ -450,7 +452,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> list[_Draw]:
-        """One forward pass over the plan's tokens; draws one token for each of its drawing rows (see `sample`)."""
+        """Runs one forward pass over the plan's tokens and draws a token for each row in `plan.drawing`."""
         metrics = self._metrics
         metrics.steps += 1
         metrics.rows += len(plan.feeds)
@@ -480,17 +482,17 @@ class NativeEngine:
             return list(zip(tokens.tolist(), log_probs.tolist(), kept))
 
 
-def _copy_of(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of the model with weights in another precision; buffers (rotary frequencies) stay as they are."""
+def _copy_in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """Returns a copy of the model with its weights in another precision; buffers (rotary frequencies) keep theirs."""
     made = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in made.parameters():
-        if parameter.is_floating_point():  # others are quantised
+        if parameter.is_floating_point():  # integer parameters are quantised
             parameter.data = parameter.data.to(dtype)
     return made
 
 
 def _copy_weights(source: Any, target: Any) -> None:
-    """Those that are trained: with LoRA the adapters."""
+    """Copies the trainable weights only: with LoRA, the adapters."""
     with torch.no_grad():
         for old, new in zip(target.parameters(), source.parameters()):
             if new.requires_grad:

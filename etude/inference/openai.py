@@ -1,10 +1,10 @@
 """The `openai` engine, for evaluation only: any server with OpenAI's `/v1/completions`, text in and text out.
 
-The interface between agents and engines is token ids, so the prompt's ids are decoded to text for the server, and the
-answer's text is encoded again; if the server says that the model ended its turn, the first stop id is appended, or the stop
-text, if it names one (`stop_reason`, as vLLM's does). The re-encoded ids need not be the sampled ones, and there are no
-log-probs (they are zeros): none of this may be trained on, and `etude train` refuses the engine. Servers that offer only
-chat completions cannot be used, because they would render the conversation, including tools, with their own template.
+Agents and engines exchange token ids, so the prompt's ids are decoded to text for the server, and the answer's text is
+re-encoded. If the server reports that the model ended its turn, the first stop id is appended; if it reports a stop string
+(`stop_reason`, as vLLM does), that string is. The re-encoded ids may differ from the sampled ones, and there are no
+log-probs (they are zeros), so `etude train` refuses the engine. Servers that offer only chat completions are not supported,
+because they would render the conversation and tools with their own template.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from etude.inference.router import connect
 from etude.inference.served import ServedEngine
 from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 
-_MOST_STOPS = 4  # stop texts that OpenAI's interface takes
+_MAX_STOPS = 4  # the maximum number of stop strings in OpenAI's API
 
 
 @ENGINES.register("openai")
 class OpenAIEngine(ServedEngine):
-    """One server; `model`: its name for the model, None if it serves a single one."""
+    """One server; `model`: the name of the model there, None if it serves a single one."""
 
     servers = "required"
     evaluation_only = True
@@ -34,7 +34,7 @@ class OpenAIEngine(ServedEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
-        """The engine of one address, or a router over several."""
+        """Returns the engine of one address, or a router over several."""
         return connect(setup, lambda server: cls(server, setup.tokenizer, setup.max_model_len, setup.server_model))
 
     async def _model_name(self) -> str:
@@ -64,15 +64,15 @@ class OpenAIEngine(ServedEngine):
         }
         stops = [*params.stop, *(self._tokenizer.decode([token]) for token in params.stop_token_ids)]
         if stops:
-            body["stop"] = stops[:_MOST_STOPS]
+            body["stop"] = stops[:_MAX_STOPS]
         if params.top_k > 0:
             body["top_k"] = params.top_k  # not part of OpenAI's API, though many servers take it
         answer = await self._server.ask(path, body)
         with self._server.reading(path):
             choice = answer["choices"][0]
             text, ending = choice["text"], choice["finish_reason"]
-            if (found := choice.get("stop_reason")) in params.stop:  # servers leave out the text that they stopped at
-                text, ending = text + found, found
+            if (stop_text := choice.get("stop_reason")) in params.stop:  # servers leave the stop string out of the text
+                text, ending = text + stop_text, stop_text
             ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
         return self._output(ids, ending, params)
 
@@ -80,22 +80,22 @@ class OpenAIEngine(ServedEngine):
         reason = "stop" if ending == "stop" or ending in params.stop else "length"
         if ending == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
             ids = [*ids, params.stop_token_ids[0]]
-        if len(ids) > params.max_tokens:  # re-encoded, a text may take a few more tokens
+        if len(ids) > params.max_tokens:  # the re-encoded text may have a few more tokens
             ids, reason = ids[: params.max_tokens], "length"
         return TokenOutput(ids, [0.0] * len(ids), reason, [0] * len(ids))
 
     async def _abort(self, name: str) -> None:
-        """Only closing the connection ends a request: `close` does."""
+        """Does nothing: only `close` ends a request, by closing the connection."""
 
     async def check(self) -> None:
         """Raises EngineError if the server does not answer."""
         await self._server.get("/v1/models")
 
     async def _pause(self) -> None:
-        """The server is not ours to pause."""
+        """Does nothing: the server is not paused."""
 
     async def _resume(self) -> None:
-        """Nothing was paused."""
+        """Does nothing."""
 
     async def _load(self, source: Any, version: int) -> None:
         raise ConfigError("the openai engine is for evaluation: it takes no weights")

@@ -1,12 +1,12 @@
-"""The probe: does the engine sample from the weights it was sent?
+"""The weight probe: checks that the engine samples from the weights it was sent.
 
-After a weight sync, the engine draws a few tokens from each of a few prompts, and the trainer computes the log-probs of the
-same tokens with its own weights. They must agree to rounding, and carry the version that was sent. An engine that keeps old
-weights, mixes them with new ones, or reports log-probs of another distribution than the one it samples from (before
-temperature, for instance) is caught here rather than in a run that does not learn.
+After a weight sync, the engine samples a few tokens for each of a few prompts, and the trainer computes the log-probs of the
+same tokens with its own weights. The log-probs must agree up to rounding, and the tokens must carry the version that was
+sent. An engine that keeps old weights, mixes them with new ones, or reports log-probs of another distribution than the one
+it samples from (before temperature, for instance) is caught here rather than by a run that does not learn.
 
 What the probe cannot detect: weights that differ by so little that no log-prob moves by more than the tolerance. An engine
-that never takes new weights is therefore caught at the first step whose *accumulated* change exceeds it.
+that never loads new weights is therefore caught at the first step whose *accumulated* change exceeds it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.seeds import probe_seed
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Largest allowed difference in nats, by the trainer's dtype: many times the measured rounding error (`docs/engines.md`),
-and far below the effect of other weights."""
+"""Largest allowed log-prob difference in nats, by the trainer's dtype: many times the measured rounding error
+(`docs/engines.md`), and far below the effect of different weights."""
 
 Score = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Sequence[Sequence[float]]]
 """The trainer's log-probs of responses, given (prompt, response) ids and the temperature."""
@@ -35,7 +35,7 @@ class WeightMismatch(EtudeError):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Differences in nats over the `tokens` compared."""
+    """The largest and mean log-prob difference, in nats, over the `tokens` compared."""
 
     largest: float
     mean: float
@@ -44,8 +44,8 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ProbeDraws:
-    """What the engine `name` drew from the probe's prompts with weights of `version`: (prompt, response) ids, and the
-    log-probs of all responses in a row. These may differ from the trainer's by `tolerance`."""
+    """What the engine `name` sampled for the probe's prompts with weights of `version`: (prompt, response) ids, and the
+    log-probs of all responses, concatenated. They may differ from the trainer's by `tolerance` nats."""
 
     name: str
     version: int
@@ -54,10 +54,10 @@ class ProbeDraws:
     tolerance: float
 
     def judge(self, expected: Sequence[float]) -> ProbeResult:
-        """Compares with the log-probs of the same tokens by the trainer.
+        """Compares the log-probs with the trainer's for the same tokens.
 
         Raises:
-            WeightMismatch: they differ by more than the tolerance.
+            WeightMismatch: they differ by more than the tolerance, there are none, or the trainer's are not finite.
         """
         name, version, actual = self.name, self.version, self.log_probs
         if not actual:
@@ -78,11 +78,11 @@ class ProbeDraws:
         return result
 
     def judge_again(self, before: ProbeDraws) -> ProbeResult:
-        """Compares with what the same weights drew `before`, from the same prompts, as far as the tokens are the same: one
-        may fall the other way by rounding.
+        """Compares with an earlier draw from the same weights and prompts. Each response is compared up to the first token
+        that differs, since rounding may tip a draw.
 
         Raises:
-            WeightMismatch: log-probs differ by more than the tolerance, or no first token is the same.
+            WeightMismatch: log-probs differ by more than the tolerance, or every response differs from its first token on.
         """
         mine, theirs = self._by_prompt(), before._by_prompt()
         pairs = [pair for one, other in zip(mine, theirs) for pair in takewhile(_same_token, zip(one, other))]
@@ -103,8 +103,8 @@ def _same_token(pair: tuple[tuple[int, float], tuple[int, float]]) -> bool:
 
 
 class WeightProbe:
-    """`prompts`: ids of a few short texts; `tokens` are drawn from each; `temperature` is that of the rollouts; without a
-    `score`, draws are judged elsewhere."""
+    """`prompts`: ids of a few short texts; `tokens`: how many to sample for each; `temperature`: that of the rollouts;
+    `score`: None if draws are judged elsewhere."""
 
     def __init__(
         self,
@@ -119,16 +119,16 @@ class WeightProbe:
         self._tolerance, self._temperature, self._tokens = tolerance, temperature or 1.0, tokens
 
     async def check(self, engine: Engine, version: int, name: str = "the engine") -> ProbeResult:
-        """Compares log-probs; the engine must have no other requests meanwhile.
+        """Samples from the engine and compares log-probs; the engine must have no other requests meanwhile.
 
         Raises:
-            WeightMismatch: they differ by more than the tolerance, or the tokens carry another version.
+            WeightMismatch: log-probs differ by more than the tolerance, or tokens carry another weight version.
             EngineError: the engine failed to sample.
         """
         return self.judge(await self.draw(engine, version, name))
 
     def judge(self, drawn: ProbeDraws) -> ProbeResult:
-        """Compares what was drawn with the trainer's log-probs.
+        """Compares the draws with the trainer's log-probs.
 
         Raises:
             WeightMismatch: they differ by more than the tolerance.
@@ -137,10 +137,10 @@ class WeightProbe:
         return drawn.judge([value for row in self._score(drawn.rows, self._temperature) for value in row])
 
     async def draw(self, engine: Engine, version: int, name: str = "the engine") -> ProbeDraws:
-        """Has the engine draw; the same tokens each time, if its weights are the same.
+        """Samples from the engine; unchanged weights give the same tokens each time, up to rounding.
 
         Raises:
-            WeightMismatch: the tokens carry another version.
+            WeightMismatch: tokens carry another weight version.
             EngineError: the engine failed to sample.
         """
         names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
@@ -150,7 +150,7 @@ class WeightProbe:
             try:
                 return await engine.generate(request, ids, params)
             finally:
-                engine.close(request)  # at once: a deterministic engine waits for open trajectories
+                engine.close(request)  # immediately: a deterministic engine waits for open trajectories
 
         engine.open(names)
         try:

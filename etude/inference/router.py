@@ -1,14 +1,14 @@
-"""The router: several replicas of an engine behind the one interface.
+"""The router: load-balances trajectories over several replicas of an engine and retries failed requests.
 
 A trajectory goes to the replica with the fewest trajectories and stays there, where its earlier turns are in the prefix
-cache; the others of its group (whose ids differ only in the last two parts, as in `uid/7/0`) follow it, to share their
-prompt, as long as no other replica has much less to do. A replica that fails a request and then its health check, or that
-fails a check while it should be answering, is ejected: its requests are retried on another one, from the prompt's ids. It
-returns once a check succeeds, after it has got the newest weights, because a server that died has lost them. One that this
-process started is started again when it has died.
+cache. The other trajectories of its group (whose ids differ only in the last two parts, as in `uid/7/0`) go to the same
+replica to share the prompt, unless another replica is much less busy. A replica is ejected if it fails a request and then
+its health check, or a periodic health check: its requests are retried on another replica, from the prompt's ids. It is
+readmitted once a health check succeeds and it has received the newest weights, because a restarted server has lost them. A
+server that this process started is restarted when it dies.
 
-Invariant: a request returns one replica's complete answer, or raises EngineError after `request_timeout`; no replica
-answers with weights older than the last `update_weights`.
+Invariant: a request returns one replica's complete answer, or raises EngineError, at the latest after `request_timeout`; no
+replica answers with weights older than the last `update_weights`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from etude.metrics import Mean, Metrics, add_metrics
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-_START_POLL = 0.25  # seconds between two looks at a server that starts
+_START_POLL = 0.25  # seconds between health checks of a server that is starting
 
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Seconds: between two rounds of health checks, for one check, for a request with all its attempts, and for sending
-    weights to a replica that returns; `attempts` per request; `group_lead`: how many trajectories more than the least
-    busy one a replica may have and still get the next of a group that it has."""
+    """Times are in seconds: `check_every` between two rounds of health checks, `check_timeout` for one check,
+    `request_timeout` for a request with all its retries, `sync_timeout` for sending weights. `attempts` is per request. A
+    replica gets the next trajectory of its groups while it has fewer than `group_lead` more than the least busy one."""
 
     check_every: float = 2.0
     check_timeout: float = 10.0
@@ -55,8 +55,8 @@ class _Replica:
     name: str
     engine: Engine
     process: ServerProcess | None = None
-    groups: Counter[str] = field(default_factory=Counter)  # of its trajectories
-    cause: str = ""  # why it is out; empty while it is in
+    groups: Counter[str] = field(default_factory=Counter)  # group → number of its trajectories here
+    cause: str = ""  # why it was ejected; empty while it takes requests
     misfit: bool = False  # whether it answers, but not with the trainer's weights
     ejected: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -65,15 +65,15 @@ class _Replica:
         return not self.cause
 
     def drop(self, request_id: str) -> None:
-        self.groups -= Counter([_group_of(request_id)])  # keeps no zeros
+        self.groups -= Counter([_group_of(request_id)])  # `-=` removes zero counts
 
 
 class Router:
-    """The interface is `etude.inference.Engine`.
+    """Implements `etude.inference.Engine` over several replicas.
 
     Attributes:
-        admit: awaited as `admit(engine, version)` before an ejected replica gets requests again; it raises if the replica
-            is not fit (the weight probe is such a test).
+        admit: awaited as `admit(engine, version)` before an ejected replica gets requests again; raises if the replica
+            must stay out (for example, the weight probe).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Router:
         options: RouterOptions | None = None,
         processes: Mapping[str, ServerProcess] | None = None,
     ) -> None:
-        """`processes`: by name, those of replicas that are to be started here, at the first `update_weights`."""
+        """`processes`: by name, the servers to be started here, at the first `update_weights`."""
         own = processes or {}
         self._replicas = [_Replica(name, engine, own.get(name)) for name, engine in replicas.items()]
         self.options = options or RouterOptions()
@@ -100,15 +100,15 @@ class Router:
 
     @property
     def replicas(self) -> dict[str, Engine]:
-        """The replicas that take requests, by name."""
+        """The engines of the replicas that take requests, by name."""
         return {replica.name: replica.engine for replica in self._replicas if replica.up}
 
     async def check_all(self, test: Callable[[Engine, str], Awaitable[R]]) -> list[R]:
-        """The result of `test(engine, name)` for each replica; one with an infrastructure failure is ejected.
+        """Returns the result of `test(engine, name)` for each replica; ejects replicas for which it raises EngineError.
 
         Raises:
-            EngineError: none is left.
-            EtudeError: a test found that the replica is wrong, not broken.
+            EngineError: no replica is left.
+            EtudeError: a test failed for another reason than the infrastructure.
         """
         results = []
         for replica in [replica for replica in self._replicas if replica.up]:
@@ -122,22 +122,22 @@ class Router:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def open(self, request_ids: Sequence[str]) -> None:
-        """Assigns each trajectory a replica, in row order."""
+        """Assigns each trajectory to a replica, in row order."""
         opened: dict[_Replica, list[str]] = {}
         for request_id in request_ids:
-            if replica := self._settle_at(request_id):
+            if replica := self._assign(request_id):
                 opened.setdefault(replica, []).append(request_id)
         for replica, ids in opened.items():
             replica.engine.open(ids)
 
     def close(self, request_id: str) -> None:
-        """Tells the trajectory's replica."""
+        """Closes the trajectory on its replica."""
         replica = self._home.pop(request_id, None)
         self._aborted.discard(request_id)
         if replica is not None:
             replica.drop(request_id)
             replica.engine.close(request_id)
-        if not self._in_use and self._watcher is not None:  # a stopped loop would leave it hanging
+        if not self._in_use and self._watcher is not None:  # it must not outlive the event loop
             self._watcher.cancel()
             self._watcher = None
 
@@ -150,8 +150,8 @@ class Router:
         images: Sequence[Any] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """See `etude.inference.Engine.generate`; a request that fails on one replica is retried on another, unless tokens of
-        it were told of, which nobody can take back."""
+        """See `etude.inference.Engine.generate`. A request that fails on one replica is retried on another, unless tokens
+        were already passed to `on_tokens`, which cannot be taken back."""
         params = SamplingParams.of(sampling_params)
         self._under_way += 1
         self._watch()
@@ -171,11 +171,11 @@ class Router:
         self, request_id: str, prompt: list[int], params: SamplingParams, images: Any, on_tokens: Any
     ) -> TokenOutput:
         failure, tried = EngineError("no replica was asked"), set[_Replica]()
-        told = False
+        emitted = False
 
-        def tell(ids: Sequence[int]) -> None:
-            nonlocal told
-            told = True
+        def emit(ids: Sequence[int]) -> None:
+            nonlocal emitted
+            emitted = True
             on_tokens(ids)
 
         for attempt in range(self.options.attempts):
@@ -185,7 +185,7 @@ class Router:
             try:
                 extra = {"images": images} if images else {}
                 if on_tokens is not None and streams_tokens(replica.engine):
-                    extra["on_tokens"] = tell
+                    extra["on_tokens"] = emit
                 output = await self._ask(replica, request_id, prompt, params, extra)
                 if output.stop_reason != "aborted" or request_id in self._aborted or request_id not in self._home:
                     return output
@@ -193,8 +193,8 @@ class Router:
             except EngineError as error:
                 failure = error
                 await self._suspect(replica, error)
-            self._leave(request_id)
-            if told:
+            self._unassign(request_id)
+            if emitted:
                 raise EngineError(f"failed after tokens of it had gone out: {one_line(failure)}") from failure
         raise EngineError(
             f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
@@ -208,7 +208,7 @@ class Router:
         params: SamplingParams,
         extra: Mapping[str, Any],
     ) -> TokenOutput:
-        """One replica's answer; EngineError as soon as it is ejected."""
+        """Returns the replica's answer; raises EngineError as soon as the replica is ejected."""
         answer = asyncio.ensure_future(replica.engine.generate(request_id, prompt, params, **extra))
         ejected = asyncio.ensure_future(replica.ejected.wait())
         try:
@@ -221,22 +221,22 @@ class Router:
         return answer.result()
 
     async def _replica_of(self, request_id: str, tried: set[_Replica]) -> _Replica:
-        """The trajectory's replica, or a new one; waits for one to return if all are out."""
+        """Returns the trajectory's replica, or a new one; if all are ejected, waits until one is readmitted."""
         while True:
             home = self._home.get(request_id)
             if home is not None and home.up:
                 return home
-            self._leave(request_id)
-            replica = self._settle_at(request_id, tried)
+            self._unassign(request_id)
+            replica = self._assign(request_id, tried)
             if replica is not None:
                 replica.engine.open([request_id])
                 return replica
             self._back.clear()
             await self._back.wait()
 
-    def _settle_at(self, request_id: str, tried: AbstractSet[_Replica] = frozenset()) -> _Replica | None:
-        """Assigns the trajectory a replica, if possible one that has not failed its request: its group's, or the one with
-        the fewest others."""
+    def _assign(self, request_id: str, tried: AbstractSet[_Replica] = frozenset()) -> _Replica | None:
+        """Assigns the trajectory to a replica: its group's or the least busy one, if possible not one in `tried`. Returns
+        None if all are ejected."""
         up = [replica for replica in self._replicas if replica.up]
         if not up:
             return None
@@ -252,15 +252,15 @@ class Router:
         self._home[request_id] = chosen
         return chosen
 
-    def _leave(self, request_id: str) -> None:
-        """Unassigns the trajectory: its next request goes to the least busy replica then."""
+    def _unassign(self, request_id: str) -> None:
+        """Unassigns the trajectory and closes it on its replica; its next request is assigned again."""
         home = self._home.pop(request_id, None)
         if home is not None:
             home.drop(request_id)
             home.engine.close(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends the trajectory's request; it is not retried on another replica."""
+        """Aborts the trajectory's request; it is not retried on another replica."""
         self._aborted.add(request_id)
         if home := self._home.get(request_id):
             await home.engine.abort(request_id)
@@ -281,7 +281,7 @@ class Router:
             await settle({watcher})
 
     async def _rounds(self) -> None:
-        """Checks all replicas periodically while trajectories are open; a new watch keeps the schedule of the last."""
+        """Health-checks all replicas periodically while the router is in use; a new watch keeps the last one's schedule."""
         clock = asyncio.get_running_loop().time
         while True:
             if self._next_round < clock():
@@ -293,7 +293,7 @@ class Router:
 
     async def _check(self, replica: _Replica) -> bool:
         check = getattr(replica.engine, "check", None)
-        if check is None:  # an engine in this process: it fails by failing requests
+        if check is None:  # an engine in this process: only its requests can fail
             return True
         try:
             await within(self.options.check_timeout, check)
@@ -304,7 +304,7 @@ class Router:
         return True
 
     async def _suspect(self, replica: _Replica, error: EngineError) -> None:
-        """After a failed request: ejects the replica unless its health check succeeds."""
+        """Ejects a replica that failed a request unless its health check succeeds."""
         if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
             self._eject(replica, error)
 
@@ -329,13 +329,13 @@ class Router:
                 if self.admit is not None:
                     await within(self.options.sync_timeout, self.admit, engine, weights[1])
         except Exception as error:
-            # Logged once, since a restart will not fix it: the replica answers, but not with the trainer's weights.
+            # Warned of once, since a restart will not fix it: the replica answers, but not with the trainer's weights.
             misfit = isinstance(error, EtudeError) and not isinstance(error, EngineError)
             level = logging.WARNING if misfit and not replica.misfit else logging.INFO
             logger.log(level, "engine replica %s stays out: %s", replica.name, one_line(error))
             replica.misfit |= misfit
             return
-        if weights is not self._weights:  # newer ones were sent meanwhile: the next round sends it those
+        if weights is not self._weights:  # newer weights were sent meanwhile: the next round sends them
             return
         self._readmit(replica)
         logger.warning("engine replica %s is back", replica.name)
@@ -345,7 +345,7 @@ class Router:
         self._back.set()
 
     async def _start(self, replica: _Replica, process: ServerProcess) -> None:
-        """Has a server of ours answer, so that it can take weights; one that does not, or not in time, is ejected."""
+        """Starts a server and waits until it can take weights; ejects it if it ends or does not answer in time."""
         if not process.is_alive:
             process.start()
 
@@ -369,7 +369,7 @@ class Router:
     # -- all replicas --------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Pauses every replica; one that cannot be paused is ejected."""
+        """Pauses every replica; ejects those that cannot be paused."""
         self._paused = True
         await self._all("pause")
 
@@ -379,16 +379,16 @@ class Router:
         self._paused = False
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Sends the weights to every replica; one that does not take them is ejected.
+        """Sends the weights to every replica; ejects those that do not take them.
 
         Raises:
-            EngineError: none took them.
+            EngineError: no replica took them.
         """
         self._weights = (source, version)
         await asyncio.gather(
             *(self._start(r, r.process) for r in self._replicas if r.process and not r.process.is_alive)
         )
-        if not self._paused:  # a replica that hangs must not hold up the others until the sync's own limit
+        if not self._paused:  # a replica that hangs must not hold up the others until `sync_timeout`
             await asyncio.gather(*(self._check(replica) for replica in self._replicas if replica.up))
         was_paused, self._paused = self._paused, True
         try:
@@ -397,15 +397,15 @@ class Router:
             self._paused = was_paused
 
     async def sleep(self) -> None:
-        """Has every replica that can release its memory."""
+        """Releases the device memory of every replica that supports it."""
         await self._all("sleep")
 
     async def wake(self) -> None:
-        """Has every replica reallocate its memory."""
+        """Reallocates the memory that `sleep` released."""
         await self._all("wake")
 
     async def shutdown(self) -> None:
-        """Ends the watch, and the processes that replicas started."""
+        """Ends the health checks, the processes that engines started, and the servers started here."""
         await self._end_watch()
         for replica in self._replicas:
             if hasattr(replica.engine, "shutdown"):
@@ -431,7 +431,7 @@ class Router:
             raise EngineError(f"{purpose}: no engine replica is left: {causes}")
 
     def metrics(self) -> Metrics:
-        """The replicas' metrics since the last call, added up; retried requests, ejections, active replicas."""
+        """Returns the sum of the replicas' metrics since the last call, with retries, ejections and active replicas."""
         counters, self._counters = self._counters, _fresh_counters()
         parts = [replica.engine.metrics() for replica in self._replicas]
         return add_metrics([counters, *parts]) | {"replicas": Mean(len(self.replicas), 1)}
@@ -442,7 +442,7 @@ def _group_of(request_id: str) -> str:
 
 
 def connect(setup: EngineSetup, engine_of: Callable[[HttpServer], Engine]) -> Engine:
-    """The engine of the one configured address, or a router over several, or over the server that is started here."""
+    """Returns the engine of the only configured address, else a router over several, or over the server started here."""
     process = ServerProcess(setup.server_command, setup.model_path) if setup.server_command else None
     servers = setup.servers([process.url] if process else setup.own_urls())
     engines = {server.url: engine_of(server) for server in servers}

@@ -1,7 +1,7 @@
-"""Drawing tokens from logits, each row with its own parameters and its own random numbers.
+"""Sampling of tokens from logits: temperature, top-k, top-p, with parameters and random numbers per row.
 
-Invariant: the uniform number that draws the token at position p of a request depends only on (seed, p), never on which other
-rows share the batch, so that a request draws the same tokens from the same logits wherever it runs.
+Invariant: the random number for the token at position p of a request depends only on (seed, p), never on the other rows of
+the batch, so a request samples the same tokens from the same logits wherever it runs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from etude.inference.types import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 256  # tokens
-_FIRST_CANDIDATES = 64  # a nucleus is rarely larger; if it is, four times as many are tried
+_FIRST_CANDIDATES = 64  # a nucleus (top-p set) is rarely larger; if it is, four times as many candidates are tried
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """One float64 in [0, 1) per row, a hash of (seed, position).
+    """Returns one float64 in [0, 1) per row, a hash of (seed, position).
 
-    SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"), its state taken from a
-    first round over the seed so that neighbouring seeds share no sequence.
+    SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"). The seed goes through one
+    round first to give the state, so that neighbouring seeds do not share a sequence.
     """
     with np.errstate(over="ignore"):
         state = _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
@@ -42,16 +42,16 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[array[int] | None]]:
-    """Draws one token per row.
+    """Samples one token per row.
 
     Args:
         logits: (rows, vocabulary), any float type.
         params: one per row.
-        positions: how many tokens each row's request has drawn so far.
+        positions: how many tokens each row's request has sampled so far.
 
     Returns:
         token ids (rows,), their log-probs (rows,) in float32, and per row the ids that top-k and top-p kept, ascending; None
-        where neither was on.
+        for rows with neither, and for greedy rows.
     """
     logits = logits.float()
     greedy = [p.temperature == 0 for p in params]
@@ -74,21 +74,21 @@ def _restricted_rows(params: Sequence[SamplingParams]) -> list[int]:
 
 
 def _kept_ids(restricted: Tensor, params: Sequence[SamplingParams]) -> list[array[int] | None]:
-    """Per row the ids that `restrict` kept; None where it left the row alone."""
-    found: list[array[int] | None] = [None] * len(params)
+    """Returns, per row, the ids that `restrict` kept; None for rows that it left unchanged."""
+    kept_ids: list[array[int] | None] = [None] * len(params)
     if rows := _restricted_rows(params):
         place, ids = (restricted[rows] > float("-inf")).nonzero(as_tuple=True)
         counts = torch.bincount(place, minlength=len(rows)).tolist()
         for row, part in zip(rows, ids.to("cpu", torch.int32).split(counts)):
-            found[row] = array("i", part.numpy().tobytes())
-    return found
+            kept_ids[row] = array("i", part.numpy().tobytes())
+    return kept_ids
 
 
 def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse transform sampling, one uniform per row: (rows,) token ids and log-probs.
+    """Inverse transform sampling, one uniform per row: returns token ids (rows,) and log-probs (rows,).
 
-    The cumulative sums, whose rounding must stay far below any probability, are float64; but only those over blocks of
-    the vocabulary, and then those within the block that the draw falls into.
+    The rounding of cumulative sums must stay far below any probability, so they are float64. To save time, they are
+    computed over blocks of the vocabulary, and then only within the block that the draw falls into.
     """
     rows, width = logits.shape
     weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
@@ -102,7 +102,7 @@ def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     inside = blocks[torch.arange(rows, device=logits.device), block[:, 0]]
     within = inside.double().cumsum(dim=-1)
     place = torch.searchsorted(within, target - before, right=True)
-    # Rounding may carry a draw past the end of its block: it belongs to the block's last token with nonzero probability.
+    # Rounding may put a draw past the end of its block: then take the block's last token with nonzero probability.
     last = (inside > 0).mul(torch.arange(1, _BLOCK + 1, device=logits.device)).amax(dim=-1, keepdim=True) - 1
     tokens = block * _BLOCK + torch.minimum(place, last)
     log_probs = (weights.gather(1, tokens).double() / total).log().float()
@@ -112,9 +112,9 @@ def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Sets logits outside each row's top-k and top-p sets to -inf; (rows, vocabulary) in and out.
 
-    Top-k first, then the smallest set of tokens whose probability reaches top_p, always including the most probable one.
-    Among tokens of equal probability those with lower ids come first. The vocabulary is not sorted: only as many of its
-    largest logits are found as the sets need.
+    Top-k is applied first, then top-p: the smallest set of tokens whose probability reaches top_p, always including the
+    most probable one. Ties are broken in favour of lower ids. Instead of sorting the vocabulary, `topk` finds as many of
+    its largest logits as the sets need.
     """
     rows = _restricted_rows(params)
     if not rows:
@@ -138,11 +138,11 @@ def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens each row keeps, and the smallest logit among them; both (rows, 1)."""
+    """Returns how many tokens each row keeps, and the smallest logit among them; both (rows, 1)."""
     width = logits.shape[1]
     nucleus = top_p < 1
     size = min(max(_FIRST_CANDIDATES, int(torch.where(top_k < width, top_k, 0).max())), width)
-    # The mass that top_p is a share of: that of the top-k set if there is one, else of the whole vocabulary.
+    # top_p is a fraction of the mass of the top-k set if there is one, else of that of the whole vocabulary.
     top = logits.amax(dim=-1, keepdim=True)
     mass = torch.exp(logits - top).sum(dim=-1, keepdim=True, dtype=torch.float64)
     while True:

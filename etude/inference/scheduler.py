@@ -1,10 +1,10 @@
-"""Which trajectories are computed in the next step, and which are preempted when memory is short.
+"""The scheduler: which trajectories the next step computes, and which are preempted when memory is short.
 
-Rows wait in a queue, in row order, until the batch has a place and the cache has memory for their context (admission);
-between two steps each row of the batch gets room for its next tokens. When the budget is used up, memory is taken from, in
+Rows wait in a queue, in row order, until the batch has a place and the cache has memory for their context (admission).
+Between two steps each row of the batch gets room for its next tokens. When the budget is used up, memory is taken from, in
 this order: unused prefixes, rows that are not in the batch (the last first), and the batch's last rows, which go back to the
-queue with what they have sampled (preemption). What was taken is recomputed, so budgets and chunks change when a token is
-computed, never which.
+queue and keep their sampled tokens (preemption). Evicted keys and values are recomputed, so budgets and chunked prefill
+change when a token is computed, never which token.
 
 Invariant: between steps a row is in the batch, in the queue, or has no request. The first row of the batch is never
 preempted for another, so some request always completes.
@@ -31,9 +31,9 @@ from etude.routed_experts import RoutedExperts
 
 @dataclass
 class Request:
-    """A request and what has been sampled so far; `limit`: its maximum number of tokens.
+    """A request and the tokens sampled so far; `limit`: maximum number of new tokens.
 
-    `prompt` is keyed if it has `images`, see `etude.models.image_positions`.
+    With `images`, `prompt` has keyed ids (see `etude.models.image_positions`).
     """
 
     prompt: list[int]
@@ -49,7 +49,7 @@ class Request:
     on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
-        """Answers, once."""
+        """Resolves the future with the tokens sampled so far, unless it is done."""
         if not self.future.done():
             kept = self.kept_ids if any(self.kept_ids) else None
             output = TokenOutput(
@@ -60,10 +60,10 @@ class Request:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A trajectory. `head` is the length of its first prompt, which others may share.
+    """A trajectory's state in the engine. `head` is the length of its first prompt, which others may share.
 
-    Invariant: the first tokens of its context have keys and values: `shared` in the prefix, the `own`
-    ones after them in its slot. `feed` is what follows.
+    Invariant: the first tokens of its context are in the KV cache: `shared` tokens in the prefix's slot, then the tokens
+    `own` in its own slot. `feed` are the tokens after them, still to be computed.
     """
 
     rank: tuple[int, int, str]
@@ -81,12 +81,12 @@ class SequenceState:
         return self.prefix is not None and not self.prefix.ready
 
     def context(self) -> list[int]:
-        """The request's prompt and what was sampled after it."""
+        """Returns the request's prompt followed by the tokens sampled so far."""
         assert self.request is not None
         return self.request.prompt + self.request.tokens
 
     def common(self, context: list[int]) -> int:
-        """How many first tokens of `context` are cached."""
+        """Returns how many tokens from the start of `context` are cached."""
         if self.prefix is None:
             return 0
         head = self.prefix.tokens[: self.shared]
@@ -96,7 +96,7 @@ class SequenceState:
         return self.shared + own
 
     def routed_experts(self) -> RoutedExperts | None:
-        """Of the tokens that are computed; None where the cache does not keep them."""
+        """Returns the experts of the cached tokens; None if the cache does not record them."""
         parts = [(None if self.prefix is None else self.prefix.slot, self.shared), (self.slot, len(self.own))]
         kept = [
             slot.slab.experts[slot.index, :count] for slot, count in parts if slot and slot.slab.experts is not None
@@ -104,7 +104,7 @@ class SequenceState:
         return RoutedExperts.of(np.concatenate(kept)) if kept else None
 
     def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
-        """Releases its memory; nothing is cached any more."""
+        """Releases all its cache memory."""
         if self.slot is not None:
             cache.give_back(self.slot)
         if self.prefix is not None:
@@ -114,8 +114,8 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class ScheduledInput:
-    """A row's input to a step: its own tokens, or those of the `prefix` that it waits for; `sampled`: the one token that
-    the previous step drew."""
+    """A row's input to a step: its own tokens, or those of the `prefix` that it waits for; `sampled`: whether it is the
+    one token that the previous step drew (decode, not prefill)."""
 
     row: SequenceState
     feed: StepInput
@@ -125,30 +125,31 @@ class ScheduledInput:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`drawing`: the rows that get a token, each with the index of the feed whose last logits it is drawn from."""
+    """What a step computes. `drawing`: the rows that sample a token, each with the index of the feed whose last logits it
+    is sampled from."""
 
     feeds: list[ScheduledInput]
     drawing: list[tuple[SequenceState, int]]
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens that the step computes."""
         return sum(len(part.feed.ids) for part in self.feeds)
 
     @property
     def prefill(self) -> int:
-        """Tokens that were not sampled by the previous step."""
+        """The number of tokens not sampled by the previous step."""
         return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
 
 
 class Scheduler:
-    """Rows of one engine. `max_num_seqs` bounds the batch, `max_num_batched_tokens` a step's tokens."""
+    """Schedules the rows of one engine: at most `max_num_seqs` in the batch, `max_num_batched_tokens` tokens per step."""
 
     def __init__(
         self, cache: SlabCache, prefixes: PrefixStore, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
         self.cache, self.prefixes = cache, prefixes
-        self._most_rows, self._most_tokens = max_num_seqs, max_num_batched_tokens
+        self._max_rows, self._max_tokens = max_num_seqs, max_num_batched_tokens
         self.rows: dict[str, SequenceState] = {}
         self.queue: list[SequenceState] = []
         self.active: list[SequenceState] = []
@@ -156,7 +157,7 @@ class Scheduler:
         self.asked_tokens = self.preemptions = 0
 
     def close(self, row: SequenceState) -> None:
-        """The row, no longer among `rows`, releases its memory at the next admission."""
+        """Has the memory of a row that was removed from `rows` freed at the next admission."""
         self._closed.append(row)
 
     def reclaim(self) -> None:
@@ -168,10 +169,10 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Moves queued rows into the batch, in row order, as far as places and memory allow."""
+        """Moves queued rows into the batch, in row order, while it has a place and the cache has memory."""
         self.reclaim()
         self.queue.sort(key=lambda row: row.rank)
-        while self.queue and len(self.active) < self._most_rows:
+        while self.queue and len(self.active) < self._max_rows:
             row = self.queue[0]
             if not self._prepare(row):
                 if not self.active:
@@ -182,7 +183,7 @@ class Scheduler:
         self.active.sort(key=lambda row: row.rank)
 
     def _prepare(self, row: SequenceState) -> bool:
-        """Finds the cached part of the row's context, and allocates memory for the rest; False: there is none."""
+        """Finds the cached part of the row's context and allocates memory for the rest; False: not enough memory."""
         assert row.request is not None
         context = row.context()
         if row.waiting and tuple(context[: row.shared]) != row.prefix.tokens:  # type: ignore[union-attr]
@@ -197,7 +198,7 @@ class Scheduler:
             row.prefix, row.shared = prefix, row.head
             held = row.head
         if not row.waiting:
-            held = min(held, len(context) - 1)  # the last token must be fed: its logits are needed
+            held = min(held, len(context) - 1)  # the last token is always computed: its logits are needed
         row.shared = min(row.shared, held)
         row.own, row.feed = context[row.shared : held], context[held:]
         fits = self._resize(row, len(context) - row.shared + 1, evict_batch=False)
@@ -205,7 +206,7 @@ class Scheduler:
         return fits
 
     def _give_up(self, row: SequenceState) -> None:
-        """Fails a context that does not fit into an otherwise empty cache: its prompt changed unexpectedly."""
+        """Fails the request of a context that does not fit into an otherwise empty cache."""
         self.queue.remove(row)
         row.forget(self.cache, self.prefixes)
         request, row.request = row.request, None
@@ -220,7 +221,7 @@ class Scheduler:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _resize(self, row: SequenceState, length: int, *, evict_batch: bool) -> bool:
-        """Ensures that the row's slot has room for `length` tokens."""
+        """Ensures that the row's slot has room for `length` tokens; False: not enough memory."""
         if row.slot is not None and row.slot.capacity >= length:
             return True
         while (slot := self.cache.take(length)) is None:
@@ -233,7 +234,7 @@ class Scheduler:
         return True
 
     def _make_room(self, row: SequenceState) -> bool:
-        """Takes memory from a row that is not computing, other than `row`, or an unused prefix; False: there is none."""
+        """Evicts an unused prefix, or else the cache of a row outside the batch other than `row`; False: there is none."""
         if self.prefixes.evict():
             return True
         computing = set(self.active)
@@ -245,7 +246,7 @@ class Scheduler:
         return True
 
     def _preempt_after(self, row: SequenceState) -> bool:
-        """Sends the batch's last row back to the queue, unless that is `row`."""
+        """Preempts the batch's last row, unless that is `row`."""
         last = self.active[-1]
         if last is row:
             return False
@@ -253,14 +254,14 @@ class Scheduler:
         return True
 
     def preempt(self, row: SequenceState) -> None:
-        """The row loses its keys and values and its place in the batch; what it has sampled stays."""
+        """Moves a row from the batch to the queue and frees its cache; its sampled tokens stay."""
         row.forget(self.cache, self.prefixes)
         self.active.remove(row)
         self.queue.append(row)
         self.preemptions += 1
 
     def forget_all(self) -> None:
-        """Nothing cached is valid any more."""
+        """Drops everything that is cached, and moves the batch back to the queue."""
         self.reclaim()
         self.queue += self.active
         self.active = []
@@ -271,18 +272,20 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """One token for every row that decodes, then prompts and tools' answers in row order while the budget lasts.
+        """Plans a step: one token for every decoding row, and prefill of prompts and tool results in row order up to
+        `max_num_batched_tokens`.
 
-        The first of the rows that wait for a prefix computes it; all of them draw from its last logits.
+        The first of the rows that wait for a prefix computes it; rows with nothing to feed after it sample from its last
+        logits.
         """
         for row in list(self.active):  # a preempted row has no slot
             if row.slot is not None and not self._resize(row, len(row.own) + len(row.feed), evict_batch=True):
                 self.preempt(row)
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
-        room = max(self._most_tokens - decoding, 0 if decoding else 1)
+        room = max(self._max_tokens - decoding, 0 if decoding else 1)
         feeds: list[ScheduledInput] = []
         drawing: list[tuple[SequenceState, int]] = []
-        carried: dict[Prefix, int | None] = {}  # the index of the feed that completes it in this step, if any
+        carried: dict[Prefix, int | None] = {}  # prefixes in this step → index of the feed that completes it, if any
         for row in self.active:
             prefix = row.prefix if row.waiting else None
             if prefix is None or prefix not in carried:
@@ -302,7 +305,7 @@ class Scheduler:
 
     @staticmethod
     def _feed(row: SequenceState, prefix: Prefix | None, count: int) -> ScheduledInput:
-        """The next `count` tokens of the row, or of the prefix that it waits for and computes."""
+        """Returns the next `count` tokens of the row, or of the prefix that it waits for."""
         assert row.slot is not None
         assert row.request is not None
         images = row.request.images
@@ -317,7 +320,7 @@ class Scheduler:
         )
 
     def fed(self, plan: StepPlan) -> None:
-        """The step has been computed."""
+        """Records that the step was computed: its tokens are cached now."""
         for part in plan.feeds:
             count = len(part.feed.ids)
             if part.prefix is None:
@@ -327,7 +330,7 @@ class Scheduler:
             part.prefix.filled += count
 
     def sweep(self) -> None:
-        """Takes rows without a request out of the batch."""
+        """Removes rows without a request from the batch."""
         for row in self.active:
             if row.request is None:
                 row.feed = []

@@ -1,4 +1,4 @@
-"""The scripted engine: plays given token ids. For tests, and for dry runs of an agent without a model.
+"""The scripted engine: replays given token ids. For tests, and for dry runs of an agent without a model.
 
 Invariant: the n-th request of a trajectory returns the n-th script entry, cut at `max_tokens`; log-probs are 0.
 """
@@ -20,8 +20,8 @@ Script = Callable[[str, list[int], int], "list[int] | Exception | Awaitable[list
 
 @ENGINES.register("scripted")
 class ScriptedEngine:
-    """`script(request_id, prompt_ids, turn)` returns the ids of a turn, awaited where it must be waited for, or an exception
-    to raise; `latency` in seconds."""
+    """`script(request_id, prompt_ids, turn)` returns the ids of a turn, an awaitable of them, or an exception to raise;
+    `latency`: seconds before each answer."""
 
     def __init__(self, script: Script, latency: float = 0.0) -> None:
         self._script, self._latency = script, latency
@@ -49,7 +49,7 @@ class ScriptedEngine:
         images: Sequence[Any] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """The next entry of the script.
+        """Returns the next entry of the script.
 
         Raises:
             EngineError: the script returned an exception.
@@ -72,19 +72,19 @@ class ScriptedEngine:
         return TokenOutput(ids, [0.0] * len(ids), reason, [self._version] * len(ids))
 
     async def abort(self, request_id: str) -> None:
-        """Nothing is ever in flight."""
+        """Does nothing: the script decides how each request ends."""
 
     async def pause(self) -> None:
-        """Nothing runs between requests."""
+        """Does nothing."""
 
     async def resume(self) -> None:
-        """Nothing was paused."""
+        """Does nothing."""
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Only the version number is used."""
+        """Sets the version reported with tokens; `source` is ignored."""
         self._version = version
 
     def metrics(self) -> Metrics:
-        """Tokens played since the last call."""
+        """Returns the number of tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return {"sampled_tokens": float(tokens)}

@@ -1,13 +1,13 @@
-"""`ServedEngine`: the common part of engines whose model runs elsewhere, in another process or behind HTTP.
+"""`ServedEngine`: the base class of engines whose model runs elsewhere, in another process or behind HTTP.
 
-It keeps track of requests in flight, and leaves to subclasses how one is sent, how weights arrive, and how the engine is
-paused. Such an engine has its own weights (`shares_weights` is False): `update_weights` takes the folder of a Hugging Face
-checkpoint that its process can read.
+It tracks requests in flight; subclasses define how a request is sent, how weights are loaded, and how the engine is paused.
+Such an engine has its own weights (`shares_weights` is False): `update_weights` takes the folder of a Hugging Face
+checkpoint that the engine's process can read.
 
 Invariant: a trajectory has at most one request in flight; once `generate` has returned, raised or been cancelled, or the
-trajectory was closed, nothing is computed for it any more. Everything in an answer that training relies on is checked: one
+trajectory was closed, nothing more is computed for it. `validate_answer` checks everything that training relies on: one
 finite log-prob per token, none positive beyond rounding; a turn that ended with "stop" ends with a stop id of the request,
-or at one of its stop texts. An answer that violates this is an `EngineError`: no token of it reaches a trajectory.
+or at one of its stop strings. An answer that violates this raises `EngineError`: no token of it reaches a trajectory.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from etude.errors import ConfigError, EngineError
 from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
-_ROUNDING = 1e-3  # a probability of one, computed in bfloat16, may come out as slightly more
+_ROUNDING = 1e-3  # a probability of 1 computed in bfloat16 may come out slightly larger
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A LoRA adapter in `peft`'s format (its absolute path), to be applied to the weights that an engine started with; the
-    engine keeps the last `versions` of them."""
+    """A LoRA adapter in `peft`'s format (absolute path), applied to the weights that the engine started with; the engine
+    keeps the last `versions` adapters."""
 
     folder: str
     versions: int
 
 
 class ServedEngine(ABC):
-    """`max_model_len`: the longest context in tokens."""
+    """Base class; `max_model_len`: the longest context in tokens."""
 
     shares_weights = False
     text_only = True
 
     def __init__(self, max_model_len: int) -> None:
         self._limit = max_model_len
-        self._adapters: list[str] = []  # names of LoRA adapters that the engine has, the current one last
-        self._run = secrets.token_hex(4)  # part of these names: a server may have some of another run
+        self._adapters: list[str] = []  # names of the loaded LoRA adapters, the current one last
+        self._run = secrets.token_hex(4)  # part of these names: a server may still have another run's adapters
         self._calls: dict[str, tuple[str, asyncio.Task[TokenOutput]]] = {}  # in flight: name, task
         self._numbers = itertools.count()
         self._version = 0
@@ -57,7 +57,7 @@ class ServedEngine(ABC):
         self._counters = _fresh_counters()
 
     def open(self, request_ids: Sequence[str]) -> None:  # noqa: B027
-        """Does nothing: servers find a trajectory's earlier turns in their prefix cache."""
+        """Does nothing: servers reuse a trajectory's earlier turns through their prefix cache."""
 
     def close(self, request_id: str) -> None:
         """Cancels the trajectory's request, if one is in flight; its `generate` returns "aborted"."""
@@ -101,7 +101,7 @@ class ServedEngine(ABC):
         return output
 
     async def abort(self, request_id: str) -> None:
-        """Ends the trajectory's request; its `generate` returns what was sampled, with stop reason "aborted"."""
+        """Aborts the trajectory's request: `generate` returns the tokens sampled so far, with stop reason "aborted"."""
         if call := self._calls.get(request_id):
             await self._abort(call[0])
 
@@ -117,19 +117,19 @@ class ServedEngine(ABC):
 
     @property
     def adapter(self) -> str | None:
-        """The name of the LoRA adapter that requests are computed with; None: without one."""
+        """The name of the LoRA adapter that requests use; None: no adapter."""
         return self._adapters[-1] if self._adapters else None
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Loads new weights between two tokens; what requests in flight had computed with the old ones is recomputed.
+        """Loads new weights between two tokens; the KV cache of requests in flight is recomputed.
 
         Args:
             source: a checkpoint's folder, readable by the engine's process under the same path; or an `AdapterFolder`, whose
-                adapter requests use from now on. Those in flight then go on with their own, on which caches depend.
+                adapter new requests use. Requests in flight then keep their adapter, with which their cache was computed.
 
         Raises:
-            EngineError: the engine did not take them.
-            ConfigError: `source` is not such a folder.
+            EngineError: the engine did not load them.
+            ConfigError: `source` is not a checkpoint folder.
         """
         if isinstance(source, AdapterFolder):
             name = f"etude-{self._run}-{version}-{next(self._numbers)}"
@@ -137,7 +137,7 @@ class ServedEngine(ABC):
             self._adapters.append(name)
             self._version = version
             while len(self._adapters) > source.versions:
-                with suppress(EngineError):  # a server that was started anew has none of the old ones
+                with suppress(EngineError):  # a restarted server has none of the old adapters
                     await self._unload_adapter(self._adapters.pop(0))
             return
         if not self._paused:
@@ -150,7 +150,7 @@ class ServedEngine(ABC):
                 await self._resume()
 
     def metrics(self) -> Metrics:
-        """Counts since the last call: requests, prompt tokens, sampled tokens."""
+        """Returns the counts since the last call: requests, prompt tokens, sampled tokens."""
         counters, self._counters = self._counters, _fresh_counters()
         return {**counters}
 
@@ -158,11 +158,12 @@ class ServedEngine(ABC):
     async def _ask(
         self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> TokenOutput:
-        """One request under the unique `name`, with `on_tokens` (if it can) as tokens are drawn; EngineError if it fails."""
+        """Sends one request under the unique `name`, calling `on_tokens` as tokens arrive if it can stream; raises
+        EngineError if it fails."""
 
     @abstractmethod
     async def _abort(self, name: str) -> None:
-        """Ends the request `name`, so that `_ask` returns what it has."""
+        """Aborts the request `name`, so that `_ask` returns the tokens sampled so far."""
 
     @abstractmethod
     async def check(self) -> None:
@@ -170,35 +171,35 @@ class ServedEngine(ABC):
 
     @abstractmethod
     async def _pause(self) -> None:
-        """Stops between two tokens; requests stay."""
+        """Stops generation between two tokens; requests in flight stay."""
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Resumes them."""
+        """Resumes generation."""
 
     @abstractmethod
     async def _load(self, source: Any, version: int) -> None:
-        """Takes new weights while paused, and drops what was computed with the old ones; EngineError if it fails."""
+        """Loads new weights while paused and drops caches of the old ones; raises EngineError if it fails."""
 
     async def _load_adapter(self, name: str, folder: str) -> None:
-        """Makes the adapter in `folder` one that requests can name; EngineError if it fails."""
+        """Loads the adapter in `folder`, for requests to use by `name`; raises EngineError if it fails."""
         raise ConfigError(f"the {type(self).__name__} takes no adapters: use rollout.weight_transfer=folder")
 
     async def _unload_adapter(self, name: str) -> None:  # noqa: B027
-        """Forgets it; what still computes with it may end."""
+        """Unloads the adapter; requests that still use it may end."""
 
-    async def sleep(self) -> None:  # noqa: B027  (an engine may have nothing to give back)
+    async def sleep(self) -> None:  # noqa: B027  (not every engine can release memory)
         """Releases device memory until `wake`, if the engine can."""
 
     async def wake(self) -> None:  # noqa: B027
         """Reallocates what `sleep` released."""
 
     async def shutdown(self) -> None:  # noqa: B027
-        """Ends the processes that the engine itself started."""
+        """Ends the processes that the engine started."""
 
 
 def checkpoint_folder(source: Any, engine: str) -> str:
-    """`source` as a path for another process.
+    """Returns `source` as an absolute path, for another process.
 
     Raises:
         ConfigError: it is not a checkpoint folder.
@@ -214,7 +215,7 @@ def _fresh_counters() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine says it sampled; `ending` is one of stop, length, abort, as servers call them.
+    """An engine's answer before validation; `ending` is one of stop, length, abort, as servers call them.
 
     `versions`: spans (version, start, end) over the tokens, or None if the engine reports none.
     """
@@ -226,21 +227,22 @@ class Answer:
 
 
 def version_spans(spans: Any) -> list[tuple[int, int, int]]:
-    """A server's spans {version, start, end}; weights without a version of ours ("default", before the first update) are
-    left out."""
+    """Parses a server's spans {version, start, end}; leaves out versions that are not numbers ("default", before the first
+    update)."""
     named = [(str(span["version"]), span["start"], span["end"]) for span in spans or ()]
     return [(int(version), start, end) for version, start, end in named if version.isdecimal()]
 
 
 def validate_answer(answer: Answer, params: SamplingParams, version: int, source: str) -> TokenOutput:
-    """`answer` as a `TokenOutput`; log-probs of greedy decoding are 0, those of a point mass.
+    """Validates `answer` and returns it as a `TokenOutput`; log-probs of greedy decoding are set to 0, those of a point
+    mass.
 
     Args:
         version: weight version of tokens that the answer's spans do not cover.
         source: named in errors.
 
     Raises:
-        EngineError: the answer cannot be trained on; says why.
+        EngineError: the answer is invalid and cannot be trained on; says why.
     """
     ids, log_probs = answer.token_ids, answer.log_probs
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
@@ -265,7 +267,7 @@ def validate_answer(answer: Answer, params: SamplingParams, version: int, source
 
 
 def check_count(ids: Sequence[int], params: SamplingParams, source: str) -> None:
-    """Raises EngineError if there are more `ids` than were asked for; streams check as they grow."""
+    """Raises EngineError if there are more `ids` than `max_tokens`; streams are checked as they arrive."""
     if len(ids) > params.max_tokens:
         raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
 

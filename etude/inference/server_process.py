@@ -1,8 +1,8 @@
-"""`ServerProcess`: an inference server that this process starts, and starts again when the router asks for it.
+"""`ServerProcess`: an inference server that this process starts, and that the router restarts when it dies.
 
-Invariant: the server does not outlive this process, however that ends: between the two is a guard, which ends the server's
-process group when its pipe closes. A server that was started anew has none of the trainer's weights: the router sends it
-these before it gets a request.
+Invariant: the server does not outlive this process, however this one ends: a guard process between the two kills the
+server's process group when its pipe closes. A restarted server does not have the trainer's weights: the router sends them
+before any request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOG_BYTES = 1000
 
 
 class ServerProcess:
-    """`command` with `{port}` and `{model}` filled in; it runs from `start` on, and writes into a log file."""
+    """Runs `command`, with `{port}` and `{model}` filled in, from `start` on; its output goes to a log file."""
 
     def __init__(self, command: Sequence[str], model: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -46,7 +46,7 @@ class ServerProcess:
         self._log: Path | None = None
 
     def start(self) -> None:
-        """Starts the server, after whatever is left of the last one has ended."""
+        """Starts the server, after killing what is left of the last one."""
         self.end()
         descriptor, log = tempfile.mkstemp(prefix="etude-server-", suffix=".log")
         self._log = Path(log)
@@ -56,16 +56,16 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a Ctrl-C is the trainer's, which still needs the server for its step
+                start_new_session=True,  # Ctrl-C goes to the trainer only, which needs the server to finish its step
             )
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the server was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def last_words(self) -> str:
-        """The end of its log, in one line."""
+        """Returns the end of the server's log, in one line."""
         try:
             text = self._log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace") if self._log else ""
         except OSError:
@@ -73,7 +73,7 @@ class ServerProcess:
         return one_line(EngineError(text.strip().replace("\n", " | ")), _LOG_BYTES) if text.strip() else "(no output)"
 
     def end(self) -> None:
-        """Kills the server and forgets its log."""
+        """Kills the server and deletes its log."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):

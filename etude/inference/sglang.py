@@ -1,13 +1,13 @@
-"""The `sglang` engine: an SGLang server reached over its native HTTP interface.
+"""The `sglang` engine: an SGLang server, over its native HTTP API.
 
 Written against the request and response types of SGLang 0.5.23 (`srt/managers/io_struct.py`, `srt/entrypoints/
 http_server.py`): `/generate` takes and returns token ids, `output_token_logprobs` are triples (log-prob, id, text), and
 `weight_versions` in `meta_info` are spans over the output's tokens.
 
-Two things determine what a log-prob means there. SGLang reports the distribution after temperature and *before* top-k and
-top-p; if one of these is on, `return_sampling_mask` requests the log-probs renormalised over the tokens that could be
-drawn, and those are used. And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave
-out the temperature; the probe after a weight sync (`etude.inference.probe`) detects that.
+Two things determine what a log-prob means there. By default SGLang reports it after temperature and *before* top-k and
+top-p; if one of these is on, `return_sampling_mask` requests log-probs renormalised over the tokens that top-k and top-p
+kept, and these are used. And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave out
+the temperature; the probe after a weight sync (`etude.inference.probe`) detects that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from etude.inference.served import Answer, ServedEngine, check_count, checkpoint
 from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
 
 _GROWING = ("output_ids", "output_token_logprobs", "output_token_sampling_logprobs")
-_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
+_CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
 
 
 @ENGINES.register("sglang")
 class SGLangEngine(ServedEngine):
-    """One server; the interface is `etude.inference.Engine`. `sync_timeout`: seconds that new weights may take."""
+    """Implements `etude.inference.Engine` with one server; `sync_timeout`: seconds that a weight sync may take."""
 
     servers = "required"
 
@@ -38,7 +38,7 @@ class SGLangEngine(ServedEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
-        """The engine of one address, or a router over several."""
+        """Returns the engine of one address, or a router over several."""
         return connect(setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout))
 
     async def _ask(
@@ -72,13 +72,13 @@ class SGLangEngine(ServedEngine):
             answer = await self._streamed(body, params, on_tokens)
         with self._server.reading("/generate"):
             read = self._read(answer, restricted)
-        if adapter:  # the server's versions are of the weights below it
+        if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
         return validate_answer(read, params, version, self._server.url)
 
     async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
-        """The last event of a stream, with the lists of all: each event has them from the beginning, or, on servers that
-        stream incrementally, what is new in them."""
+        """Returns the last event of a stream, with complete lists: each event has them from the beginning, or only the new
+        part if the server streams incrementally."""
         lists: dict[str, list[Any]] = {name: [] for name in _GROWING}
         last: dict[str, Any] = {"output_ids": [], "meta_info": {}}
 
@@ -99,7 +99,7 @@ class SGLangEngine(ServedEngine):
         return {**last, "output_ids": lists["output_ids"], "meta_info": meta}
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
-        """The parts of a `/generate` response; it has the ids twice, and they must agree."""
+        """Reads a `/generate` response; it has the token ids twice, and both must agree."""
         meta, ids = answer["meta_info"], answer["output_ids"]
         triples = meta["output_token_logprobs"]
         log_probs, drawn = [triple[0] for triple in triples], [triple[1] for triple in triples]
@@ -119,7 +119,7 @@ class SGLangEngine(ServedEngine):
         await self._server.get("/health_generate")
 
     async def _pause(self) -> None:
-        """Requests stay, without their keys and values, which are recomputed after `_resume`."""
+        """Pauses; requests stay, but their KV cache is dropped and recomputed after `_resume`."""
         await self._server.post("/pause_generation", {"mode": "retract"}, timeout=_CONTROL_SECONDS)
 
     async def _resume(self) -> None:
@@ -142,9 +142,9 @@ class SGLangEngine(ServedEngine):
         await self._server.post("/unload_lora_adapter", {"lora_name": name}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
-        """Releases the GPU's memory (the server needs --enable-memory-saver)."""
+        """Releases the server's GPU memory (it needs --enable-memory-saver)."""
         await self._server.post("/release_memory_occupation", {}, timeout=_CONTROL_SECONDS)
 
     async def wake(self) -> None:
-        """Reallocates it."""
+        """Reallocates the GPU memory that `sleep` released."""
         await self._server.post("/resume_memory_occupation", {}, timeout=_CONTROL_SECONDS)

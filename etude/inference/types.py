@@ -1,12 +1,12 @@
-"""What every engine takes and returns, and the interface they share.
+"""The `Engine` protocol, sampling parameters and outputs.
 
-Invariant: `token_ids` are exactly the ids that were sampled, `log_probs[i]` is the natural log of the probability with
-which `token_ids[i]` was drawn (after temperature, top-k and top-p), and `weight_versions[i]` names the weights that
-drew it. For greedy decoding the distribution is a point mass and the log-probs are 0.
+Invariant: `token_ids` are exactly the sampled ids, `log_probs[i]` is the natural log of the probability with which
+`token_ids[i]` was sampled (after temperature, top-k and top-p), and `weight_versions[i]` is the version of the weights that
+sampled it. Greedy decoding samples from a point mass, so its log-probs are 0.
 
-An engine knows *trajectories* as well as requests: `open` announces the trajectories of a batch in row order and `close`
-says that one will send no more requests. Engines with a cache use it to keep a trajectory's keys and values between turns;
-the deterministic mode uses it to know which trajectories to wait for.
+Engines track *trajectories* as well as requests: `open` announces the trajectories of a batch in row order, and `close`
+says that one will send no more requests. Engines with a KV cache keep it between a trajectory's turns; the deterministic
+mode needs to know which trajectories to wait for.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from etude.routed_experts import RoutedExperts
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw.
+    """Sampling parameters. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw.
 
-    A request ends with the first of `stop_token_ids` that is drawn, or with the token that completes one of the texts
-    `stop`; both are part of what was sampled.
+    A request ends with the first sampled token that is in `stop_token_ids`, or that completes one of the stop strings
+    `stop`; both are part of the output.
     """
 
     temperature: float = 1.0
@@ -49,16 +49,16 @@ class SamplingParams:
             raise ConfigError(f"sampling: stop must be texts that are not empty, not {self.stop!r:.80}")
 
     def seeded(self, seed: int) -> SamplingParams:
-        """The same with another seed."""
+        """Returns a copy with another seed."""
         return replace(self, seed=seed)
 
     def within(self, tokens: int) -> SamplingParams:
-        """The same with at most `tokens` tokens, at least 1."""
+        """Returns a copy whose `max_tokens` is at most `tokens` (at least 1)."""
         return self if self.max_tokens <= tokens else replace(self, max_tokens=tokens)
 
     @classmethod
     def of(cls, params: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-        """From itself or from a mapping with the same names.
+        """Converts a mapping with the same names; returns an instance unchanged.
 
         Raises:
             ConfigError: the mapping has a name that is not a sampling parameter.
@@ -78,16 +78,16 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop text completed), "length" or
-    "aborted". `kept_ids[i]` are the ids that top-k and top-p left to draw `token_ids[i]` from, None where these are off; an
-    engine whose class has `returns_kept_ids` gives them, and only such a one can be trained with while they are on."""
+    """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop string completed), "length" or
+    "aborted". `kept_ids[i]` are the ids that top-k and top-p kept when `token_ids[i]` was sampled, None if both are off.
+    Only engines whose class sets `returns_kept_ids` return them, and only these can train with top-k or top-p on."""
 
     token_ids: list[int]
     log_probs: list[float]
     stop_reason: str
     weight_versions: list[int] = field(default_factory=list)
     num_preempted: int | None = None  # read by verl's loops; no engine here sets it
-    routed_experts: RoutedExperts | None = None  # of the context, prompt included, but its last tokens
+    routed_experts: RoutedExperts | None = None  # of the context, prompt included, except its last tokens
     extra_fields: dict[str, Any] = field(default_factory=dict)
     kept_ids: list[array[int] | None] | None = None
 
@@ -95,8 +95,8 @@ class TokenOutput:
 class Engine(Protocol):
     """Turns prompt ids into sampled ids.
 
-    One whose `generate` has a parameter `on_tokens` calls that, in the event loop, with new ids as it draws them. The calls
-    may end before the result, which has all of them.
+    An engine that streams has a parameter `on_tokens` in `generate`, and calls it on the event loop with new ids as they
+    are sampled. The last ids may only come with the result, which has all of them.
     """
 
     async def generate(
@@ -110,12 +110,12 @@ class Engine(Protocol):
         """Samples a continuation of `prompt_ids`.
 
         Args:
-            images: all images of the context so far, `etude.images.ImageInput`s in the order of their placeholders, of
-                which `prompt_ids` hold as many as each has tokens.
+            images: all images of the context so far, as `etude.images.ImageInput`s in the order of their placeholders;
+                `prompt_ids` have one placeholder per token of an image.
 
         Raises:
             EngineError: the engine failed; the trajectory may be retried.
-            ConfigError: the engine, or its model, takes no images.
+            ConfigError: the engine, or its model, does not support images.
         """
         ...
 
@@ -124,15 +124,15 @@ class Engine(Protocol):
         ...
 
     def close(self, request_id: str) -> None:
-        """A trajectory will send no more requests; its cache may be freed."""
+        """Ends a trajectory: it will send no more requests, and its cache may be freed."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request: its `generate` returns what it has with stop reason "aborted"."""
+        """Aborts a request: its `generate` returns the tokens sampled so far, with stop reason "aborted"."""
         ...
 
     async def pause(self) -> None:
-        """Stops between two tokens; requests stay."""
+        """Stops generation between two tokens; requests in flight stay."""
         ...
 
     async def resume(self) -> None:
@@ -140,20 +140,20 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Takes new weights from `source` (None: they are shared and changed in place) and calls them `version`."""
+        """Loads weights from `source` (None: they are shared, and were changed in place) as version `version`."""
         ...
 
     def metrics(self) -> Metrics:
-        """What was done since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers add up."""
+        """Returns the metrics since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers are sums."""
         ...
 
 
 OnTokens: TypeAlias = Callable[[Sequence[int]], None]
-"""Called with ids as they are drawn."""
+"""Called with ids as they are sampled."""
 
 
 def streams_tokens(engine: Any) -> bool:
-    """Whether the engine tells of tokens as it draws them."""
+    """Whether the engine's `generate` streams tokens to `on_tokens`."""
     return "on_tokens" in inspect.signature(engine.generate).parameters
 
 

@@ -1,10 +1,11 @@
-"""What an engine step needs if contexts have images: ids, rotary positions, and the features of the step's images.
+"""Inputs of an engine step whose contexts have images: token ids, rotary positions, and image features.
 
-Scheduler, prefixes and cache only see keyed ids (see `etude.models.image_positions`), in which every placeholder is the
-number of its image: what they find equal is equal for the model. Here keyed ids become token ids again.
+Scheduler, prefixes and cache only see keyed ids (see `etude.models.image_positions`), in which every placeholder is
+replaced by a number that stands for its image: equal keyed ids are equal inputs to the model. Here keyed ids become token
+ids again.
 
-Invariant: an image's features are computed alone, so they do not depend on which rows share a step, and once for all rows
-that have it as long as it is cached; nothing is cached across a change of the weights.
+Invariant: an image's features are computed separately, so they do not depend on which rows share a step, and once for all
+rows with that image while they are cached; the cache is cleared when the weights change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from etude.models.vision import ImageFeatures, ShownImages, Vision, image_featur
 
 
 class StepImages:
-    """For the steps of one engine; `most_tokens`: how many tokens' features are cached beyond a step's own."""
+    """Prepares the images for the steps of one engine; `most_tokens`: maximum number of tokens whose features are cached
+    (a step's own images may exceed it)."""
 
     def __init__(self, model: Any, vision: Vision, most_tokens: int) -> None:
         self._model, self._vision, self._most_tokens = model, vision, most_tokens
@@ -35,15 +37,15 @@ class StepImages:
         return ImagePositions.of(ids, images, self._vision)
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Clears the cached features: the weights have changed."""
         self._known.clear()
 
     def token_ids(self, keyed: Tensor) -> Tensor:
-        """The token ids of keyed ids (tokens,)."""
+        """Converts keyed ids (tokens,) to token ids: placeholders become `image_token_id`."""
         return keyed.masked_fill(keyed < 0, self._vision.image_token_id)
 
     def rotary(self, feeds: Sequence[StepInput], positions: Tensor) -> Tensor:
-        """Rotary positions (3, 1, tokens) of a step's tokens, given their places in their contexts (tokens,)."""
+        """Returns the rotary positions (3, 1, tokens) of a step's tokens, given their places in their contexts (tokens,)."""
         shifts: list[int] = []
         spans: list[tuple[int, Tensor]] = []
         for feed in feeds:
@@ -60,7 +62,7 @@ class StepImages:
         return shifted[:, None]
 
     def shown(self, feeds: Sequence[StepInput]) -> ShownImages | None:
-        """The images among a step's tokens, with their features; None: there are none."""
+        """Returns the images among a step's tokens, with their features; None if there are none."""
         places: list[Tensor] = []
         parts: list[ImageFeatures] = []
         used: set[int] = set()

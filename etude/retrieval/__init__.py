@@ -1,4 +1,4 @@
-"""Searches a collection of passages by BM25, dense embeddings or both; serves Search-R1's `/retrieve`."""
+"""Retrieval over a corpus of passages by BM25, dense embeddings or both; a server for Search-R1's `/retrieve`."""
 
 from etude.retrieval.building import build_index
 from etude.retrieval.corpus import Corpus

@@ -1,7 +1,7 @@
-"""BM25 over words: built and stored by bm25s, searched through memory maps.
+"""BM25 search over words: the index is built and stored by bm25s, and searched through memory maps.
 
-Invariant: queries are split into words exactly as passages were. Hits are ordered by score, and by row where scores are
-equal; a passage that shares no word with the query is no hit.
+Invariant: queries are tokenised exactly like passages. Hits are ordered by score, and by row if scores are equal; a passage
+that shares no word with the query is not a hit.
 
 Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009), in Lucene's form.
 """
@@ -20,14 +20,14 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.retrieval.options import BuildOptions
 
 Ranking = list[tuple[int, float]]
-"""(row, score) of the best rows, the best first."""
+"""(row, score) of the best rows, best first."""
 
 _WORD = re.compile(r"\w\w+")
 _ARRAYS = ("data", "indices", "indptr")
 
 
 def load_bm25s() -> Any:
-    """The library.
+    """Imports bm25s.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -40,7 +40,7 @@ def load_bm25s() -> Any:
 
 
 def word_splitter(options: BuildOptions) -> Callable[[str], list[str]]:
-    """From a text to its words: lower case, at least two characters, without stop words, stemmed.
+    """Returns a tokeniser: words of at least two characters, in lower case, without stop words, stemmed.
 
     Raises:
         ConfigError: there is no such stemmer.
@@ -71,7 +71,7 @@ def _stemmer(language: str) -> Callable[[list[str]], list[str]] | None:
 
 
 def write_part(path: Path, texts: Iterable[str], words: Callable[[str], list[str]]) -> None:
-    """Stores the words of some passages: a vocabulary of their own, and each passage's words as numbers in it."""
+    """Stores the words of some passages: their vocabulary, and each passage's words as ids in it."""
     vocabulary: dict[str, int] = {}
     ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] for text in texts]
     flat = np.fromiter((number for row in ids for number in row), dtype=np.int32)
@@ -81,7 +81,7 @@ def write_part(path: Path, texts: Iterable[str], words: Callable[[str], list[str
 
 
 def join_parts(parts: Sequence[Path], folder: Path, options: BuildOptions) -> None:
-    """Writes the index of all parts' passages, in their order, into `folder`."""
+    """Writes the index of the passages of all parts, in order, into `folder`."""
     vocabulary: dict[str, int] = {}
     rows: list[np.ndarray] = []
     for part in parts:
@@ -97,15 +97,15 @@ def join_parts(parts: Sequence[Path], folder: Path, options: BuildOptions) -> No
 
 
 class BM25Index:
-    """A stored index, memory-mapped.
+    """A stored BM25 index, memory-mapped.
 
     Raises:
-        MissingExtraError: bm25s or the stemmer is not installed.
+        MissingExtraError: bm25s or the stemmer's library is not installed.
     """
 
     def __init__(self, folder: Path, options: BuildOptions) -> None:
         self._index = load_bm25s().BM25.load(folder, mmap=True, load_vocab=False)
-        for name in _ARRAYS:  # plain views of the maps: slicing a memmap takes ten times as long
+        for name in _ARRAYS:  # plain array views: slicing a memmap takes ten times as long
             self._index.scores[name] = np.asarray(self._index.scores[name])
         self._vocabulary: dict[str, int] = json.loads((folder / "vocab.index.json").read_bytes())
         self._words = word_splitter(options)
@@ -114,7 +114,7 @@ class BM25Index:
         return int(self._index.scores["num_docs"])
 
     def search(self, queries: Sequence[str], topk: int) -> list[Ranking]:
-        """At most `topk` hits for each query."""
+        """Returns at most `topk` hits for each query."""
         return [self._best(query, topk) for query in queries]
 
     def _best(self, query: str, topk: int) -> Ranking:
@@ -123,7 +123,7 @@ class BM25Index:
 
 
 def best_rows(scores: np.ndarray, topk: int) -> Ranking:
-    """The rows of the `topk` highest positive scores; equal scores by row. scores: (rows,)."""
+    """Returns the rows with the `topk` highest positive scores, ties by row. scores: (rows,)."""
     rows = np.flatnonzero(scores > 0)
     if len(rows) > topk:
         least = np.partition(scores[rows], len(rows) - topk)[len(rows) - topk]

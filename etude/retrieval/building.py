@@ -1,8 +1,8 @@
-"""`build_index`: from a corpus file to an index folder.
+"""`build_index`: builds an index folder from a corpus file.
 
-Invariant: `output` appears complete or not at all. Work is kept in `output` + `.building` in parts of some thousand
-passages, each written atomically; a build that was killed goes on after its last whole part, provided that corpus and
-options are the same, and ends with the same index as one that was not.
+Invariant: `output` appears complete or not at all. Work in progress is in `output` + `.building`, in parts of some thousand
+passages, each written atomically; a build that was killed resumes after its last complete part, provided that corpus and
+options are the same, and results in the same index as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.retrieval.index import MANIFEST, SPANS, VERSION
 from etude.retrieval.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]
-"""(stage, passages done, of how many)"""
+"""Called with (stage, passages done, total passages)."""
 PART_ROWS = {"bm25": 20_000, "dense": 4_096}
 _PLAN = "plan.json"
 _DEFAULTS = BuildOptions()
@@ -39,12 +39,12 @@ def build_index(
     replace: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Path:
-    """Builds the index of `corpus` at `output`; `replace`: even where there is one. Returns its path.
+    """Builds the index of `corpus` at `output` and returns its path; `replace`: whether to replace an existing index.
 
     Raises:
-        ConfigError: there is something at `output`, or an option is invalid.
+        ConfigError: `output` exists, or an option is invalid.
         DataError: the corpus is malformed; names file and line.
-        MissingExtraError: a library of the method is not installed.
+        MissingExtraError: a library that the method needs is not installed.
     """
     path, output = Path(corpus).expanduser().resolve(), Path(output).expanduser()
     if output.exists() and not (replace and (output / MANIFEST).is_file()):
@@ -78,10 +78,10 @@ def build_index(
 
 
 def _workplace(output: Path, manifest: dict[str, Any]) -> Path:
-    """The folder of unfinished work, emptied if it is another build's."""
+    """Returns the folder for work in progress; cleared if it is from a build of another corpus or with other options."""
     work = output.with_name(f"{output.name}.building")
     plan = work / _PLAN
-    fixed = {key: manifest["corpus"][key] for key in ("path", "rows", "sha256")}  # touching the file changes nothing
+    fixed = {key: manifest["corpus"][key] for key in ("path", "rows", "sha256")}  # not the modification time
     wanted = json.loads(json.dumps({**manifest, "corpus": fixed}))
     try:
         same = json.loads(plan.read_bytes()) == wanted

@@ -1,10 +1,10 @@
 r"""`Corpus`: a JSON-lines file of passages, read through a memory map.
 
-A line is `{id, contents}`, as in Search-R1, where the first line of `contents` is the title, or `{id, title, text}`. Either
-way a document that leaves here has `contents`; other keys are kept.
+A line is `{id, contents}`, as in Search-R1, where the first line of `contents` is the title, or `{id, title, text}`. In
+both cases the returned document has `contents`; other keys are kept.
 
-Invariant: a corpus that was opened has the very bytes that its index was built from: its size must agree, and where its
-modification time is another, its SHA-256 is computed again.
+Invariant: an opened corpus has exactly the bytes that its index was built from: the size must match, and if the
+modification time differs, the SHA-256 is computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a corpus file; `modified` in nanoseconds only saves computing the hash."""
+    """The size and SHA-256 of a corpus file; `modified`: its modification time in nanoseconds, to avoid hashing it again."""
 
     size: int
     modified: int
@@ -36,7 +36,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, path: Path) -> Fingerprint:
-        """Reads the whole file."""
+        """Returns the fingerprint of a file, which is read completely."""
         digest, status = hashlib.sha256(), path.stat()
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
@@ -44,7 +44,7 @@ class Fingerprint:
         return cls(status.st_size, status.st_mtime_ns, digest.hexdigest())
 
     def fits(self, path: Path) -> bool:
-        """Whether `path` still has these bytes."""
+        """Whether the file `path` has this fingerprint's bytes."""
         status = path.stat()
         if status.st_size != self.size:
             return False
@@ -52,7 +52,7 @@ class Fingerprint:
 
 
 class Corpus:
-    """The passages of the file `path`; `spans` are its rows' (start, size, whether it has `contents`): (rows, 3) int64.
+    """The passages of the file `path`; `spans`: per row (start, size, whether it has `contents`), (rows, 3) int64.
 
     Raises:
         DataError: the file cannot be read; names it.
@@ -70,14 +70,15 @@ class Corpus:
         return len(self._spans)
 
     def document(self, row: int) -> dict[str, Any]:
-        """A row as it is sent: with `contents`."""
+        """Returns a row's document, with `contents`."""
         document = json.loads(self._line(row))
         if "contents" not in document:
             document["contents"] = contents_of(document)
         return document
 
     def document_json(self, row: int) -> bytes:
-        """The same as JSON; a line that has `contents` is sent as it is, since parsing would be half the time of a query."""
+        """Returns a row's document as JSON. A line with `contents` is returned unparsed, since parsing would take half of a
+        query's time."""
         return self._line(row) if self._spans[row, 2] else json.dumps(self.document(row)).encode()
 
     def _line(self, row: int) -> bytes:
@@ -85,15 +86,15 @@ class Corpus:
         return self._bytes[start : start + size]
 
     def contents(self, rows: range) -> Iterator[str]:
-        """What is indexed of these rows."""
+        """Yields the texts of these rows that are indexed."""
         return (contents_of(json.loads(self._line(row))) for row in rows)
 
 
 def scan(path: Path) -> tuple[np.ndarray, Fingerprint]:
-    """The spans of a corpus file's rows, as `Corpus` takes them, and the file's fingerprint; empty lines are no rows.
+    """Returns the spans of a corpus file's rows, as `Corpus` takes them, and its fingerprint; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read or has no rows, a row is malformed, or two have one id; names file and line.
+        DataError: the file cannot be read or has no rows, a row is malformed, or an id is not unique; names file and line.
     """
     spans, lines, ids, digest = array("q"), array("q"), array("Q"), hashlib.sha256()
     start = 0
@@ -105,7 +106,7 @@ def scan(path: Path) -> tuple[np.ndarray, Fingerprint]:
                 skipped = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
                 row = line[skipped:].rstrip(b"\r\n")
                 if row.strip():
-                    document = _checked_document(row, f"{path}:{number}")
+                    document = _parse_document(row, f"{path}:{number}")
                     spans.extend((start + skipped, len(row), "contents" in document))
                     lines.append(number)
                     ids.append(_id_hash(document["id"]))
@@ -114,15 +115,15 @@ def scan(path: Path) -> tuple[np.ndarray, Fingerprint]:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
     if not spans:
         raise DataError(f"{path}: the file holds no passages")
-    _refuse_duplicates(path, np.asarray(ids), np.asarray(lines))
+    _reject_duplicates(path, np.asarray(ids), np.asarray(lines))
     return np.asarray(spans).reshape(-1, 3), Fingerprint(status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
-def _checked_document(line: bytes, where: str) -> dict[str, Any]:
+def _parse_document(line: bytes, where: str) -> dict[str, Any]:
     if len(line) >= MAX_LINE_BYTES:
         raise DataError(f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
-        document = json.loads(line, parse_constant=_refuse)
+        document = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {one_line(error)}") from error
     if not isinstance(document, dict) or not {"contents", "text"} & document.keys() or "id" not in document:
@@ -137,7 +138,7 @@ def _id_hash(name: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(name).encode(), digest_size=8).digest(), "big")
 
 
-def _refuse_duplicates(path: Path, ids: np.ndarray, lines: np.ndarray) -> None:
+def _reject_duplicates(path: Path, ids: np.ndarray, lines: np.ndarray) -> None:
     order = np.argsort(ids, kind="stable")
     again = np.flatnonzero(ids[order][1:] == ids[order][:-1])
     if len(again):
@@ -145,11 +146,11 @@ def _refuse_duplicates(path: Path, ids: np.ndarray, lines: np.ndarray) -> None:
         raise DataError(f"{path}:{second}: the id is that of line {first}, too")
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
 def contents_of(document: dict[str, Any]) -> str:
-    """A passage as Search-R1 writes it: its title in quotes, a line break, its text."""
+    """Returns a passage in Search-R1's format: the title in quotes, a line break, the text."""
     found = document.get("contents")
     return f'"{document.get("title", "")}"\n{document["text"]}' if found is None else str(found)

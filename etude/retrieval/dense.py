@@ -1,7 +1,7 @@
-"""Dense search: an encoder of sentence-transformers, and FAISS.
+"""Dense search: embeddings by sentence-transformers, indexed by FAISS.
 
 Invariant: an index is only searched with the model that embedded its passages: a probe sentence's embedding is stored with
-the index and must come out again. Embeddings have length 1, so that the inner product is the cosine.
+the index and must be reproduced. Embeddings have length 1, so that the inner product is the cosine similarity.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from etude.retrieval.bm25 import Ranking
 from etude.retrieval.options import BuildOptions
 
 PROBE = "A probe sentence tells one encoder from another."
-_SAME = 0.99  # cosine of the probe's embeddings: other devices and precisions stay far above, other models below
+_SAME = 0.99  # minimum cosine of the probe's embeddings: other devices and precisions are far above, other models below
 _INDEX, _PROBE = "dense.faiss", "probe.npy"
 
 
 class Encoder:
-    """Texts to unit vectors.
+    """Encodes texts as unit vectors.
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
@@ -43,11 +43,11 @@ class Encoder:
         self._batch_size = options.batch_size
 
     def passages(self, texts: Sequence[str]) -> np.ndarray:
-        """(texts, width) float32."""
+        """Embeds passages: (texts, width) float32."""
         return self._encode(texts, self._passage)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """(texts, width) float32."""
+        """Embeds queries: (texts, width) float32."""
         return self._encode(texts, self._query)
 
     def _encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
@@ -68,7 +68,7 @@ def write_part(path: Path, texts: Sequence[str], encoder: Encoder) -> None:
 
 
 def join_parts(parts: Sequence[Path], folder: Path, options: BuildOptions, encoder: Encoder) -> None:
-    """Writes the FAISS index of all parts' embeddings, in their order, into `folder`.
+    """Writes the FAISS index of the embeddings of all parts, in order, into `folder`.
 
     Raises:
         ConfigError: FAISS rejects `options.factory`.
@@ -88,7 +88,7 @@ def join_parts(parts: Sequence[Path], folder: Path, options: BuildOptions, encod
 
 
 class DenseIndex:
-    """A stored index, memory-mapped where FAISS can, with its encoder.
+    """A stored dense index, memory-mapped if FAISS supports it, with its encoder.
 
     Raises:
         ConfigError: the model is not the one that embedded the passages.
@@ -107,7 +107,7 @@ class DenseIndex:
         return int(self._index.ntotal)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Ranking]:
-        """At most `topk` hits for each query; an empty query has none."""
+        """Returns at most `topk` hits for each query; none for an empty query."""
         if not queries:
             return []
         scores, rows = self._index.search(self._encoder.queries(queries), min(topk, len(self)))

@@ -1,9 +1,9 @@
 """`Retriever`: an index folder, opened for search.
 
-A folder holds `manifest.json` (how it was built, and of which corpus), `spans.npy`, and the arrays of bm25s or FAISS.
+The folder has `manifest.json` (the corpus and the build options), `spans.npy`, and the files of bm25s or FAISS.
 
-Invariant: what was opened is whole and belongs to the corpus file; opening and searching write nothing, so that a killed
-server loses nothing.
+Invariant: an opened index is complete and matches its corpus file; opening and searching write nothing, so a killed server
+loses nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.retrieval.options import BuildOptions
 VERSION = 1
 MANIFEST, SPANS = "manifest.json", "spans.npy"
 RRF_K = 60
-"""Cormack, Clarke and Büttcher, "Reciprocal Rank Fusion" (2009)."""
+"""The constant of Cormack, Clarke and Büttcher, "Reciprocal Rank Fusion" (2009)."""
 _FUSED_DEPTH = 100
 
 
@@ -37,12 +37,12 @@ class Hit(NamedTuple):
 
 
 class Retriever:
-    """Answers queries from the index in `folder`; `corpus` where the corpus file was moved.
+    """Searches the index in `folder`; `corpus`: the corpus file's path if it has moved; `device`: of the dense encoder.
 
     Raises:
-        ConfigError: `folder` is no index, or another version's.
+        ConfigError: `folder` is not an index, or one of another version.
         DataError: the corpus file is missing or has changed since the index was built.
-        MissingExtraError: a library of its method is not installed.
+        MissingExtraError: a library that the method needs is not installed.
     """
 
     def __init__(self, folder: str | Path, corpus: str | Path | None = None, device: str | None = None) -> None:
@@ -63,15 +63,15 @@ class Retriever:
         return len(self.corpus)
 
     def search(self, queries: Sequence[str], topk: int = 3) -> list[list[Hit]]:
-        """The best `topk` passages for each query, the best first; fewer where fewer match."""
+        """Returns the best `topk` passages for each query, best first; fewer if fewer match."""
         depth = max(topk, _FUSED_DEPTH) if self._bm25 and self._dense else topk
         rankings = [part.search(queries, depth) for part in (self._bm25, self._dense) if part is not None]
-        found = rankings[0] if len(rankings) == 1 else [fuse(each) for each in zip(*rankings)]
-        return [[Hit(*pair) for pair in ranking[:topk]] for ranking in found]
+        results = rankings[0] if len(rankings) == 1 else [fuse(each) for each in zip(*rankings)]
+        return [[Hit(*pair) for pair in ranking[:topk]] for ranking in results]
 
 
 def fuse(rankings: Sequence[Ranking]) -> Ranking:
-    """Reciprocal rank fusion: a row's score is the sum of 1 / (60 + rank) over the rankings that have it."""
+    """Reciprocal rank fusion: a row's score is the sum of 1 / (60 + rank) over the rankings that contain it."""
     scores: dict[int, float] = defaultdict(float)
     for ranking in rankings:
         for rank, (row, _) in enumerate(ranking, 1):
@@ -80,10 +80,10 @@ def fuse(rankings: Sequence[Ranking]) -> Ranking:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """How an index was built.
+    """Reads the manifest of an index.
 
     Raises:
-        ConfigError: there is no index in `folder`, or another version's.
+        ConfigError: `folder` is not an index, or one of another version.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())

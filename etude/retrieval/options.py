@@ -1,4 +1,4 @@
-"""How an index is built; recorded in its manifest, so that queries are treated as the passages were."""
+"""`BuildOptions`: how an index is built; stored in its manifest, so that queries are processed like the passages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence fo
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """`k1`, `b`: BM25's; the defaults are Pyserini's. `stopwords`: english or none. `stemmer`: a Snowball language or none.
+    """Options of an index. `k1`, `b`: BM25's parameters, by default Pyserini's. `stopwords`: english or none. `stemmer`: a
+    Snowball language or none.
 
-    `model`: a sentence-transformers model for `dense` and `hybrid`; `factory`: FAISS's index string; `max_tokens`: of a
-    passage; prefixes default to those of the model's family (e5, bge).
+    `model`: a sentence-transformers model for `dense` and `hybrid`; `factory`: FAISS's index factory string; `max_tokens`:
+    maximum tokens of a passage or query; prefixes default to those of the model's family (e5, bge).
 
     Raises:
         ConfigError: a value is invalid.
@@ -45,16 +46,16 @@ class BuildOptions:
 
     @property
     def uses_bm25(self) -> bool:
-        """Whether words are matched."""
+        """Whether the method includes BM25."""
         return self.method in ("bm25", "hybrid")
 
     @property
     def uses_dense(self) -> bool:
-        """Whether passages are embedded."""
+        """Whether the method includes dense embeddings."""
         return self.method in ("dense", "hybrid")
 
     def prefixes(self) -> tuple[str, str]:
-        """(before a query, before a passage), as the encoder was trained with."""
+        """Returns the prefixes (of a query, of a passage) that the encoder was trained with."""
         name = (self.model or "").rstrip("/").rpartition("/")[2].lower()
         query, passage = next((pair for family, pair in _PREFIXES.items() if family in name), ("", ""))
         return (

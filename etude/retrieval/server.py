@@ -1,14 +1,14 @@
-"""`/retrieve`, as Search-R1 and RL-Factory speak it, over a `Retriever`.
+"""The retrieval server: Search-R1's and RL-Factory's `/retrieve` over a `Retriever`.
 
     POST /retrieve {"queries": [text], "topk": 3, "return_scores": true}
     {"result": [[{"document": {"id", "contents", …}, "score": 7.1}]]}      one list for each query
     {"result": [[{"id", "contents", …}]]}                                  with return_scores false, the default
 
-`GET /search?q=text&num=5` is the same for tools that speak SearXNG: `{"results": [{"title", "content", "score"}]}`.
+`GET /search?q=text&num=5` does the same for clients of SearXNG: `{"results": [{"title", "content", "score"}]}`.
 
-Invariant: what a client sends is bounded in bytes, queries, their length and the number of passages asked for; what it gets
-wrong is answered 422 with a line that says what. Searching happens in one thread beside the event loop, on all queries that
-wait at that moment; more waiting queries than `max_waiting` are answered 429.
+Invariant: requests are limited in bytes, number of queries, their length and the number of passages; an invalid request is
+answered 422 with a one-line reason. Searching runs in a separate thread, in batches of the waiting queries; if more than
+`max_waiting` would wait, the request is answered 429.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from etude.serving.metrics import RequestMetrics
 from etude.serving.middleware import BearerToken, BodyLimit
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_AT_ONCE = 256  # queries that the thread takes at a time: later ones wait for no more than these
+_MAX_BATCH = 256  # maximum queries per batch (unless one request has more), so that later ones do not wait for long
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Bounds of the server. Search-R1 sends all queries of a turn of its batch in one request, hence `max_queries`."""
+    """Limits of the server. Search-R1 sends all queries of a turn of its batch in one request, hence `max_queries`."""
 
     topk: int = 3
     max_topk: int = 100
@@ -52,15 +52,15 @@ class ServerOptions:
 
 
 class _Invalid(Exception):
-    """A request that says what is wrong with it."""
+    """The request is invalid; the message says why."""
 
 
 class _Busy(Exception):
-    """Too many queries wait."""
+    """Too many queries are waiting."""
 
 
 class Waiting(NamedTuple):
-    """Queries of one request."""
+    """A waiting request: its queries, and the future for their hits."""
 
     queries: list[str]
     topk: int
@@ -68,7 +68,7 @@ class Waiting(NamedTuple):
 
 
 class SearchQueue:
-    """Hands waiting requests to the search thread, as many at once as there are: dense encoders live on batches."""
+    """Passes waiting requests to the search thread in batches, which dense encoders need for throughput."""
 
     def __init__(self, retriever: Retriever, max_waiting: int) -> None:
         self._retriever, self._max_waiting = retriever, max_waiting
@@ -78,10 +78,10 @@ class SearchQueue:
         self.waiting = 0
 
     async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        """The hits of each query.
+        """Returns the hits of each query.
 
         Raises:
-            _Busy: too many queries wait.
+            _Busy: too many queries are waiting.
         """
         if self.waiting + len(queries) > self._max_waiting:
             raise _Busy
@@ -95,33 +95,33 @@ class SearchQueue:
             self.waiting -= len(queries)
 
     async def run(self) -> None:
-        """Answers requests until cancelled."""
+        """Processes requests until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 await self._arrived.wait()
-                while batch := self._taken():
+                while batch := self._take_batch():
                     await loop.run_in_executor(self._thread, self._answer, batch, loop)
                 self._arrived.clear()
         finally:
             self._thread.shutdown(wait=False)
 
-    def _taken(self) -> list[Waiting]:
+    def _take_batch(self) -> list[Waiting]:
         taken, count = 0, 0
-        while taken < len(self._requests) and (not taken or count + len(self._requests[taken].queries) <= _AT_ONCE):
+        while taken < len(self._requests) and (not taken or count + len(self._requests[taken].queries) <= _MAX_BATCH):
             count += len(self._requests[taken].queries)
             taken += 1
         batch, self._requests = self._requests[:taken], self._requests[taken:]
-        return [request for request in batch if not request.done.done()]  # its client may have left
+        return [request for request in batch if not request.done.done()]  # a client may have disconnected
 
     def _answer(self, batch: Sequence[Waiting], loop: asyncio.AbstractEventLoop) -> None:
         outcomes: list[tuple[Waiting, list[list[Hit]] | Exception]] = []
         try:
-            for topk in {request.topk for request in batch}:  # one, as a rule
+            for topk in {request.topk for request in batch}:  # usually one
                 same = [request for request in batch if request.topk == topk]
                 found = iter(self._retriever.search([query for request in same for query in request.queries], topk))
                 outcomes += [(each, [next(found) for _ in each.queries]) for each in same]
-        except Exception as error:  # a fault of ours or of a library's: each of these requests is answered 500
+        except Exception as error:  # a bug, here or in a library: each of these requests is answered 500
             outcomes = [(each, error) for each in batch]
         loop.call_soon_threadsafe(_settle_all, outcomes)
 
@@ -132,7 +132,7 @@ def _settle_all(outcomes: Sequence[tuple[Waiting, list[list[Hit]] | Exception]])
 
 
 def create_app(retriever: Retriever, options: ServerOptions | None = None) -> Starlette:
-    """The application over `retriever`."""
+    """Creates the application for `retriever`."""
     options = options or ServerOptions()
     queue = SearchQueue(retriever, options.max_waiting)
     metrics, corpus = RequestMetrics("etude_retrieval", "success, refused, busy, failed", _BUCKETS), retriever.corpus
@@ -195,7 +195,7 @@ def _counted(handler: Callable[[Request], Any], endpoint: str, metrics: RequestM
         except _Invalid as error:
             outcome = "refused"
             return JSONResponse({"detail": str(error)}, 422)
-        except HTTPException:  # too large, or too slow
+        except HTTPException:  # the body is too large or too slow
             outcome = "refused"
             raise
         except _Busy:
@@ -238,7 +238,7 @@ def _check(given: dict[str, Any], options: ServerOptions) -> tuple[list[str], in
 def _number(text: str | None) -> int | None:
     if text is None:
         return None
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else -1  # refused by _check
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else -1  # rejected by _check
 
 
 def _with_score(document: bytes, score: float) -> bytes:

@@ -1,7 +1,7 @@
-"""`serve`: runs the server on an address until SIGINT or SIGTERM.
+"""`serve`: runs the retrieval server on an address until SIGINT or SIGTERM.
 
-Invariant: after a signal no request is admitted; active ones have `grace` seconds to be answered. The index is only read, so
-that a killed server starts again as it was.
+Invariant: after a signal no requests are admitted, and active ones have `grace` seconds to be answered. The index is only
+read, so a killed server can simply be restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def serve(
     grace: float = 10.0,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serves; `ready` is called with the server's URL when it listens. Port 0 takes a free one.
+    """Serves until a signal; `ready` is called with the server's URL once it listens. Port 0 picks a free port.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -50,7 +50,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Reports when it listens."""
+    """Calls `ready` once it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)

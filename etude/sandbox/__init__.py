@@ -1,4 +1,5 @@
-"""Runs code that a model wrote: isolated from the host, limited in time and memory, answered in milliseconds."""
+"""The code sandbox: runs model-written code isolated from the host, limited in time and memory, with milliseconds of
+overhead."""
 
 from etude.sandbox.client import SandboxClient
 from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions

@@ -1,9 +1,9 @@
-"""Control groups for runs, in a delegated cgroup v2 folder.
+"""Control groups (cgroup v2) for boxes, in a delegated folder.
 
-The user names the folder; by default it is the one around this process that systemd has marked as delegated.
-Invariant: nothing outside the delegated folder is ever written, and in it only groups created here (and their list of
-controllers) are; a folder that is not a delegated cgroup v2 is refused. Each box gets its own group, which holds its
-supervisor and all its descendants, and is removed when the last of them is gone.
+The folder is configured; by default it is the one that systemd has delegated and that this process runs in.
+Invariant: nothing outside the delegated folder is ever written, and in it only the groups created here and its list of
+controllers; a folder that is not a delegated cgroup v2 is rejected. Each box gets its own group, which contains its
+supervisor and all descendants, and is removed when the last of them has exited.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from etude.sandbox.types import Limits, SandboxError
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-_MARKS = ("user.delegate", "trusted.delegate")  # systemd's, on the groups of units with `Delegate=yes`
+_MARKS = ("user.delegate", "trusted.delegate")  # extended attributes that systemd sets for units with `Delegate=yes`
 _NEEDED = ("cpu", "memory", "pids")
 _SUPERVISOR_MB = 64
-_SUPERVISOR_PROCESSES = 2  # and the prepared process
+_SUPERVISOR_PROCESSES = 2  # the supervisor and the prepared process
 _PERIOD = 100_000
 
 
 class Group:
-    """One box's group."""
+    """The control group of one box."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def admit(self, pid: int) -> None:
-        """Moves a process in; its later children start inside."""
+        """Moves a process into the group; children that it starts later are in it too."""
         self._write("cgroup.procs", str(pid))
 
     def limit(self, limits: Limits, cpus: float) -> None:
-        """Bounds memory (files of the box in it, kernel memory included), processes, and CPUs at a time."""
+        """Limits memory (including the box's files and kernel memory), processes, and CPUs used at a time."""
         self._write("memory.max", str((limits.memory_mb + limits.disk_mb + _SUPERVISOR_MB) << 20))
         if (self._folder / "memory.swap.max").exists():
             self._write("memory.swap.max", "0")
@@ -47,7 +47,7 @@ class Group:
         self._write("cpu.max", f"{max(1000, int(cpus * _PERIOD))} {_PERIOD}")
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed a process of the group for its memory."""
+        """Whether the kernel's OOM killer killed a process of the group."""
         with contextlib.suppress(OSError):
             for line in (self._folder / "memory.events").read_text(encoding="ascii").splitlines():
                 name, _, count = line.partition(" ")
@@ -56,7 +56,7 @@ class Group:
         return False
 
     def close(self) -> None:
-        """Removes the group, whose processes must be gone."""
+        """Removes the group, whose processes must have exited."""
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
@@ -68,13 +68,13 @@ class Group:
 
 
 class Delegation:
-    """A delegated folder."""
+    """A delegated cgroup folder."""
 
     def __init__(self, folder: str) -> None:
-        """Takes a folder under control.
+        """Enables the needed controllers in the folder.
 
         Raises:
-            ConfigError: it is not a cgroup v2 with the controllers `cpu`, `memory` and `pids`, or we may not write it.
+            ConfigError: it is not a cgroup v2 with the controllers `cpu`, `memory` and `pids`, or is not writable.
         """
         self._folder = Path(folder)
         try:
@@ -97,10 +97,10 @@ class Delegation:
             ) from error
 
     def group(self) -> Group:
-        """A new group.
+        """Creates a group.
 
         Raises:
-            SandboxError: it cannot be made.
+            SandboxError: it cannot be created.
         """
         folder = self._folder / f"etude-{uuid.uuid4().hex}"
         try:
@@ -110,10 +110,10 @@ class Delegation:
         return Group(folder)
 
     def try_out(self) -> None:
-        """Moves a process into a limited group and removes both.
+        """Tests the delegation: moves a process into a limited group, and removes both.
 
         Raises:
-            SandboxError: that is not possible.
+            SandboxError: a group cannot be created, limited or joined.
         """
         group = self.group()
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
@@ -126,12 +126,13 @@ class Delegation:
 
 
 def find_delegation(setting: str | None) -> Delegation | None:
-    """The folder that `ExecutorOptions.cgroup` means: none, the one named, or for "auto" the one this process lives under.
+    """Returns the delegation for `ExecutorOptions.cgroup`: None, the given folder, or for "auto" the one this process runs
+    in.
 
-    A detected delegation that does not work is logged and not used.
+    With "auto", a delegation that does not work is logged and not used.
 
     Raises:
-        ConfigError: the folder that was named is not delegated.
+        ConfigError: the given folder is not delegated.
     """
     if setting != AUTO:
         return None if setting is None else Delegation(setting)
@@ -139,16 +140,16 @@ def find_delegation(setting: str | None) -> Delegation | None:
     if folder is None:
         return None
     try:
-        found = Delegation(str(folder))
-        found.try_out()
+        delegation = Delegation(str(folder))
+        delegation.try_out()
     except (ConfigError, SandboxError, OSError) as error:
         log.warning("sandbox: runs get no control groups, as the delegated one does not work: %s", error)
         return None
-    return found
+    return delegation
 
 
 def _delegated_around(proc: Path = Path("/proc/self")) -> Path | None:
-    """The nearest cgroup v2 ancestor of this process that is marked as delegated."""
+    """Returns this process's cgroup v2 group, or its nearest ancestor, that is marked as delegated."""
     mounts = (line.split() for line in (proc / "mountinfo").read_text(encoding="utf-8").splitlines())
     top = next((Path(fields[4]) for fields in mounts if fields[fields.index("-") + 1] == "cgroup2"), None)
     groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()

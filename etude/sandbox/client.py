@@ -1,8 +1,8 @@
 """`SandboxClient`: runs code in a sandbox embedded in this process or on a server.
 
-Invariant: a result is about the code. Any failure between the caller and the code (the sandbox, the network, a server
-that is busy or gone) is retried and then raised as `SandboxError`, an infrastructure failure; it never looks like a wrong
-answer. A cell of a session is never run twice. A client may be used from any thread and any event loop.
+Invariant: a result is always about the code. Any other failure (of the sandbox or the network, or a server that is busy or
+down) is retried and then raised as `SandboxError`, an infrastructure failure; it never looks like a wrong answer. A cell of
+a session never runs twice. A client may be used from any thread and any event loop.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 CLOSE_SECONDS = 10.0
-FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
+FIRST_PAUSE = 0.2  # seconds before the first retry; doubled for each further one
 
 
 _Call = Callable[["Executor | RemoteSandbox"], Coroutine[Any, Any, R]]
 
 
 class SandboxClient:
-    """`url` None: the sandbox is embedded in this process, shared by all clients of the same settings. Otherwise the
-    address of `etude sandbox serve` or of any server that is compatible with Sandbox Fusion."""
+    """A sandbox client. `url`: the address of `etude sandbox serve` or of any server compatible with Sandbox Fusion; None:
+    a sandbox embedded in this process, shared by all clients with the same settings."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class SandboxClient:
         workers: int | None = None,
         isolation: Isolation | str = Isolation.AUTO,
     ) -> None:
-        """`attempts` at a run when the sandbox fails; `workers` and `isolation` are for the embedded sandbox.
+        """`attempts`: maximum attempts at a run if the sandbox fails; `workers` and `isolation`: of the embedded sandbox.
 
         Raises:
-            ConfigError: `url` is no http address, or `attempts` is not positive.
+            ConfigError: `url` is not an HTTP address, or `attempts` is not positive.
         """
         if attempts < 1:
             raise ConfigError(f"attempts must be at least 1, not {attempts}")
@@ -61,7 +61,7 @@ class SandboxClient:
         _clients.add(self)
 
     async def run(self, request: RunRequest) -> RunResult:
-        """Runs one program from a fresh state.
+        """Runs a program from a fresh state.
 
         Raises:
             SandboxError: the sandbox failed `attempts` times.
@@ -71,20 +71,20 @@ class SandboxClient:
         return await self._here(lambda sandbox: sandbox.run(request), self._attempts)
 
     def run_blocking(self, request: RunRequest) -> RunResult:
-        """Like `run`, for threads without an event loop."""
+        """Runs a program like `run`, for threads without an event loop."""
         return self._submit(lambda sandbox: sandbox.run(request), self._attempts).result()
 
     async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
-        """Opens a session, whose variables live from cell to cell; returns its id.
+        """Opens a session, whose variables persist from cell to cell; returns its id.
 
         Raises:
             SandboxError: the sandbox failed `attempts` times.
-            ConfigError: the server has no sessions.
+            ConfigError: the server does not support sessions.
         """
         return await self._here(lambda sandbox: sandbox.session(limits, files or {}), self._attempts)
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        """Runs one cell, within `timeout` seconds; never retried, because it may have run.
+        """Runs a cell, for at most `timeout` seconds; never retried, because it may have run.
 
         Raises:
             UnknownSessionError: there is no such session (any more).
@@ -93,15 +93,15 @@ class SandboxClient:
         return await self._here(lambda sandbox: sandbox.run_cell(session_id, code, timeout))
 
     async def close_session(self, session_id: str) -> None:
-        """Ends a session; an unknown one is not an error."""
+        """Closes a session; an unknown id is not an error."""
         await self._here(lambda sandbox: sandbox.close_session(session_id))
 
     async def aclose(self) -> None:
-        """Like `close`, without blocking the event loop."""
+        """Closes the client like `close`, without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Closes connections and, with its last client, the embedded executor."""
+        """Closes connections and, if this is its last client, the embedded executor."""
         if self._closed:
             return
         self._closed = True
@@ -117,7 +117,7 @@ class SandboxClient:
         await self.aclose()
 
     async def _here(self, call: _Call[R], attempts: int = 1) -> R:
-        """Makes a call on the client's loop; cancelled when the caller is."""
+        """Makes a call on the client's event loop; cancelling the caller cancels it."""
         return await asyncio.wrap_future(self._submit(call, attempts))
 
     def _submit(self, call: _Call[R], attempts: int) -> Future[R]:
@@ -141,13 +141,13 @@ class SandboxClient:
 
 
 def _remote(url: str, token: str | None) -> RemoteSandbox:
-    from etude.sandbox.remote import RemoteSandbox  # an HTTP client, which the embedded sandbox does not need
+    from etude.sandbox.remote import RemoteSandbox  # imports an HTTP client, which the embedded sandbox does not need
 
     return RemoteSandbox(url, token)
 
 
 class _Embedded:
-    """The executor of this process for one set of settings: opened by the first call, closed with its last client."""
+    """This process's executor for one set of settings: opened by the first call, closed with its last client."""
 
     def __init__(self, isolation: Isolation, workers: int | None) -> None:
         self.clients = 0

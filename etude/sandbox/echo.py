@@ -1,6 +1,6 @@
-"""`with_echo`: makes a Python request print the value of its last expression, as an interactive prompt does.
+"""`with_echo`: makes a Python request print the value of its last expression, like a REPL.
 
-Invariant: the program is parsed where it runs, in the sandbox, never here. Works with any server of `/run_code`.
+Invariant: the program is parsed in the sandbox, never here. Works with any `/run_code` server.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ SOURCE = ".source.py"
 
 
 def with_echo(request: RunRequest) -> RunRequest:
-    """`request`, with the value of its last expression printed after its output.
+    """Returns `request`, changed to print the value of its last expression after its output.
 
     Raises:
-        SandboxRequestError: it is not Python, or has a file of the name `.source.py`.
+        SandboxRequestError: the request is not Python, or has a file named `.source.py`.
     """
     if request.language is not Language.PYTHON:
         raise SandboxRequestError(f"language: only Python has a last value, not {request.language.value}")

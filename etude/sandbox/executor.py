@@ -1,8 +1,8 @@
-"""The executor: runs programs and keeps sessions, in the strongest isolation that this machine can prove.
+"""The executor: runs programs and sessions in the first isolation mode whose guarantees hold on this machine.
 
-Invariant: an executor in an isolated mode exists only after every guarantee of that mode has been proved by an attempt
-to break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing it
-leaves no process, mount or file behind.
+Invariant: an executor in an isolated mode is returned only after every guarantee of that mode has withstood an attempt to
+break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing an executor leaves
+no process, mount or file.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BOXES = 3
-"""Boxes to try for a request, if they are dead before it runs."""
+"""Maximum boxes to try for a request, if they die before it runs."""
 SESSION_LIMITS = Limits(cpu_seconds=600.0)
-"""Default of a session."""
+"""Default limits of a session."""
 
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """The environment of an executor's programs, and how many sessions it keeps."""
+    """The environment of an executor's programs, and its limits for sessions."""
 
     libraries: tuple[str, ...] | None = None
-    """Folders of third-party packages that Python programs may import; None for those of this environment."""
+    """Folders of third-party packages that Python programs may import; None: those of this environment."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the programs' environment, which otherwise has no variable of the host's."""
+    """Variables added to the programs' environment, which inherits none of the host's."""
     cgroup: str | None = AUTO
-    """A folder of cgroup v2 that an administrator delegated to this user; each box gets its own group in it. "auto" is the
-    one delegated around this process, if any; None is none."""
+    """A cgroup v2 folder that an administrator delegated to this user, in which each box gets its own group. "auto": the
+    delegated folder that this process runs in, if any; None: no cgroups."""
     cpus: float = 1.0
     """CPUs that one box may use at a time; only with `cgroup`."""
     max_sessions: int = 128
     session_idle_seconds: float = 900.0
-    """A session idle for longer is closed."""
+    """A session that is idle for longer is closed."""
 
 
 class Executor:
-    """Runs model-written code. Bound to the event loop it was opened on; close it, or use it as `async with`."""
+    """Runs model-written code. Bound to the event loop it was opened on; close it, or use it in `async with`."""
 
     def __init__(self, isolation: Isolation, workers: int, options: ExecutorOptions) -> None:
         self.isolation = isolation
@@ -91,10 +91,10 @@ class Executor:
         workers: int | None = None,
         options: ExecutorOptions | None = None,
     ) -> Executor:
-        """An executor that has proved its isolation; `workers` programs at once, by default one for each CPU.
+        """Returns an executor whose isolation has been verified; `workers`: concurrent programs, by default one per CPU.
 
         Raises:
-            SandboxUnavailableError: no mode, or not the requested one, holds its guarantees here.
+            SandboxUnavailableError: the guarantees of the requested mode, or of all modes, do not hold on this machine.
         """
         wanted, options = Isolation(isolation), options or ExecutorOptions()
         workers = workers or len(os.sched_getaffinity(0))
@@ -137,7 +137,7 @@ class Executor:
         return Settings(isolated, scratch, search_path, environment)
 
     async def run(self, request: RunRequest) -> RunResult:
-        """Runs one program from a fresh state.
+        """Runs a program from a fresh state.
 
         Raises:
             SandboxError: the sandbox failed, not the code.
@@ -156,13 +156,13 @@ class Executor:
 
     async def _run(self, request: RunRequest) -> RunResult:
         result = await self._in_box(request.limits, lambda guest: run(guest, request))
-        if result.status is RunStatus.KILLED:  # presumably from outside; by the program, if it happens again
+        if result.status is RunStatus.KILLED:  # presumably from outside; if it happens again, by the program
             log.warning("sandbox: a box was killed while its program ran; the program runs once more")
             result = await self._in_box(request.limits, lambda guest: run(guest, request))
         return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
-        """Applies `use` to a box; to another one if it was dead before its request ran."""
+        """Calls `use` with a new box; retries with another one if it died before the request ran."""
         for left in range(BOXES - 1, -1, -1):
             try:
                 return await use(await self._box(limits))
@@ -210,7 +210,7 @@ class Executor:
         return session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float | None = None) -> CellResult:
-        """Runs one cell in a session; `timeout` in seconds, by default the session's `wall_seconds`.
+        """Runs a cell in a session; `timeout` in seconds, by default the session's `wall_seconds`.
 
         Raises:
             UnknownSessionError: there is no such session (any more).
@@ -221,24 +221,25 @@ class Executor:
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Writes files into a session's work directory, replacing existing ones; raises like `run_cell`, or
-        `SandboxRequestError` if a path is not allowed or there is no room."""
+        `SandboxRequestError` if a path is not allowed or the files do not fit."""
         with self._use(session_id) as session:
             await session.write_files(files)
 
     async def fetch_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """The regular files among `paths` in a session's work directory; raises like `write_files`."""
+        """Returns the contents of the regular files among `paths` in a session's work directory; raises like
+        `write_files`."""
         with self._use(session_id) as session:
             return await session.fetch_files(paths)
 
     async def close_session(self, session_id: str) -> None:
-        """Ends a session; an unknown one is not an error."""
+        """Closes a session; an unknown id is not an error."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             await session.close()
 
     @contextlib.contextmanager
     def _use(self, session_id: str) -> Iterator[Session]:
-        """A session, which is forgotten if it does not survive its use."""
+        """Yields a session, and removes it from the open ones if it has ended after the block."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(f"there is no session {session_id!r}")
@@ -259,7 +260,7 @@ class Executor:
                         await self.close_session(session_id)
 
     async def close(self) -> None:
-        """Ends all programs and sessions, and removes everything; active runs end as cancelled. Calling it again does
+        """Ends all programs and sessions and removes their files; active runs are cancelled. Calling it again does
         nothing."""
         if self._closed:
             return

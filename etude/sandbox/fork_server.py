@@ -1,7 +1,7 @@
-"""The host's side of a fork server: the process that builds a jail and forks boxes in it.
+"""The host's side of a fork server, the process that builds a jail and forks boxes in it.
 
-Invariant: `close` ends the jail and everything in it, and removes its files; so does the end of the host, since the fork
-server ends with its socket.
+Invariant: `close` ends the jail with all its processes and removes its files. When the host ends, so do the processes, since
+the fork server exits when its socket closes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORK_SECONDS = 15.0
 
 
 class ForkServer:
-    """A running fork server. Bound to the event loop that started it."""
+    """A handle to a running fork server. Bound to the event loop that started it."""
 
     def __init__(self, isolation: Isolation, settings: Settings, libraries: tuple[str, ...]) -> None:
         self._settings = settings
@@ -55,10 +55,10 @@ class ForkServer:
 
     @classmethod
     async def start(cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = ()) -> ForkServer:
-        """Starts one, in a jail that contains the folders `libraries`, and waits until it is ready to fork.
+        """Starts a fork server in a jail that contains the folders `libraries`, and waits until it is ready.
 
         Raises:
-            SandboxError: it does not start here; the message says why.
+            SandboxError: it does not start; the message says why.
         """
         fork_server = cls(isolation, settings, libraries)
         try:
@@ -75,15 +75,15 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still fork."""
+        """Whether the connection to it is open."""
         return self._control.alive
 
     async def fork(self, output_bytes: int) -> Guest:
-        """A new box, of whose stdout and stderr `output_bytes` each are kept.
+        """Forks a box, keeping at most `output_bytes` each of its stdout and stderr.
 
         Raises:
-            BoxGone: the fork server has ended or does not answer, or the box has ended at once.
-            SandboxError: there are no descriptors for another box.
+            BoxGone: the fork server has ended or does not answer, or the box ended immediately.
+            SandboxError: there are not enough file descriptors for another box.
         """
         opened: list[int] = []
         try:
@@ -119,7 +119,7 @@ class ForkServer:
         return guest
 
     async def answers(self) -> bool:
-        """Whether it still forks. A killed one never does, even while its processes are still exiting."""
+        """Whether it still forks boxes. A killed one never does, even while its processes are still exiting."""
         try:
             await (await self.fork(1)).close()
         except SandboxError:
@@ -141,10 +141,10 @@ class ForkServer:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         else:
-            self._process.kill()  # it never was ready; what it has started ends with its end of the socket
+            self._process.kill()  # it was never ready; processes that it started exit when their socket closes
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DEATH_SECONDS
         while self._process.poll() is None and loop.time() < deadline:
             await asyncio.sleep(0.005)
-        self._process.kill()  # no-op when it has ended
+        self._process.kill()  # no-op if it has ended
         self._scratch.remove()

@@ -1,7 +1,7 @@
-"""The host's handle of a box: its connections and the pidfd of its supervisor.
+"""`Guest`, the host's handle to a box: its connections and the pidfd of its supervisor.
 
-Invariant: a `Guest` is used for one run or one session and never again. Whatever happens to it, `close` leaves none of its
-processes alive (its PID namespace ends with its supervisor, which the host holds by a pidfd) and no descriptor open.
+Invariant: a `Guest` is used for one run or one session and never again. `close` always leaves none of its processes alive
+(its PID namespace ends with its supervisor, which the host holds by a pidfd) and no descriptor open.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ DEATH_SECONDS = 10.0
 
 
 class BoxGone(SandboxError):
-    """A box failed before any of its request ran; another one may work."""
+    """A box failed before any of its request ran, so the request can be retried in another one."""
 
 
 class Connection:
-    """The host's end of a socket to a fork server, a supervisor or a session's interpreter: frames of bounded length.
+    """The host's end of a socket to a fork server, a supervisor or a session's interpreter; sends and receives frames of
+    limited length.
 
-    No more than the limits allow is ever read into memory, and a disconnected peer is an end, not an error. `close` ends
-    pending operations before closing the descriptor: the event loop never watches a number that may be reused.
+    Frames over the limits are never read into memory; for the reader a disconnected peer is an end of file, not an error.
+    `close` ends pending operations before it closes the descriptor: the event loop never watches a number that may be
+    reused.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether neither side has hung up."""
+        """Whether both sides are connected."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -59,8 +61,8 @@ class Connection:
         """Sends a frame.
 
         Raises:
-            ConnectionError: the other side is gone.
-            SandboxRequestError: it is longer than a frame may be.
+            ConnectionError: the other side is disconnected.
+            SandboxRequestError: the message exceeds the maximum frame length.
         """
         try:
             rest = memoryview(frames.encode(message, parts))
@@ -75,10 +77,10 @@ class Connection:
                 raise ConnectionError(f"the other side is gone: {error.strerror}") from error
 
     async def receive(self) -> tuple[dict[str, Any], frames.Parts] | None:
-        """The next frame; None when the other side is gone.
+        """Receives the next frame; returns None if the other side is disconnected.
 
         Raises:
-            FrameError: it is not a frame.
+            FrameError: the data is not a valid frame.
         """
         header = await self._exactly(frames.HEADER.size)
         if header is None:
@@ -88,10 +90,10 @@ class Connection:
         return None if body is None else frames.decode(body[:text], body[text:])
 
     async def send_descriptors(self, fds: Sequence[int]) -> None:
-        """Sends descriptors, in one message.
+        """Sends file descriptors in one message.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the other side is disconnected.
         """
         while True:
             try:
@@ -101,7 +103,7 @@ class Connection:
                 await asyncio.sleep(0.001)
 
     async def receive_descriptor(self) -> int:
-        """The next descriptor; -1 when the other side is gone."""
+        """Receives a file descriptor; returns -1 if the other side is disconnected."""
         await self._ready(self._loop.add_reader, self._loop.remove_reader)
         try:
             _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
@@ -123,22 +125,22 @@ class Connection:
                 return None
             parts.append(part)
             size -= len(part)
-            if size:  # a peer that sends as fast as we read must not hog the event loop
+            if size:  # a peer that sends as fast as we read must not block the event loop
                 await asyncio.sleep(0)
         return b"".join(parts)
 
     async def _ready(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
-        """Waits until the socket can be read or written, or is closed here."""
+        """Waits until the socket is readable or writable, or closed by `close`."""
         waiter = self._waiting[unwatch] = self._loop.create_future()
         watch(self._socket.fileno(), wake, waiter)
         try:
             await waiter
         finally:
-            if self._waiting.pop(unwatch, None) is not None:  # otherwise `close` was first
+            if self._waiting.pop(unwatch, None) is not None:  # otherwise `close` has done it
                 unwatch(self._socket.fileno())
 
     def close(self) -> None:
-        """Hangs up; pending receives see the other side as gone."""
+        """Closes the socket; pending receives return as if the other side were disconnected."""
         while self._waiting:
             unwatch, waiter = self._waiting.popitem()
             unwatch(self._socket.fileno())
@@ -147,13 +149,13 @@ class Connection:
 
 
 class Guest:
-    """One box and the host's ends of all its connections."""
+    """A box, with the host's ends of all its connections."""
 
     def __init__(
         self, fds: Sequence[int], output_bytes: int, *, isolated: bool, outlived: Callable[[], Awaitable[bool]]
     ) -> None:
-        """`fds` lead to its stdin, stdout, stderr, supervisor and session. `outlived` says whether the sandbox still
-        answers: then the cause of a failure was inside the box."""
+        """`fds`: connections to stdin, stdout, stderr, supervisor and session. `outlived`: returns whether the sandbox
+        still answers; if so, the cause of a failure was inside the box."""
         self.isolated, self.outlived = isolated, outlived
         stdin, stdout, stderr, control, session = fds
         self._stdin = os.fdopen(stdin, "wb", 0)
@@ -168,10 +170,10 @@ class Guest:
         self.out_of_memory = False
 
     async def born(self) -> None:
-        """Waits for the box's supervisor.
+        """Waits until the box's supervisor has started.
 
         Raises:
-            BoxGone: it has ended already.
+            BoxGone: it has already ended.
         """
         self._pidfd = await self.control.receive_descriptor()
         if self._pidfd < 0:
@@ -179,10 +181,10 @@ class Guest:
         self._loop.add_reader(self._pidfd, self._died)
 
     def admit(self, group: Group, limits: Limits, cpus: float) -> None:
-        """Moves the box, which waits for its request, into its own control group.
+        """Moves the box, which is waiting for its request, into its own control group.
 
         Raises:
-            BoxGone: it has ended.
+            BoxGone: the box has ended.
             SandboxError: the group cannot be written.
         """
         self._group = group
@@ -202,26 +204,26 @@ class Guest:
         self._gone.set()
 
     def kill(self) -> None:
-        """Kills the supervisor, and with it the box."""
+        """Kills the supervisor, and with it the whole box."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def feed(self, data: bytes) -> None:
-        """Writes the standard input, as fast as it is read, and closes it; does not wait for that."""
+        """Writes standard input in the background, as fast as the program reads, and then closes it."""
         self._feed, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._stdin)
         self._feed.write(data)
         self._feed.write_eof()
 
     async def close(self) -> None:
-        """Ends the box, waits until it is gone, and reads the rest of its output.
+        """Ends the box, waits until it has exited, and reads the rest of its output.
 
         Raises:
-            SandboxError: the kernel does not let it go.
+            SandboxError: the box has not exited within `DEATH_SECONDS`.
         """
         if self.isolated:
             self.kill()
-        self.control.close()  # without isolation, only a supervisor that sees this finds its processes
+        self.control.close()  # without isolation, the supervisor then kills the box's processes; nobody else knows them
         try:
             if self._pidfd >= 0:
                 await within(DEATH_SECONDS, self._gone.wait)
@@ -239,10 +241,10 @@ class Guest:
 
 
 def _process_of(pidfd: int) -> int:
-    """The number of a pidfd's process, as this process's namespace has it.
+    """Returns the PID of a pidfd's process, in this process's namespace.
 
     Raises:
-        ProcessLookupError: it has ended.
+        ProcessLookupError: the process has ended.
     """
     for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii").splitlines():
         if line.startswith("Pid:") and int(line.split()[1]) > 0:

@@ -1,9 +1,10 @@
-"""The contents of a jail, and the command lines that start a fork server in it, one per isolation mode.
+"""The contents of a jail, and the command lines that start a fork server in it, for each isolation mode.
 
-Invariant: the plan names everything of the host that a program can ever see, all of it read-only: the system's programs
-and libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an
-`/etc` written here. Home folders, `/root`, `/var`, `/run`, `/sys` and the host's `/etc`, `/tmp` and `/proc` are not in it.
-No shell is involved in the start; everything a fork server needs is on its command line, where nothing is secret.
+Invariant: the plan lists everything of the host that a program can see, all of it read-only: the system's programs and
+libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an `/etc`
+written here with a few files of the host's. Home folders, `/root`, `/var`, `/run`, `/sys` and the host's `/tmp` and `/proc`
+are not in it. No shell is involved in starting a fork server; its arguments, which contain no secrets, are all on its
+command line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from etude.sandbox.types import Isolation, SandboxError
 from etude.scratch import Scratch
 
 UNPRIVILEGED_ID = 65533
-"""User and group that a root host switches to before it runs anything: unused on most systems."""
+"""User and group id, unused on most systems, that a host running as root switches to before it runs anything."""
 
 _BOOT = (
     "import importlib.util as u, sys; folder, name = sys.argv[1:3]; "
@@ -49,23 +50,23 @@ _ETC_OF_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "mi
 
 @dataclass(frozen=True)
 class Plan:
-    """What to mount where."""
+    """What to mount where in a jail."""
 
     root: str
-    """An empty folder of the host to build in."""
+    """An empty folder of the host in which the jail is built."""
     folders: tuple[str, ...]
-    """Made empty."""
+    """Folders to create empty."""
     links: tuple[tuple[str, str], ...]
-    """(target, symbolic link)."""
+    """Symbolic links to create: (target, link)."""
     binds: tuple[tuple[str, str], ...]
-    """(path on the host, path in the jail), read-only."""
+    """Read-only bind mounts: (path on the host, path in the jail)."""
     devices: tuple[str, ...]
     staged: tuple[tuple[str, str], ...]
-    """(path on the host, folder or file that stands for it), for paths that an unprivileged user may not reach."""
+    """(path on the host, place to bind it to first), for paths that an unprivileged user may not be able to reach."""
 
 
 def interpreter() -> str:
-    """The interpreter behind the virtual environment that runs this."""
+    """Returns the path of the base interpreter of this virtual environment."""
     base = getattr(sys, "_base_executable", "") or sys.executable
     found = Path(base).resolve()
     named = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
@@ -73,18 +74,18 @@ def interpreter() -> str:
 
 
 def library_folders() -> tuple[str, ...]:
-    """Where this environment keeps third-party packages."""
+    """Returns the folders of this environment's third-party packages."""
     paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return tuple(dict.fromkeys(str(Path(path).resolve()) for path in paths if os.path.isdir(path)))
 
 
 def libraries_in_jail(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """Where those folders are in the jail."""
+    """Returns the paths of these folders in the jail."""
     return tuple(f"{GUEST}/libraries-{i}" for i in range(len(libraries)))
 
 
 def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
-    """The plan for this machine; `scratch` is a private folder for files needed on disk meanwhile."""
+    """Plans a jail on this machine; `scratch`: a private folder for the jail's files on disk."""
     scratch.chmod(0o711)
     root, etc = scratch / "root", scratch / "etc"
     root.mkdir()
@@ -113,7 +114,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
 
 
 def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
-    """Where `source` will appear; adds it to `staged` if that differs from where it is."""
+    """Returns the path to bind `source` from, which is added to `staged` if it differs from `source`."""
     if source in _SYSTEM or source.startswith("/etc/"):
         return source
     place = scratch / f"staged-{len(staged)}"
@@ -127,11 +128,11 @@ def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
 
 def _write_etc(etc: Path) -> None:
     etc.mkdir()
-    etc.chmod(0o755)  # regardless of the umask: another user reads it
+    etc.chmod(0o755)  # regardless of the umask: another user must read it
     for name, text in _ETC.items():
         (etc / name).write_text(text, encoding="ascii")
         (etc / name).chmod(0o644)
-    for name in _ETC_OF_HOST:  # places to mount on
+    for name in _ETC_OF_HOST:  # mount points
         source = Path("/etc", name)
         if source.is_dir():
             (etc / name).mkdir(mode=0o755)
@@ -142,10 +143,10 @@ def _write_etc(etc: Path) -> None:
 def command_line(
     isolation: Isolation, scratch: Path, libraries: tuple[str, ...], control: int, settings: Settings
 ) -> list[str]:
-    """Starts a fork server, which inherits its socket to the host as descriptor `control`.
+    """Returns the command that starts a fork server, which inherits its socket to the host as descriptor `control`.
 
     Raises:
-        SandboxError: the jail cannot be planned here, or bubblewrap is not installed.
+        SandboxError: a jail cannot be built on this machine, or bubblewrap is not installed.
     """
     if isolation is Isolation.NONE:
         return _interpret(str(GUEST_SOURCE), "fork_server", str(control), settings.encode())
@@ -160,7 +161,7 @@ def command_line(
 
 
 def _interpret(folder: str, module: str, *arguments: str) -> list[str]:
-    """`module.main(arguments)` of the guest's modules in `folder`, by the bare interpreter."""
+    """Returns the command that calls `module.main(arguments)` of the guest package in `folder`, in a bare interpreter."""
     return [interpreter(), "-s", "-S", "-B", "-c", _BOOT, folder, module, *arguments]
 
 
@@ -182,10 +183,10 @@ def _bubblewrap(plan: Plan) -> list[str]:
 
 
 def jail_scratch() -> Scratch:
-    """A folder on disk for one executor or fork server, which the unprivileged user who builds the jail can traverse.
+    """Creates a folder for one executor or fork server, which the unprivileged user who builds the jail can traverse.
 
     Raises:
-        SandboxError: the host is root, and every folder for temporary files is closed to others.
+        SandboxError: the host runs as root, and no folder for temporary files is open to other users.
     """
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/run", "/dev/shm"):
         if os.geteuid() != 0 or _passable(Path(base).resolve()):

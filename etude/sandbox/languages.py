@@ -1,7 +1,7 @@
-"""How a program of each language is compiled and started.
+"""How programs of each language are compiled and started.
 
-Invariant: a command is a list of arguments for the kernel, never a line for a shell. A language is offered only where
-its interpreter, compiler or library is in a folder that the jail contains.
+Invariant: a command is a list of arguments, never a shell command line. A language is offered only if its interpreter,
+compiler or library is in a folder that the jail contains.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Recipe:
-    """`{tmp}` in an argument is the run's folder for temporary files."""
+    """How to compile and start a language's programs; `{tmp}` in an argument is the run's folder for temporary files."""
 
     source: str
     """File name of the code in the work directory."""
     command: tuple[str, ...] | None
-    """The command to start; None for Python, which runs in a warm interpreter."""
+    """The start command; None for Python, which runs in a warm interpreter."""
     compile: tuple[str, ...] | None = None
     address_space: bool = True
-    """Whether the memory limit may also bound the address space."""
+    """Whether the memory limit also applies to the address space."""
     library: str | None = None
-    """A Python package that has to be among the libraries."""
+    """The Python package that it needs."""
 
     @property
     def tool(self) -> str | None:
@@ -39,7 +39,7 @@ class Recipe:
         return self.library or (command[0] if command else None)
 
     def installed(self, libraries: Sequence[str]) -> bool:
-        """Whether it is, where every run can see it."""
+        """Whether the required program or library is installed where every run can see it."""
         if self.library is not None:
             return any(os.path.isdir(os.path.join(folder, self.library)) for folder in libraries)
         return self.tool is None or shutil.which(self.tool, path=PATH) is not None
@@ -58,5 +58,5 @@ RECIPES = {
 
 
 def available(libraries: Sequence[str]) -> tuple[Language, ...]:
-    """The languages that every run can see here; `libraries` are the folders of third-party Python packages."""
+    """Returns the languages available on this machine; `libraries`: the folders of third-party Python packages."""
     return tuple(language for language, recipe in RECIPES.items() if recipe.installed(libraries))

@@ -1,7 +1,7 @@
-"""A program's output, read continuously and kept in part.
+"""`Capture`: reads a program's output continuously and truncates it.
 
-Invariant: a program never waits for us to read, and never makes us keep more than its limit: of excess output the first
-and the last halves are kept, with a mark between them that says how much is missing.
+Invariant: a program's output is always read, so that it never blocks on a full pipe. Of output beyond the limit, half is
+kept from the start and half from the end, with a note between them that says how many bytes are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 
 
 class Capture:
-    """Reads a pipe to its end on the event loop. Takes ownership of the descriptor."""
+    """Reads a pipe to its end on the event loop. Takes ownership of the descriptor `fd`; `limit` in bytes."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self._fd = fd
@@ -32,7 +32,7 @@ class Capture:
         self._loop.add_reader(fd, self._read)
 
     def take(self) -> tuple[str, bool]:
-        """The output since the last call, and whether it was cut."""
+        """Returns the output since the last call, and whether it was truncated."""
         self.drain()
         head, total = bytes(self._head), self._total
         tail = bytes(self._tail[-self._tail_limit :]) if self._tail_limit else b""
@@ -42,14 +42,13 @@ class Capture:
         missing = total - len(head) - len(tail)
         if not missing:
             return (head + tail).decode("utf-8", "replace"), False
-        start = codecs.getincrementaldecoder("utf-8")("replace").decode(
-            head
-        )  # without a character cut in two at its end
-        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")  # nor at its start
+        # Drop a character cut in two at the end of the head, and at the start of the tail.
+        start = codecs.getincrementaldecoder("utf-8")("replace").decode(head)
+        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")
         return f"{start}\n… [{missing} bytes left out] …\n{end}", True
 
     def drain(self) -> None:
-        """Reads what is available, but not what arrives meanwhile, which may be endless."""
+        """Reads what is available now, but not what arrives meanwhile, which may be endless."""
         if self._fd >= 0:
             left = int.from_bytes(fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)), sys.byteorder)
             while left > 0 and (size := self._read()):
@@ -63,7 +62,7 @@ class Capture:
             self._fd = -1
 
     def _read(self) -> int:
-        """The number of bytes read; 0 if there is nothing now, or at the end."""
+        """Reads a chunk and returns its number of bytes; 0 if nothing is available, or at the end."""
         try:
             chunk = os.read(self._fd, _CHUNK)
         except BlockingIOError:
@@ -80,6 +79,6 @@ class Capture:
             self._head += chunk[:room]
             chunk = chunk[room:]
         self._tail += chunk
-        if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # rarely, so that each byte is moved about once
+        if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # trim rarely, so that each byte is moved about once
             del self._tail[: len(self._tail) - self._tail_limit]
         return size

@@ -1,10 +1,10 @@
-"""Proves a mode's guarantees before it is offered: each probe attempts what must be impossible inside.
+"""Verifies the guarantees of an isolation mode before it is used: each probe attempts something forbidden in a box.
 
-Invariant: `prove` returns only if every guarantee of the table in `docs/sandbox.md` held against a real attempt in a real
-box; the first broken one is named. The programs report what they managed to do, and the host's side (a listener, a secret
-file, the process table) is checked as well. `LOOK` only inspects its own process, and goes first; all others start with a
-guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by mistake. A probe shows
-that a wall exists, not that it has no holes: that is left to the attack suite in the tests.
+Invariant: `prove` returns only if every guarantee of the table in `docs/sandbox.md` withstood a real attempt in a real box;
+otherwise it names the first broken one. The programs report what they managed to do, and the host's side (a listener, a
+secret file, the process table) is checked as well. `LOOK` runs first and only inspects its own process; the others start
+with a guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by mistake. A probe
+shows that a barrier exists, not that it has no holes: the attack suite in the tests looks for these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256, processes=16, fil
 _ENVIRONMENT = frozenset({"PATH", "LANG", "USER", "HOME", "TMPDIR", "PWD", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}) | {
     *("MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE", "PYTHONHASHSEED"),
 }
-"""Variables that a program may have."""
+"""Environment variables that a program may have."""
 
 LOOK = r"""
 import json, os, socket, sys
@@ -265,11 +265,11 @@ LIMITS: dict[str, tuple[str, Limits, Callable[[RunResult], bool]]] = {
         lambda result: result.status is RunStatus.FINISHED and result.stdout_truncated and len(result.stdout) < 2000,
     ),
 }
-"""Guarantee → a program, its limits, and what its result must be."""
+"""Guarantee → (program, limits, predicate that the result must satisfy)."""
 
 
 class GuaranteeBroken(SandboxError):
-    """A forbidden attempt succeeded; the message names the guarantee."""
+    """A forbidden attempt succeeded; the message names the broken guarantee."""
 
 
 def _demand(holds: bool, guarantee: str, seen: object) -> None:
@@ -281,7 +281,7 @@ async def prove(run: Run) -> None:
     """Makes every attempt in boxes of `run`, after checking that they are confined at all.
 
     Raises:
-        GuaranteeBroken: one succeeded.
+        GuaranteeBroken: an attempt succeeded.
         SandboxError: no box was available.
     """
     await report(run, LOOK, CONFINED, *(name for name in os.environ if name not in _ENVIRONMENT))
@@ -299,7 +299,7 @@ async def prove(run: Run) -> None:
 
 
 async def report(run: Run, program: str, expected: dict[str, Any], *arguments: str) -> None:
-    """Compares what a program found out with what it must find in a box."""
+    """Runs a program and compares its report with the `expected` one."""
     result = await run(RunRequest(program, args=arguments, limits=SMALL))
     try:
         seen = json.loads(result.stdout)
@@ -310,14 +310,14 @@ async def report(run: Run, program: str, expected: dict[str, Any], *arguments: s
 
 
 async def check_limit(run: Run, guarantee: str) -> None:
-    """Runs a program of `LIMITS`."""
+    """Checks the limit `guarantee` with its program from `LIMITS`."""
     program, limits, holds = LIMITS[guarantee]
     result = await run(RunRequest(GUARD + program, limits=limits))
     _demand(holds(result), guarantee, (result.status.value, result.stderr[-100:]))
 
 
 async def check_process_tree(run: Run) -> None:
-    """Looks for a daemon after the run that left it."""
+    """Checks that a daemon left by a run was killed with it."""
     marker = secrets.token_hex(8)
     result = await run(RunRequest(GUARD + _DAEMON, args=[marker]))
     alive = processes_with(marker)
@@ -325,7 +325,7 @@ async def check_process_tree(run: Run) -> None:
 
 
 def processes_with(marker: str) -> list[int]:
-    """The host's processes with `marker` on their command line."""
+    """Returns the PIDs of the host's processes with `marker` on their command line."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
@@ -335,7 +335,7 @@ def processes_with(marker: str) -> list[int]:
 
 
 async def check_next_run(run: Run) -> None:
-    """Looks in one run for the traces of another."""
+    """Checks that a run finds no traces of the previous one."""
     await run(RunRequest(GUARD + _LEAVE_TRACES))
     result = await run(RunRequest(_FIND_TRACES))
     _demand(result.stdout == "[]\n", "a fresh state for every run", result.stdout or result.stderr)
@@ -343,10 +343,10 @@ async def check_next_run(run: Run) -> None:
 
 @contextlib.contextmanager
 def _host() -> Iterator[tuple[dict[str, Any], tuple[socket.socket, ...]]]:
-    """Creates the targets: a file that everybody may read, a TCP listener, an abstract socket."""
+    """Creates targets on the host: a world-readable file, a TCP listener, an abstract socket."""
     name = f"etude-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
-        scratch = jail_scratch()  # accessible to other users; a killed process's leftovers are removed by the next one
+        scratch = jail_scratch()  # reachable by other users; if this process is killed, a later one removes it
         stack.callback(scratch.remove)
         scratch.folder.chmod(0o755)
         file = scratch.folder / "secret"

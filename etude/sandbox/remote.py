@@ -1,8 +1,8 @@
-"""`RemoteSandbox`: a server that speaks Sandbox Fusion's HTTP interface.
+"""`RemoteSandbox`: the client of a server with Sandbox Fusion's HTTP API.
 
 Invariant: an answer about the code becomes a result; a failed connection, an invalid answer and every status of 500 and
-above become `SandboxError`. A busy server (429) is retried when it says, for up to `BUSY_SECONDS`: being busy is not a
-failure. Answers are bounded in size.
+above become `SandboxError`. A busy server (429) is retried after its `Retry-After`, for up to `BUSY_SECONDS`: being busy is
+not a failure. Answers are limited in size.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ R = TypeVar("R")
 BUSY_SECONDS = 600.0
 MAX_RETRY_AFTER = 30.0
 MARGIN_SECONDS = 80.0
-"""Time of an HTTP call beyond the code's own limits: the server's queue, and the sandbox's work."""
+"""Timeout of an HTTP call beyond the code's own limits, for the server's queue and the sandbox's work."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 256 << 20
 MAX_CONNECTIONS = 256
 
 
 class RemoteSandbox:
-    """Bound to the event loop of its first call."""
+    """A client of one server. Bound to the event loop of its first call."""
 
     def __init__(self, url: str, token: str | None) -> None:
         """`url` may end in `/run_code`, as in verl's configurations.
 
         Raises:
-            ConfigError: it is not an http address.
+            ConfigError: it is not an HTTP address.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -58,35 +58,35 @@ class RemoteSandbox:
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self) -> RemoteSandbox:
-        """Itself; the first call connects."""
+        """Returns itself; the first call connects."""
         return self
 
     async def run(self, request: RunRequest) -> RunResult:
-        """Runs one program; raises like `SandboxClient.run`."""
+        """Runs a program; raises like `SandboxClient.run`."""
         body = wire.run_code_request(request)
         seconds = body.run_timeout + body.compile_timeout
         answer = await self._call("POST", "/run_code", body, wire.RunCodeResponse, seconds)
-        return self._translated(wire.run_result, answer)
+        return self._translate(wire.run_result, answer)
 
     async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
-        """Opens a session, which only our server supports."""
+        """Opens a session, which only `etude sandbox serve` supports; returns its id."""
         body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encode_files(files)))
         return (await self._call("POST", "/v1/sessions", body, wire.SessionResponse, 0.0)).session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        """Runs one cell of a session; raises like `SandboxClient.run_cell`."""
+        """Runs a cell of a session; raises like `SandboxClient.run_cell`."""
         body = wire.CellRequest(code=code, timeout=timeout)
         path = f"/v1/sessions/{session_id}/cells"
-        return self._translated(wire.cell_result, await self._call("POST", path, body, wire.CellResponse, timeout))
+        return self._translate(wire.cell_result, await self._call("POST", path, body, wire.CellResponse, timeout))
 
     async def close_session(self, session_id: str) -> None:
-        """Ends a session."""
+        """Closes a session."""
         await self._call("DELETE", f"/v1/sessions/{session_id}", None, None, 0.0)
 
-    def _translated(self, translate: Callable[[M], R], answer: M) -> R:
+    def _translate(self, translate: Callable[[M], R], answer: M) -> R:
         try:
             return translate(answer)
-        except SandboxRequestError as error:  # a file of the answer, not of the request
+        except SandboxRequestError as error:  # invalid data in the answer, not in the request
             raise SandboxError(f"{self._url} answered nonsense: {error}") from error
 
     async def close(self) -> None:
@@ -96,19 +96,19 @@ class RemoteSandbox:
             await http.close()
 
     async def _call(self, method: str, path: str, body: BaseModel | None, answer: type[M] | None, seconds: float) -> M:
-        """One call, retried while the server is busy.
+        """Makes a call, retried while the server is busy.
 
         Raises:
             SandboxError, SandboxRequestError, UnknownSessionError, ConfigError: depending on the status.
         """
         data = None if body is None else _json(body)
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + BUSY_SECONDS
+        deadline = loop.time() + BUSY_SECONDS
         while True:
             status, retry_after, content = await self._send(method, path, data, seconds + MARGIN_SECONDS)
             if status != 429:
                 break
-            if loop.time() + retry_after > give_up_at:
+            if loop.time() + retry_after > deadline:
                 raise SandboxError(f"{self._url} was busy for {BUSY_SECONDS:g} s")
             await asyncio.sleep(retry_after)
         self._raise_for(status, path, content)
@@ -122,7 +122,7 @@ class RemoteSandbox:
             raise SandboxError(f"{self._url}{path} answered nonsense: {where}: {first['msg']}") from error
 
     async def _send(self, method: str, path: str, data: bytes | None, seconds: float) -> tuple[int, float, bytes]:
-        """Status, seconds to wait if it is 429, and body of the response."""
+        """Returns the response's status, the seconds to wait if it is 429, and the body."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), headers=self._headers
@@ -159,7 +159,7 @@ class RemoteSandbox:
 def _json(body: BaseModel) -> bytes:
     try:
         return body.model_dump_json().encode()
-    except ValueError as error:  # a lone surrogate has no UTF-8
+    except ValueError as error:  # a lone surrogate cannot be encoded
         raise SandboxRequestError(f"the request is no valid text: {one_line(error)}") from error
 
 

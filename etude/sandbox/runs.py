@@ -1,8 +1,8 @@
-"""One request in one box: talks to its supervisor and turns the report into a result.
+"""Runs one request in one box: talks to its supervisor and turns the report into a result.
 
-Invariant: the result is built after every process of the box is gone and all its output has been read. A report of
-`broken`, or a missing one because the program never started or the whole sandbox died, is the sandbox's failure; anything
-else is the program's own ending.
+Invariant: the result is built after every process of the box has exited and all its output has been read. A report of
+`broken`, or a missing one because the program never started or the whole sandbox died, is a failure of the sandbox;
+anything else is how the program itself ended.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from etude.sandbox.languages import RECIPES
 from etude.sandbox.types import RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
 GRACE_SECONDS = 10.0
-"""Time a supervisor may take beyond its program's limits before the host ends the box itself."""
+"""Seconds that a supervisor may take beyond its program's limits before the host kills the box."""
 
 
 async def run(guest: Guest, request: RunRequest) -> RunResult:
     """Runs `request` in `guest`, which cannot be reused.
 
     Raises:
-        BoxGone: the box failed before the program could start.
-        SandboxError: the box failed.
-        SandboxRequestError: the files do not fit into it.
+        BoxGone: the box failed before the program started.
+        SandboxError: the box failed later.
+        SandboxRequestError: the files do not fit into the box.
     """
     compiling = request.compile_seconds if RECIPES[request.language].compile else 0.0
     seconds = request.limits.wall_seconds + compiling + GRACE_SECONDS
@@ -53,10 +53,10 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
 
 
 def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
-    """A request as its supervisor gets it, without the files; for a `session`, only its limits count.
+    """Returns the message to the supervisor for a request, without the files; for a `session`, only its limits matter.
 
     Raises:
-        SandboxRequestError: one of its files has the name of the code.
+        SandboxRequestError: a file has the name of the code's file.
     """
     recipe = RECIPES[request.language]
     if not session and any(name == recipe.source or name.startswith(f"{recipe.source}/") for name in request.files):
@@ -77,7 +77,7 @@ def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
 
 
 def failure(answer: Mapping[str, Any]) -> Exception:
-    """The exception for an unexpected answer of a supervisor."""
+    """Returns the exception for a supervisor's unexpected answer."""
     if answer.get("event") == "refused":
         return SandboxRequestError(f"files: {answer.get('error')}")
     return BoxGone(f"the box could not be set up: {answer.get('error')}")
@@ -95,7 +95,7 @@ async def _converse(
             return received
         if event == "started":
             started = True
-        elif started:  # otherwise the program has broken its supervisor
+        elif started:  # a program that has started may have tampered with its supervisor
             break
         else:
             raise failure(received[0])

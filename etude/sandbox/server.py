@@ -1,8 +1,8 @@
-"""`etude sandbox serve`: the executor behind Sandbox Fusion's HTTP interface.
+"""`etude sandbox serve`: the executor behind Sandbox Fusion's HTTP API.
 
 Invariant: an answer with status 200 is about the code, or says `SandboxError`; a request that was not run is answered
-400 or 422 (invalid), 401 (no token), 413 (too large) or 429 (retry later). A client that hangs up ends its
-run. Nothing a client sends is evaluated, and its size, its time and its place in the queue are bounded.
+400 or 422 (invalid), 401 (no token), 413 (too large) or 429 (retry later). When a client disconnects, its run is cancelled.
+Nothing that a client sends is evaluated, and requests are limited in size, time and number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
-    """The application for `executor`, which it closes on shutdown."""
+    """Creates the application for `executor`, which it closes on shutdown."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +64,7 @@ def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
     metrics.gauge("waiting", "Requests that wait for a worker.", lambda: admission.waiting)
 
     async def answer(request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]) -> Response:
-        """The result of `work`, which is cancelled when the client hangs up; counts it either way."""
+        """Responds with the result of `work`, which is cancelled if the client disconnects; records metrics in any case."""
         began = asyncio.get_running_loop().time()
         outcome = "failed"
         try:
@@ -73,7 +73,7 @@ def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
                 outcome = "abandoned"
                 return Response(status_code=_ABANDONED)
             outcome = _outcome(result)
-            # FastAPI would validate the answer again and copy it several times
+            # Serialised here: FastAPI would validate the answer again and copy it several times.
             return Response(result.model_dump_json().encode(), media_type="application/json")
         except ServerBusy:
             outcome = "busy"
@@ -144,13 +144,13 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse({"detail": str(error)}, status_code=429, headers=headers)
 
     async def invalid(_: Request, error: Exception) -> Response:
-        """Says where and what, but does not echo the input: it may be large, or not valid text."""
+        """Reports the location and the error, without the input, which may be large or not valid text."""
         assert isinstance(error, RequestValidationError)
-        found = [
+        errors = [
             {"loc": [_ascii(str(part)) for part in item["loc"]], "msg": _ascii(item["msg"]), "type": item["type"]}
             for item in error.errors()[:20]
         ]
-        return JSONResponse({"detail": found}, status_code=422)
+        return JSONResponse({"detail": errors}, status_code=422)
 
     app.add_exception_handler(ServerBusy, busy)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -161,5 +161,5 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _ascii(text: str) -> str:
-    """Text that is encodable, whatever it quotes."""
+    """Returns at most 1000 characters of text, with non-ASCII characters escaped."""
     return text.encode("ascii", "backslashreplace").decode("ascii")[:1000]

@@ -1,8 +1,9 @@
-"""What a sandbox server does for a request, without HTTP: checks it, queues it, runs it, and bounds its answer.
+"""The sandbox server's logic without HTTP: validates a request, queues it, runs it, and limits the size of the answer.
 
-Invariant: at most `workers` requests run, at most `max_concurrency` are admitted; a request that is not admitted, or waits
-longer than `queue_seconds`, is rejected with a retry time before any of it has run. An answer has at most `ANSWER_BYTES`,
-counted as the JSON sent, plus a few thousand characters of each cell that no longer fits; omitted parts are named.
+Invariant: at most `workers` requests run and at most `max_concurrency` are admitted; a request that is not admitted, or
+waits longer than `queue_seconds`, is rejected with a retry time before any of it has run. An answer has at most
+`ANSWER_BYTES`, counted as the JSON sent, plus a few thousand characters of each cell that no longer fits; it says which
+parts are omitted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ANSWER_BYTES = 32 << 20
 _KEPT_CHARS = 1000
 _NOTE = "\n[the answer is full: the rest of what this cell printed and showed was left out]\n"
 ATTEMPTS = 2
-"""A request whose box is killed from outside runs once more."""
+"""Maximum runs of a request: one whose box is killed from outside is retried once."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,18 @@ class ServerOptions:
     workers: int | None = None
     """Concurrent programs; None for one per CPU."""
     max_concurrency: int | None = None
-    """Concurrent requests, waiting ones included; None for 64 per worker. Beyond it the answer is 429."""
+    """Concurrent requests, including waiting ones; None for 64 per worker. Further ones are answered 429."""
     queue_seconds: float = 60.0
-    """How long a request waits for a worker before it is answered 429."""
+    """Seconds that a request waits for a worker before it is answered 429."""
     token: str | None = None
-    """Bearer token that requests must have; None for none."""
+    """Bearer token that requests must have; None: no authentication."""
     max_request_mb: int = 32
     limits: Limits = field(default_factory=lambda: Limits(wall_seconds=600.0, cpu_seconds=600.0))
-    """Maximum of a request's limits, and default of those it does not set (memory, processes, files)."""
+    """Maximum for a request's limits, and default for those that it does not set (memory, processes, files)."""
     max_compile_seconds: float = 120.0
-    """The longest `compile_timeout` of a request in a compiled language."""
+    """Maximum `compile_timeout` of a request in a compiled language."""
     grace_seconds: float = 10.0
-    """Beyond a request's own time limits, for the sandbox's work; then the request is answered `SandboxError`."""
+    """Seconds that the sandbox may take beyond a request's own time limits before the answer is `SandboxError`."""
     isolation: Isolation = Isolation.AUTO
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class ServerOptions:
 
 
 class SandboxService:
-    """The endpoints' logic, without HTTP."""
+    """Implements the endpoints, without HTTP."""
 
     def __init__(self, executor: Executor, options: ServerOptions) -> None:
         self.executor = executor
@@ -86,10 +87,10 @@ class SandboxService:
         self._cut = False
 
     async def until_cut(self, work: Coroutine[Any, Any, R]) -> R:
-        """The result of `work`.
+        """Awaits `work`, which `cut_short` cancels.
 
         Raises:
-            SandboxError: the server ended first.
+            SandboxError: the server was shut down first.
         """
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
@@ -103,17 +104,17 @@ class SandboxService:
             self._under_way.discard(task)
 
     def cut_short(self) -> None:
-        """Ends all active requests."""
+        """Cancels all active requests."""
         self._cut = True
         for task in self._under_way:
             task.cancel()
 
     async def run_code(self, message: wire.RunCodeRequest) -> wire.RunCodeResponse:
-        """One program.
+        """Runs one program.
 
         Raises:
             SandboxRequestError: the request is invalid.
-            ServerBusy: it was not run.
+            ServerBusy: the request was not admitted, and has not run.
         """
         language = wire.known_language(message.language)
         compile_seconds = message.compile_timeout if language and RECIPES[language].compile else 0.0
@@ -141,7 +142,7 @@ class SandboxService:
         return wire.run_code_response(replace(result, files=files, refused_files=refused))
 
     async def run_jupyter(self, message: wire.RunJupyterRequest) -> wire.RunJupyterResponse:
-        """Cells in a fresh session: raises like `run_code`."""
+        """Runs cells in a fresh session; raises like `run_code`."""
         limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
         files = wire.decode_files(message.files)
         check_paths("fetch_files", message.fetch_files)
@@ -157,13 +158,14 @@ class SandboxService:
     ) -> wire.RunJupyterResponse:
         try:
             return await self._cells(message, limits, files)
-        except BoxLostError:  # presumably from outside; by the cells, if it happens again
+        except BoxLostError:  # presumably killed from outside; if it happens again, by the cells
             return await self._cells(message, limits, files, blamed=True)
 
     async def _cells(
         self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes], blamed: bool = False
     ) -> wire.RunJupyterResponse:
-        """The cells' answer; they caused the end of an interpreter, but the loss of a box only if they are `blamed`."""
+        """Runs the cells and returns the response. If the interpreter ends, the cells caused it; a lost box is raised as
+        an error unless they are `blamed` for it."""
         clock = asyncio.get_running_loop().time
         began = clock()
         session = await self.executor.session(limits=limits, files=files)
@@ -199,7 +201,7 @@ class SandboxService:
         return wire.jupyter_response(answered, len(message.cells), late, ended, seconds, files, left_out)
 
     async def open_session(self, message: wire.SessionRequest) -> wire.SessionResponse:
-        """A session that lives until it is closed or idle for too long: raises like `run_code`, and SandboxError."""
+        """Opens a session that lives until it is closed or idle for too long; raises like `run_code`, and SandboxError."""
         limits = wire.with_limits(self.options.limits, self.options.limits.wall_seconds, message.memory_limit_MB)
         limits = replace(limits, cpu_seconds=max(limits.cpu_seconds, SESSION_LIMITS.cpu_seconds))
         async with self.admission.slot():
@@ -208,14 +210,14 @@ class SandboxService:
             )
 
     async def run_cell(self, session_id: str, message: wire.CellRequest) -> wire.CellResponse:
-        """One cell of a session: raises like `run_code`, and UnknownSessionError, SandboxError."""
+        """Runs a cell of a session; raises like `run_code`, and UnknownSessionError, SandboxError."""
         wire.with_limits(self.options.limits, message.timeout, -1)
         async with self.admission.slot():
             answer = wire.cell_response(await self.executor.run_cell(session_id, message.code, message.timeout))
             return answer.model_copy(update={"cell": AnswerBudget().admit_cell(answer.cell)})
 
     def health(self) -> dict[str, Any]:
-        """The server's state."""
+        """Returns the server's state."""
         return {
             "status": "draining" if self.admission.draining else "ok",
             "isolation": self.executor.isolation.value,
@@ -232,7 +234,7 @@ def _reason(error: BaseException, seconds: float) -> str:
 
 
 class ServerBusy(Exception):
-    """Retry in `retry_after` seconds."""
+    """The request was not admitted; retry after `retry_after` seconds."""
 
     def __init__(self, reason: str, retry_after: int) -> None:
         super().__init__(reason)
@@ -240,7 +242,7 @@ class ServerBusy(Exception):
 
 
 class Admission:
-    """Bound to one event loop."""
+    """Admission control with a bounded queue: limits running and waiting requests. Bound to one event loop."""
 
     def __init__(self, workers: int, max_concurrency: int, queue_seconds: float) -> None:
         self.max_concurrency = max_concurrency
@@ -249,24 +251,24 @@ class Admission:
         self._workers = workers
         self._queue_seconds = queue_seconds
         self._running = ConcurrencyLimit(workers)
-        self._seconds = 0.05  # moving average of a run's duration
+        self._seconds = 0.05  # moving average of a request's duration
 
     @property
     def running(self) -> int:
-        """The number of running requests."""
+        """Number of running requests."""
         return self._running.held
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
+        """Number of waiting requests."""
         return self._running.waiting
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A worker, for the length of the block.
+        """Waits for a free worker and holds it for the block.
 
         Raises:
-            ServerBusy: the queue is full, the wait was too long, or the server is closing.
+            ServerBusy: the queue is full, the wait was too long, or the server is shutting down.
         """
         if self.draining:
             raise ServerBusy("the server is shutting down", 5)
@@ -290,18 +292,18 @@ class Admission:
             self.inside -= 1
 
     def _retry_after(self) -> int:
-        """Whole seconds until about half of the admitted requests are done."""
+        """Returns the estimated seconds until half of the admitted requests are done, from 1 to 60."""
         return min(60, max(1, math.ceil(self._seconds * self.inside / self._workers / 2)))
 
 
 class AnswerBudget:
-    """The budget of one request."""
+    """The remaining bytes of one answer."""
 
     def __init__(self) -> None:
         self._left = ANSWER_BYTES
 
     def admit_cell(self, cell: wire.CellRunResult) -> wire.CellRunResult:
-        """The cell unchanged, or what fits of it."""
+        """Returns the cell if it fits, else a truncated one."""
         size = len(cell.model_dump_json())
         if size > self._left:
             return _shorten(cell)
@@ -309,11 +311,11 @@ class AnswerBudget:
         return cell
 
     def admit_text(self, *texts: str) -> None:
-        """Counts texts that are bounded elsewhere, at their maximum escaped length."""
+        """Counts texts that are limited elsewhere, at their maximum length as JSON (6 bytes per character)."""
         self._left -= 6 * sum(map(len, texts))
 
     def admit_files(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """The files that fit, and why each other one is omitted."""
+        """Returns the files that fit, and for each of the others why it is omitted."""
         kept, left_out = {}, {}
         for path, content in files.items():
             size = -(-len(content) // 3) * 4  # in base64

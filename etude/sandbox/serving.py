@@ -1,9 +1,9 @@
-"""`serve`: runs the server on an address until its last run has ended.
+"""`serve`: runs the sandbox server until it is stopped and its last run has ended.
 
 Invariant: when `serve` returns or raises, no run, process or mount of the server is left. After SIGINT or SIGTERM no
-request is admitted any more, and active ones have `grace` seconds before they are answered 503. Connections never use up
-the boxes' descriptors: at most a certain number are open, and a further one replaces the one that has been idle longest, so
-that idle connections never keep a request out.
+requests are admitted, and active ones have `grace` seconds before they are answered 503. Connections never use up the file
+descriptors for boxes: their number is limited, and at the limit a new one replaces the one that has been idle longest, so
+idle connections never block a request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from etude.sandbox.service import SandboxService, ServerOptions
 from etude.serving.listening import limited_protocol, listen, raise_file_limit, url_of
 
 _MOST_CONNECTIONS = 4096
-_OWN_FILES = 48  # the server's own, and those of connections that were accepted but not yet looked at
-_BOX_FILES = 11  # of a box while it is forked
+_OWN_FILES = 48  # descriptors of the server, and of connections that are accepted but not yet counted
+_BOX_FILES = 11  # descriptors of a box while it is forked
 _ACCEPTED_AT_ONCE = 8
 _BACKLOG = 1024
 _ANSWER_SECONDS = 10
-"""How long clients have to read their answers after the grace period."""
+"""Seconds that clients have to read their answers after the grace period."""
 
 
 async def serve(
@@ -38,7 +38,7 @@ async def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM; then runs have `grace` seconds to finish before they are killed.
 
-    `ready` is called with the server's URL when it listens; port 0 takes a free one.
+    `ready` is called with the server's URL and executor once it listens; port 0 picks a free port.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -71,7 +71,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Reports when it listens, admits no request once closing, and cancels what is not done within `grace` seconds."""
+    """Calls `ready` once it listens; on shutdown stops admitting requests, and cancels active ones after `grace` seconds."""
 
     def __init__(
         self, config: uvicorn.Config, service: SandboxService, grace: float, ready: Callable[[], None]
@@ -84,7 +84,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio's backlog is also how many it accepts before it handles any
+            listener.listen(_BACKLOG)  # uvicorn's smaller `backlog` also limits how many are accepted at once
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -97,6 +97,6 @@ class _Server(uvicorn.Server):
 
 
 def _most_connections(workers: int) -> int:
-    """Half of the descriptors left by the boxes of `workers` runs; the other half is for sessions."""
+    """Returns half of the file descriptors left by the boxes of `workers` runs; the other half is for sessions."""
     free = raise_file_limit() - _OWN_FILES - 2 * workers * _BOX_FILES
     return max(8, min(_MOST_CONNECTIONS, free // 2))

@@ -1,9 +1,9 @@
 """Stateful sessions: one box whose interpreter keeps its variables from cell to cell.
 
-Invariant: cells of one session run one after the other, and what one printed is never part of the next one's result.
-The interpreter's answers are untrusted: they are checked part by part, bounded, and never evaluated. A cell that
-exceeds its time is interrupted first, so that the session survives; only if that fails is it killed. A box that vanishes
-without a report, or a session closed while a cell runs, never counts as the cell's own ending.
+Invariant: cells of one session run one after the other, and output of one cell is never part of the next one's result.
+The interpreter's answers are untrusted: each part is checked and limited in size, and none is evaluated. A cell that
+exceeds its time is interrupted first, so that the session survives; the session is killed only if that fails. A box that
+vanishes without a report, or a session closed while a cell runs, never counts as an ending caused by the cell.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from etude.sandbox.types import (
 
 START_SECONDS = 20.0
 INTERRUPT_SECONDS = 1.0
-"""Time for an interrupted cell to end."""
+"""Seconds for an interrupted cell to end."""
 MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
-_MARK = 100  # characters of the mark for text omitted
+_MARK = 100  # maximum characters of the note for omitted text
 
 
 class Session:
-    """One session, bound to its event loop."""
+    """One session. Bound to its event loop."""
 
     def __init__(self, guest: Guest, limits: Limits) -> None:
         self._guest = guest
@@ -55,7 +55,7 @@ class Session:
 
     @classmethod
     async def open(cls, guest: Guest, limits: Limits, files: Mapping[str, bytes]) -> Session:
-        """Starts the interpreter of a session in `guest`.
+        """Starts a session's interpreter in `guest`.
 
         Raises:
             BoxGone: the box failed.
@@ -76,16 +76,16 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a cell runs."""
+        """Whether a cell is running."""
         return self._lock.locked()
 
     async def run_cell(self, code: str, timeout: float | None = None) -> CellResult:
-        """Like `Executor.run_cell`, after the previous cells.
+        """Runs a cell like `Executor.run_cell`, after the previous cells.
 
         Raises:
-            UnknownSessionError: the session had ended before; the cell did not run.
-            SessionClosedError: it was closed while the cell ran.
-            BoxLostError: its box was presumably killed from outside.
+            UnknownSessionError: the session had already ended; the cell did not run.
+            SessionClosedError: the session was closed while the cell ran.
+            BoxLostError: the session's box was presumably killed from outside.
         """
         async with self._lock:
             if not self.alive:
@@ -95,7 +95,7 @@ class Session:
             self._guest.stderr.take()
             started = time.monotonic()
             try:
-                with contextlib.suppress(ConnectionError):  # the answer reveals a dead interpreter
+                with contextlib.suppress(ConnectionError):  # `_answer` detects a dead interpreter
                     await self._guest.control.send({"do": "watch"})
                     await self._guest.cells.send({"cell": self._count, "code": code})
                 status, answer = await self._answer(timeout or self._limits.wall_seconds)
@@ -110,7 +110,7 @@ class Session:
             return self._result(answer, status, self.used - started)
 
     async def _answer(self, seconds: float) -> tuple[RunStatus, frames.Parts | None]:
-        """How the cell ended, and its answer; None if the interpreter is no longer usable."""
+        """Returns how the cell ended, and its answer; None if the interpreter is no longer usable."""
         receiving = asyncio.ensure_future(self._receive())
         status = RunStatus.FINISHED
         try:
@@ -135,10 +135,10 @@ class Session:
                     await receiving
 
     async def _receive(self) -> frames.Parts | None:
-        """The answer to the current cell; None when the interpreter has hung up.
+        """Receives the answer to the current cell; returns None if the interpreter has disconnected.
 
         Raises:
-            FrameError: it is not an answer, or one to another cell.
+            FrameError: the data is not an answer, or is one to another cell.
         """
         received = await self._guest.cells.receive()
         if received is None:
@@ -155,7 +155,7 @@ class Session:
         except BoxLostError:  # without isolation, the cell may have killed its supervisor
             if self._guest.isolated or not await self._guest.outlived():
                 raise
-        except (OSError, frames.FrameError, SandboxError):  # it hung up but is still alive
+        except (OSError, frames.FrameError, SandboxError):  # the interpreter disconnected, but is still alive
             pass
         return RunStatus.KILLED
 
@@ -177,11 +177,11 @@ class Session:
         )
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Like `Executor.write_files`."""
+        """Writes files like `Executor.write_files`."""
         await self._command({"do": "write"}, check_files(files), "written")
 
     async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Like `Executor.fetch_files`."""
+        """Fetches files like `Executor.fetch_files`."""
         wanted = list(check_paths("fetch_files", paths))
         return dict(await self._command({"do": "fetch", "fetch_files": wanted}, {}, "fetched"))
 
@@ -200,7 +200,7 @@ class Session:
 
     async def _ask(self, message: dict[str, Any], files: Mapping[str, bytes], event: str) -> frames.Parts:
         try:
-            with contextlib.suppress(ConnectionError):  # its last message says why it is gone
+            with contextlib.suppress(ConnectionError):  # the supervisor's last message says why it is gone
                 await self._guest.control.send(message, list(files.items()))
             return (await self._expect(event))[1]
         except (OSError, frames.FrameError) as error:
@@ -217,13 +217,13 @@ class Session:
         raise failure(received[0])
 
     async def close(self) -> None:
-        """Kills everything in the session's box and waits until it is gone."""
+        """Kills all processes in the session's box and waits until they have exited."""
         self.alive = False
         await self._guest.close()
 
 
 def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The valid PNG files among an interpreter's images."""
+    """Returns the valid PNG files among an interpreter's images."""
     return tuple(
         image
         for image in images[: cells.MAX_IMAGES]
@@ -232,7 +232,7 @@ def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def _pixels(image: bytes) -> int:
-    """Pixels of a PNG file, by its header, so that decoding it is safe; 0 if it is not a PNG."""
+    """Returns the number of pixels in a PNG file's header, so that huge images are not decoded; 0 if it is not a PNG."""
     if not image.startswith(_PNG) or image[12:16] != b"IHDR" or len(image) < 33:
         return 0
     return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")

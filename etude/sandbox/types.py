@@ -1,8 +1,8 @@
-"""The requests and results of a sandbox: data with validation of its own fields, no other behaviour.
+"""Sandbox requests, results, limits and errors: data that validates its own fields, without other behaviour.
 
-Invariant: a `RunResult` or `CellResult` always describes what the *code* did. When the sandbox itself fails there is no
-result: `SandboxError` is raised, which is an `InfrastructureError`, so that a broken sandbox is never a wrong answer.
-Paths in `files` and `fetch_files` are relative to the work directory, and a request with any other path cannot be made.
+Invariant: a `RunResult` or `CellResult` always describes what the *code* did. If the sandbox itself fails, `SandboxError` is
+raised instead, an `InfrastructureError`, so a broken sandbox never counts as a wrong answer. Paths in `files` and
+`fetch_files` are relative to the work directory; a request with any other path cannot be constructed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from etude.errors import EtudeError, InfrastructureError
 MAX_PATH_BYTES = 1024
 MAX_FILES = 1000
 MAX_ARG_BYTES = 100_000  # Linux: 131,072
-MAX_ARGS_BYTES = 1_000_000  # Linux: a quarter of the stack's limit, environment and pointers included
-_ARG_OVERHEAD = 9  # a pointer and the final NUL
+MAX_ARGS_BYTES = 1_000_000  # Linux: a quarter of the stack limit, including environment and pointers
+_ARG_OVERHEAD = 9  # a pointer and the terminating NUL
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox failed, not the code in it: retried, then dropped, never scored."""
+    """The sandbox failed, not the code in it: the run is retried, then dropped, never scored."""
 
 
 class SandboxRequestError(EtudeError, ValueError):
@@ -31,19 +31,19 @@ class SandboxRequestError(EtudeError, ValueError):
 
 
 class SandboxUnavailableError(EtudeError):
-    """No mode of isolation holds its guarantees on this machine; the message says what failed and what to install."""
+    """No isolation mode holds its guarantees on this machine; the message says what failed and what to install."""
 
 
 class BoxLostError(SandboxError):
-    """A box vanished while code ran in it, and nothing in it says why: presumably killed from outside."""
+    """A box vanished without a report while code ran in it: presumably killed from outside."""
 
 
 class SessionClosedError(SandboxError):
-    """The session was closed, by its owner or with the whole sandbox, while its cell ran."""
+    """The session was closed while its cell ran, by its owner or with the whole sandbox."""
 
 
 class UnknownSessionError(EtudeError, KeyError):
-    """There is no session with that id: it never existed, was closed, expired, or died with its interpreter."""
+    """There is no session with this id: it never existed, was closed, expired, or died with its interpreter."""
 
     __str__ = EtudeError.__str__
 
@@ -57,7 +57,7 @@ class Language(str, Enum):
     C = "c"
     CPP = "cpp"
     PYTEST = "pytest"
-    """Python whose tests pytest collects and runs."""
+    """Python code whose tests are run by pytest."""
 
     @classmethod
     def _missing_(cls, value: object) -> Language | None:
@@ -80,53 +80,53 @@ class Isolation(str, Enum):
     """How runs are isolated from the host."""
 
     AUTO = "auto"
-    """The first of `BUBBLEWRAP` and `NAMESPACES` whose guarantees hold here."""
+    """The first of `BUBBLEWRAP` and `NAMESPACES` whose guarantees hold on this machine."""
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
-    """Linux namespaces, seccomp and Landlock, set up without any program but the interpreter."""
+    """Linux namespaces, seccomp and Landlock, set up by the interpreter without any other program."""
     NONE = "none"
-    """No isolation at all; must be requested by name."""
+    """No isolation; must be requested explicitly."""
 
 
 class RunStatus(str, Enum):
     """How a run ended."""
 
     FINISHED = "finished"
-    """The program exited or was ended by a signal; `return_code` says which."""
+    """The program exited or was killed by a signal; `return_code` says which."""
     TIME_LIMIT = "time_limit"
-    """Its wall or CPU time ran out, and it was killed."""
+    """The program exceeded its wall or CPU time and was killed."""
     MEMORY_LIMIT = "memory_limit"
-    """All its processes together held more than `memory_mb`, and it was killed."""
+    """All processes together used more than `memory_mb`, and the program was killed."""
     COMPILE_FAILED = "compile_failed"
-    """It was never started; `RunResult.compile` says why."""
+    """The program was not started; `RunResult.compile` says why."""
     KILLED = "killed"
-    """It killed its own supervisor (only code that attacks the sandbox does)."""
+    """The program killed its own supervisor (only code that attacks the sandbox does)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one run, or of one session as a whole.
+    """Resource limits of one run, or of a whole session.
 
     Raises:
         SandboxRequestError: a limit is not positive.
     """
 
     wall_seconds: float = 30.0
-    """Of the run, after compilation; of a cell in a session."""
+    """Wall-clock seconds of a run, without compilation; in a session, of a cell."""
     cpu_seconds: float = 60.0
     """CPU seconds of all processes together; in a session, over its whole life."""
     memory_mb: int = 1024
-    """MiB that all processes together may hold resident; also the address space of each (but for JavaScript)."""
+    """MiB of resident memory of all processes together; also the address space of each process (except for JavaScript)."""
     processes: int = 64
     """Processes and threads alive at once."""
     file_size_mb: int = 64
-    """MiB of one file."""
+    """MiB per file."""
     disk_mb: int = 256
     """MiB of all files together: work directory, /tmp and /dev/shm."""
     open_files: int = 256
-    """File descriptors of one process."""
+    """File descriptors per process."""
     output_bytes: int = 1 << 20
-    """Bytes kept of each of stdout and stderr: the first and the last halves; the rest is read and dropped."""
+    """Bytes kept of stdout and of stderr each: half from the start, half from the end; the middle is truncated."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -136,7 +136,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One program to run from a fresh state.
+    """A program to run from a fresh state.
 
     Raises:
         SandboxRequestError: a path is absolute, leaves the work directory or is not a file name.
@@ -147,13 +147,13 @@ class RunRequest:
     stdin: str | None = None
     """Text on standard input; None and "" both mean empty."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Written into the work directory first."""
+    """Path → content, written into the work directory before the run."""
     fetch_files: Sequence[str] = ()
-    """Read back at the end; missing ones are omitted from the result."""
+    """Paths to read back after the run; missing files are omitted from the result."""
     args: Sequence[str] = ()
     """Command-line arguments of the program."""
     compile_seconds: float = 10.0
-    """Wall-time limit of the compiler, if any."""
+    """Wall-clock limit of the compiler, if any."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -167,24 +167,24 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run, or of its compiler. Text is UTF-8 with undecodable bytes replaced."""
+    """The result of a run, or of its compiler. Output is decoded as UTF-8, with undecodable bytes replaced."""
 
     status: RunStatus
     return_code: int | None
-    """0 to 255, minus the number of the signal that ended it, or None when it was killed at a limit or never started."""
+    """0 to 255, or minus the signal number; None if the program was killed at a limit or never started."""
     stdout: str
     stderr: str
     stdout_truncated: bool = False
     stderr_truncated: bool = False
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """CPU time of all processes it waited for and those alive at its end."""
+    """CPU time of all processes that the program waited for and those alive at its end."""
     compile: RunResult | None = None
-    """None for languages that are not compiled."""
+    """The compiler's result; None for languages that are not compiled."""
     files: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
-    """The `fetch_files` that existed as regular files at the end."""
+    """Path → content of the `fetch_files` that existed as regular files after the run."""
     refused_files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Why each of the other `fetch_files` that existed was not read: a link, a pipe, too large."""
+    """Path → reason for the `fetch_files` that existed but were not read: a link, a pipe, too large."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,10 @@ class CellError:
     """The exception that ended a cell."""
 
     name: str
-    """Its class, such as `ZeroDivisionError`."""
+    """The exception's class name, such as `ZeroDivisionError`."""
     value: str
     traceback: str
-    """As printed by the interpreter, lines of the cell included."""
+    """The traceback as the interpreter prints it, with the cell's source lines."""
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,19 @@ class CellResult:
     stdout: str
     stderr: str
     text: str | None = None
-    """`repr` of the last expression's value; None when the cell does not end in an expression, or its value is None."""
+    """`repr` of the last expression's value; None if the cell does not end in an expression, or its value is None."""
     images: Sequence[bytes] = ()
-    """PNG files, in the order they were shown: values with `_repr_png_` and open matplotlib figures."""
+    """PNG files in display order: values with `_repr_png_` and open matplotlib figures."""
     error: CellError | None = None
     stdout_truncated: bool = False
     stderr_truncated: bool = False
     wall_seconds: float = 0.0
     session_alive: bool = True
-    """False when the interpreter had to be killed: its variables are lost, and the session is closed."""
+    """False if the interpreter ended or was killed: its variables are lost, and the session is closed."""
 
 
 def _check_args(args: Sequence[str]) -> None:
-    """Rejects what the kernel would, so that a bad argument never looks like a sandbox failure."""
+    """Rejects arguments that the kernel would reject, so that they do not look like a sandbox failure."""
     total = 0
     for number, arg in enumerate(args):
         try:
@@ -235,10 +235,10 @@ def _check_args(args: Sequence[str]) -> None:
 
 
 def check_path(field_name: str, path: str) -> str:
-    """`path` normalised, relative to the work directory.
+    """Normalises `path`, which is relative to the work directory.
 
     Raises:
-        SandboxRequestError: it is absolute, leaves the work directory, or names no file.
+        SandboxRequestError: `path` is absolute, leaves the work directory, or does not name a file.
     """
     if not isinstance(path, str) or not path or "\0" in path or len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
         raise SandboxRequestError(f"{field_name}: {str(path)[:80]!r} is not a file name")
@@ -257,7 +257,7 @@ def check_path(field_name: str, path: str) -> str:
 
 
 def check_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
-    """`paths` unchanged and in order, each validated by `check_path`; without duplicates."""
+    """Validates each path by `check_path`; returns them unchanged and in order, without duplicates."""
     if isinstance(paths, str) or len(paths) > MAX_FILES:
         raise SandboxRequestError(f"{field_name} must be a list of at most {MAX_FILES} paths")
     for path in paths:
@@ -266,10 +266,11 @@ def check_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    """`files` with normalised paths, read-only.
+    """Returns a read-only copy of `files` with normalised paths.
 
     Raises:
-        SandboxRequestError: a bad path, two names of one file, a file that is also a directory, or content not bytes.
+        SandboxRequestError: an invalid path, two paths to one file, a file that is also a directory, content that is not
+            bytes, or too many files.
     """
     if len(files) > MAX_FILES:
         raise SandboxRequestError(f"files: {len(files)} are too many (at most {MAX_FILES})")

@@ -1,8 +1,9 @@
-"""Sandbox Fusion's messages: `/run_code` and `/run_jupyter`, and their translation to and from this package's types.
+"""The wire format: Sandbox Fusion's messages for `/run_code` and `/run_jupyter`, our session messages, and their conversion
+to and from this package's types.
 
 Invariant: fields, their defaults and the status rules are Sandbox Fusion's, so that its clients work with our server and
-our client with its servers. A translation keeps everything that the other side has a field for. `SandboxError` in a
-response, and nothing else, means that the sandbox failed.
+our client with its servers. A conversion keeps everything that the other side has a field for. Only the status
+`SandboxError` in a response means that the sandbox failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from etude.sandbox.types import (
 
 MAX_CELLS = 1000
 SIGKILL_CODE = -9
-"""Return code of a program killed for exceeding its memory."""
+"""Return code of a program killed for exceeding its memory limit."""
 
 FUSION_LANGUAGES = (
     *("python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda"),
@@ -171,10 +172,10 @@ class CellResponse(_Message):
 
 
 def known_language(name: str) -> Language | None:
-    """The language of a request; None for one of Sandbox Fusion's that we cannot run.
+    """Returns the language of a request; None for a language of Sandbox Fusion's that we cannot run.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the language is unknown.
     """
     try:
         return Language(name)
@@ -186,10 +187,10 @@ def known_language(name: str) -> Language | None:
 
 
 def with_limits(limits: Limits, run_timeout: float, memory_limit_mb: int) -> Limits:
-    """`limits` with a request's own: the program's seconds, and its memory unless that is -1.
+    """Returns `limits` with a request's wall-clock limit, and its memory limit unless that is -1.
 
     Raises:
-        SandboxRequestError: one is above `limits`, or invalid.
+        SandboxRequestError: one of them is above `limits`, or invalid.
     """
     if run_timeout > limits.wall_seconds:
         raise SandboxRequestError(f"run_timeout: {run_timeout:g} s is above this sandbox's {limits.wall_seconds:g} s")
@@ -202,7 +203,7 @@ def with_limits(limits: Limits, run_timeout: float, memory_limit_mb: int) -> Lim
 
 
 def run_request(message: RunCodeRequest, language: Language, limits: Limits) -> RunRequest:
-    """The request in a `/run_code` body.
+    """Converts a `/run_code` body to a request.
 
     Raises:
         SandboxRequestError: a path leaves the work directory, or content is not base64.
@@ -220,7 +221,7 @@ def run_request(message: RunCodeRequest, language: Language, limits: Limits) -> 
 
 
 def run_code_request(request: RunRequest) -> RunCodeRequest:
-    """The `/run_code` body for `request`."""
+    """Converts a request to a `/run_code` body."""
     return RunCodeRequest(
         compile_timeout=request.compile_seconds,
         run_timeout=request.limits.wall_seconds,
@@ -235,8 +236,8 @@ def run_code_request(request: RunRequest) -> RunCodeRequest:
 
 
 def run_code_response(result: RunResult) -> RunCodeResponse:
-    """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`; `message`
-    lists the `fetch_files` that were not read, and why."""
+    """Converts a result to a `/run_code` response by Sandbox Fusion's rules: a time limit or any return code but 0 is
+    `Failed`; `message` lists the `fetch_files` that were not read, and why."""
     compiled = None if result.compile is None else _command_result(result.compile)
     ran = None if result.status is RunStatus.COMPILE_FAILED else _command_result(result)
     good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
@@ -250,10 +251,10 @@ def run_code_response(result: RunResult) -> RunCodeResponse:
 
 
 def run_result(response: RunCodeResponse) -> RunResult:
-    """The result in a `/run_code` response.
+    """Converts a `/run_code` response to a result.
 
     Raises:
-        SandboxError: the sandbox failed.
+        SandboxError: the response says that the sandbox failed, or has no result.
     """
     commands = [command for command in (response.compile_result, response.run_result) if command is not None]
     failed = next((command for command in commands if command.status is CommandRunStatus.Error), None)
@@ -269,7 +270,7 @@ def run_result(response: RunCodeResponse) -> RunResult:
 
 
 def cell_run_result(result: CellResult) -> CellRunResult:
-    """A cell's result in Jupyter's terms."""
+    """Converts a cell's result to Jupyter's format."""
     display: list[dict[str, Any]] = [{"image/png": base64.b64encode(image).decode()} for image in result.images]
     if result.text is not None:
         display.append({"text/plain": result.text})
@@ -281,7 +282,7 @@ def cell_run_result(result: CellResult) -> CellRunResult:
 
 
 def cell_response(result: CellResult) -> CellResponse:
-    """The response for a session's cell."""
+    """Converts a result of a session's cell to a response."""
     return CellResponse(
         status=result.status,
         cell=cell_run_result(result),
@@ -293,7 +294,7 @@ def cell_response(result: CellResult) -> CellResponse:
 
 
 def cell_result(response: CellResponse) -> CellResult:
-    """The reverse of `cell_response`."""
+    """Converts a response to the result of a session's cell."""
     images = [bundle["image/png"] for bundle in response.cell.display if "image/png" in bundle]
     texts = [str(bundle["text/plain"]) for bundle in response.cell.display if "text/plain" in bundle]
     error = None
@@ -316,16 +317,16 @@ def cell_result(response: CellResponse) -> CellResult:
 
 
 def decode_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
-    """Contents from base64; an entry without content is skipped, as in Sandbox Fusion.
+    """Decodes contents from base64; an entry without content is skipped, as in Sandbox Fusion.
 
     Raises:
-        SandboxRequestError: one is not base64.
+        SandboxRequestError: a content is not base64.
     """
     return {path: _decoded(path, content) for path, content in files.items() if content is not None}
 
 
 def encode_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Contents as base64."""
+    """Encodes contents as base64."""
     return {path: base64.b64encode(content).decode() for path, content in files.items()}
 
 
@@ -337,7 +338,8 @@ def _decoded(path: str, content: str) -> bytes:
 
 
 def _command_result(result: RunResult) -> CommandRunResult:
-    """A program killed for its memory, or for killing its own supervisor, ended by a signal; the text says why."""
+    """Converts a program's result; one killed for its memory, or for killing its own supervisor, gets return code -9 and
+    a note in stderr."""
     late = result.status is RunStatus.TIME_LIMIT
     notes = {
         RunStatus.MEMORY_LIMIT: "killed: the memory limit was exceeded",
@@ -379,8 +381,8 @@ def jupyter_response(
     files: Mapping[str, bytes],
     refused_files: Mapping[str, str],
 ) -> RunJupyterResponse:
-    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` if time ran out (`late`) or the interpreter
-    `ended` before all were done; the cells that ran are always included."""
+    """Builds the `/run_jupyter` response for a request of `asked` cells: `Failed` if time ran out (`late`) or the
+    interpreter `ended` early; the cells that ran are always included."""
     cut_short = ended and not late
     driver = CommandRunResult(
         status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,

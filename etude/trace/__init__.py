@@ -1,4 +1,4 @@
-"""A trajectory's generations, tool calls and functions under `rollout_trace_op` as nested spans."""
+"""Tracing: a trajectory's generations, tool calls and functions decorated by `rollout_trace_op` as nested spans."""
 
 from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS

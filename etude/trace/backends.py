@@ -1,9 +1,9 @@
-"""`TRACE_BACKENDS`: where spans can go, by name; and the default, JSON lines.
+"""`TRACE_BACKENDS`: the registry of trace backends; and the default backend, JSON lines.
 
-Invariant: an optional backend is imported on use; if it is missing, one line says what to install.
-A backend is registered as a function of (options, project, experiment); `plugins` may register more.
+A backend is registered as a function of (options, project, experiment); `plugins` may register more. Invariant: an optional
+backend is imported on use; if its package is missing, a one-line error says what to install.
 
-A line of `jsonl` is a finished span: children come before their parents.
+Each line of `jsonl` is a finished span, so children come before their parents.
 
     {"trace": "…", "span": "…", "parent": "…" or null, "name": …, "kind": …, "start": seconds since 1970,
      "seconds": …, "error": … or null, "attributes": {…}}
@@ -24,16 +24,16 @@ TRACE_BACKENDS: Registry[Factory] = Registry("trace backend")
 
 
 class JsonLinesBackend:
-    """Appends each finished span to one file, which processes may share."""
+    """Appends each finished span to a file, which several processes may share."""
 
     def __init__(self, path: str) -> None:
         self._lines = JsonLines(path)
 
     def begin(self, span: TraceSpan) -> None:
-        """Nothing: the line is written at the end."""
+        """Does nothing: the line is written when the span ends."""
 
     def end(self, span: TraceSpan) -> None:
-        """Writes the line."""
+        """Writes the span's line."""
         self._lines.append(
             {
                 "trace": span.trace_id,

@@ -1,8 +1,8 @@
-"""`Guarded`: a backend whose failure costs spans alone; `Background` keeps one that may block on the network off the event
-loop.
+"""`Guarded`: a backend whose failure only loses spans; `Background`: keeps a backend that may block on the network off the
+event loop.
 
-Invariant: `begin` and `end` reach the backend in order, from one thread, and never wait for it; when it falls
-`_MOST_WAITING` calls behind, whole spans are dropped (never an end without its beginning) and counted.
+Invariant of `Background`: `begin` and `end` reach the backend in order, from one thread, and callers never wait for it; when
+`limit` calls are queued, whole spans are dropped (never only the end of one) and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guarded:
-    """A backend that is disabled by its first failure, which is logged."""
+    """Wraps a backend and disables it after its first failure, which is logged."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend: Backend | None = backend
@@ -47,18 +47,18 @@ class Guarded:
 
 
 class Background:
-    """`backend` behind a queue and a daemon thread."""
+    """Calls `backend` from a daemon thread, through a queue of at most about `limit` calls."""
 
     def __init__(self, backend: Backend, limit: int = _MOST_WAITING) -> None:
         self._backend, self._limit = Guarded(backend), limit
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begun: set[str] = set()  # spans whose beginning was passed on
+        self._begun: set[str] = set()  # ids of open spans that were not dropped
         self.dropped = 0
         self._thread = threading.Thread(target=self._work, name="etude-trace", daemon=True)
         self._thread.start()
 
     def begin(self, span: TraceSpan) -> None:
-        """Passes the span on, unless the queue is full or its parent was dropped."""
+        """Queues the span's beginning; drops the span if the queue is full or its parent was dropped."""
         orphan = span.parent is not None and span.parent.span_id not in self._begun
         if orphan or self._calls.qsize() >= self._limit:
             self.dropped += 1
@@ -67,13 +67,13 @@ class Background:
         self._calls.put(lambda: self._backend.begin(span))
 
     def end(self, span: TraceSpan) -> None:
-        """Passes on the end of a span whose beginning was passed on."""
+        """Queues the span's end, unless the span was dropped."""
         if span.span_id in self._begun:
             self._begun.discard(span.span_id)
             self._calls.put(lambda: self._backend.end(span))
 
     def close(self) -> None:
-        """Waits, for a bounded time, until the backend has everything."""
+        """Waits up to `_CLOSING_SECONDS` until the queue is processed and the backend closed."""
         self._calls.put(self._backend.close)
         self._calls.put(None)
         self._thread.join(_CLOSING_SECONDS)

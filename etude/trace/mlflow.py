@@ -1,7 +1,7 @@
-"""Spans to MLflow: a trajectory is a trace of the run's experiment.
+"""The MLflow backend: each trajectory is a trace of the run's experiment.
 
 The destination is set by `MLFLOW_TRACKING_URI` and MLflow's other variables. Written against MLflow 3's
-`start_span_no_context`, which has no context of its own: parents come from our spans.
+`start_span_no_context`, which does not use MLflow's context: parents come from our spans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTPUTS = ("output", "response")
 
 
 class MlflowBackend:
-    """Traces of the experiment `project`, tagged with the run's name. To be used from one thread (see `Background`)."""
+    """Writes traces to the experiment `project`, tagged with the run's name. Use it from one thread (see `Background`)."""
 
     def __init__(self, project: str, experiment: str) -> None:
         os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "true")
@@ -32,7 +32,7 @@ class MlflowBackend:
         self._tags = {"etude.experiment": experiment}
 
     def begin(self, span: TraceSpan) -> None:
-        """Starts it, under its parent's."""
+        """Starts an MLflow span under the parent's."""
         root = span.parent is None
         span.handle = mlflow.start_span_no_context(
             span.name,
@@ -44,12 +44,12 @@ class MlflowBackend:
         )
 
     def end(self, span: TraceSpan) -> None:
-        """Ends it, with its inputs, outputs and attributes."""
+        """Ends the MLflow span, with inputs, outputs and attributes."""
         handle, attributes = span.handle, dict(span.attributes)
         if handle is None:
             return
-        handle.set_inputs(_taken(attributes, _INPUTS))
-        outputs = _taken(attributes, _OUTPUTS)
+        handle.set_inputs(_pop(attributes, _INPUTS))
+        outputs = _pop(attributes, _OUTPUTS)
         status = SpanStatusCode.OK if span.error is None else SpanStatusCode.ERROR
         named = {f"etude.{name}": value for name, value in attributes.items()} | {"etude.trace": span.trace_id}
         if span.error is not None:
@@ -59,10 +59,10 @@ class MlflowBackend:
         )
 
     def close(self) -> None:
-        """Flushes what is pending."""
+        """Flushes pending spans."""
         mlflow.flush_trace_async_logging()
 
 
-def _taken(attributes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Removes those of `names` that exist, and returns them."""
+def _pop(attributes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Removes the attributes with these names, if present, and returns them."""
     return {name: attributes.pop(name) for name in names if name in attributes}

@@ -1,9 +1,9 @@
-"""Spans to OpenTelemetry.
+"""The OpenTelemetry backend: each trajectory is a separate trace.
 
-The exporter is configured as usual, by `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables of the OpenTelemetry
-SDK; a process that has set a tracer provider of its own (in a plug-in, say) keeps it. A trajectory is a trace of its own.
+The exporter is configured by `OTEL_EXPORTER_OTLP_ENDPOINT` and the SDK's other variables; if the process has already set a
+tracer provider (in a plug-in, say), that one is used.
 
-Invariant: exporting happens in the SDK's thread, from a bounded queue; the event loop never waits for it.
+Invariant: spans are exported in the SDK's thread, from a bounded queue; the event loop never waits for it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FLUSH_MILLISECONDS = 10_000
 
 
 class OpenTelemetryBackend:
-    """Sends spans to `provider`; default the process's, or a new one that exports over OTLP/HTTP."""
+    """Sends spans to `provider`, by default the process's tracer provider, or else a new one that exports by OTLP/HTTP."""
 
     def __init__(self, service: str, provider: TracerProvider | None = None) -> None:
         present = otel.get_tracer_provider()
-        self._provider = provider or (present if isinstance(present, TracerProvider) else _exporting(service))
+        self._provider = provider or (present if isinstance(present, TracerProvider) else _create_provider(service))
         self._tracer = self._provider.get_tracer("etude")
 
     def begin(self, span: TraceSpan) -> None:
-        """Starts it, under its parent's."""
+        """Starts an OpenTelemetry span under the parent's."""
         parent = None if span.parent is None else span.parent.handle
         context = Context() if parent is None else otel.set_span_in_context(parent, Context())
         span.handle = self._tracer.start_span(
@@ -44,7 +44,7 @@ class OpenTelemetryBackend:
         )
 
     def end(self, span: TraceSpan) -> None:
-        """Ends it, with its attributes."""
+        """Ends the OpenTelemetry span, with its attributes."""
         handle = span.handle
         if handle is None:
             return
@@ -58,11 +58,11 @@ class OpenTelemetryBackend:
         handle.end(end_time=_nanoseconds(span.start + span.seconds))
 
     def close(self) -> None:
-        """Flushes what is pending."""
+        """Flushes pending spans."""
         self._provider.force_flush(_FLUSH_MILLISECONDS)
 
 
-def _exporting(service: str) -> TracerProvider:
+def _create_provider(service: str) -> TracerProvider:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -78,5 +78,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _attribute(value: Any) -> Any:
-    """OpenTelemetry takes numbers and text; the rest is sent as JSON."""
+    """Converts an attribute value: OpenTelemetry accepts numbers and text, everything else is sent as JSON."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)

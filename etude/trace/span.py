@@ -1,11 +1,11 @@
-"""`TraceSpan`: one recorded section of a trajectory, and the context that spans nest in.
+"""`TraceSpan`: one recorded section of a trajectory; and `span`, which records nested spans through a context variable.
 
-Invariant: a span's parent is the span that was open where it began, tasks started there included, so that spans of
-concurrent trajectories never mix; outside a traced trajectory `span` records nothing.
+Invariant: a span's parent is the span that was open in its context when it began; tasks inherit the context in which they
+are started, so spans of concurrent trajectories never mix. Outside a traced trajectory `span` records nothing.
 
-`watch_spans` follows the spans that are open, traced or not, without recording them.
+`watch_spans` tracks which spans are open, traced or not, without recording them.
 
-Where spans go is left to `backends`, which trajectories are traced to `tracer`.
+`backends` defines where spans go, `tracer` which trajectories are traced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 _MAX_ATTRIBUTES = 64
 
-_WAITS = {"generation": "the engine", "scorer": "the scorer"}  # what a span waits for, where its name does not say it
+_WAITS = {"generation": "the engine", "scorer": "the scorer"}  # what spans of a kind wait for; others: kind and name
 
 _numbers = itertools.count(1)
 
@@ -38,11 +38,11 @@ class TraceSpan:
     """A tool call, a generation, or a function under `rollout_trace_op`.
 
     Attributes:
-        name, kind: what it is; `kind` is "trajectory", "generation", "tool" or "op".
+        name, kind: the operation; `kind` is for example "trajectory", "generation", "tool", "scorer" or "op".
         trace_id: the same for all spans of a trajectory.
-        start: in seconds since 1970; `seconds` is its length, 0 until it ends.
-        error: name of the exception's class, None without one.
-        attributes: JSON values of bounded size.
+        start: seconds since 1970; `seconds`: duration, 0 until it ends.
+        error: class name of the exception that ended it, None without one.
+        attributes: JSON values of limited size.
         handle: the backend's own data.
     """
 
@@ -58,56 +58,56 @@ class TraceSpan:
     handle: Any = None
 
     def set(self, **attributes: Any) -> None:
-        """Adds attributes; large values are shortened."""
+        """Sets attributes; large values are truncated, and names beyond the maximum number are ignored."""
         for name, value in attributes.items():
             if len(self.attributes) < _MAX_ATTRIBUTES or name in self.attributes:
                 self.attributes[name] = truncate_value(value)
 
 
 class Backend(Protocol):
-    """Where spans go. When a span begins, its parent's `handle` is available; when it ends, it is complete."""
+    """A destination of spans. When a span begins, its parent's `handle` is set; when it ends, it is complete."""
 
     def begin(self, span: TraceSpan) -> None:
-        """Called when a span opens."""
+        """Called when a span begins."""
         ...
 
     def end(self, span: TraceSpan) -> None:
-        """Called when it has closed."""
+        """Called when a span has ended."""
         ...
 
     def close(self) -> None:
-        """Flushes what is pending."""
+        """Flushes pending spans."""
         ...
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TraceContext:
     span: TraceSpan | None
     trace_id: str
     backend: Backend
 
 
-_place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("etude_trace_place", default=None)
+_context: contextvars.ContextVar[_TraceContext | None] = contextvars.ContextVar("etude_trace_place", default=None)
 
 
 class OpenSpans:
-    """The spans of one piece of work that are open, and how many have `ended`; read by another thread."""
+    """The open spans of one piece of work, and how many have `ended`; another thread may read it."""
 
     def __init__(self) -> None:
         self.began, self.ended = time.monotonic(), 0
         self._open: dict[int, tuple[str, float]] = {}
 
     def open(self) -> list[tuple[str, float]]:
-        """What each open span is, and since when, by `time.monotonic`."""
+        """Returns what each open span waits for, and its start time by `time.monotonic`."""
         return list(self._open.values())
 
     def begin(self, what: str) -> int:
-        """Opens one; returns its number."""
+        """Adds an open span; returns its number."""
         self._open[number := next(_numbers)] = (what, time.monotonic())
         return number
 
     def end(self, number: int) -> None:
-        """Closes it."""
+        """Removes a span that has ended."""
         self._open.pop(number, None)
         self.ended += 1
 
@@ -117,7 +117,7 @@ _watched: contextvars.ContextVar[OpenSpans | None] = contextvars.ContextVar("etu
 
 @contextmanager
 def watch_spans(spans: OpenSpans) -> Iterator[None]:
-    """Spans that open inside the block, in tasks started there too, are kept in `spans` while they are open."""
+    """Keeps the spans that open inside the block, or in tasks started there, in `spans` while they are open."""
     token = _watched.set(spans)
     try:
         yield
@@ -127,14 +127,14 @@ def watch_spans(spans: OpenSpans) -> Iterator[None]:
 
 @contextmanager
 def span(kind: str, name: str) -> Iterator[TraceSpan | None]:
-    """Records its block, and yields the `TraceSpan`, or None where nothing is traced."""
-    place, watched = _place.get(), _watched.get()
+    """Records its block as a span, and yields the `TraceSpan`; None if nothing is traced here."""
+    context, watched = _context.get(), _watched.get()
     number = None if watched is None else watched.begin(_WAITS.get(kind, f"{kind} {name}"))
     try:
-        if place is None:
+        if context is None:
             yield None
         else:
-            with _recorded(place, TraceSpan(name, kind, place.trace_id, place.span)) as recorded:
+            with _record(context, TraceSpan(name, kind, context.trace_id, context.span)) as recorded:
                 yield recorded
     finally:
         if watched is not None and number is not None:
@@ -142,9 +142,9 @@ def span(kind: str, name: str) -> Iterator[TraceSpan | None]:
 
 
 @contextmanager
-def _recorded(place: _Place, recorded: TraceSpan) -> Iterator[TraceSpan]:
-    place.backend.begin(recorded)
-    token, began = _place.set(replace(place, span=recorded)), time.perf_counter()
+def _record(context: _TraceContext, recorded: TraceSpan) -> Iterator[TraceSpan]:
+    context.backend.begin(recorded)
+    token, began = _context.set(replace(context, span=recorded)), time.perf_counter()
     try:
         yield recorded
     except BaseException as error:
@@ -152,23 +152,23 @@ def _recorded(place: _Place, recorded: TraceSpan) -> Iterator[TraceSpan]:
         raise
     finally:
         recorded.seconds = time.perf_counter() - began
-        _place.reset(token)
-        place.backend.end(recorded)
+        _context.reset(token)
+        context.backend.end(recorded)
 
 
 def is_traced() -> bool:
     """Whether a span would be recorded here."""
-    return _place.get() is not None
+    return _context.get() is not None
 
 
 @contextmanager
 def traced(backend: Backend, trace_id: str) -> Iterator[None]:
-    """Spans that begin inside the block, in tasks started there too, go to `backend` under `trace_id`."""
-    token = _place.set(_Place(None, trace_id, backend))
+    """Sends spans that begin inside the block, or in tasks started there, to `backend` under `trace_id`."""
+    token = _context.set(_TraceContext(None, trace_id, backend))
     try:
         yield
     finally:
-        _place.reset(token)
+        _context.reset(token)
 
 
 class SpanList:
@@ -178,26 +178,26 @@ class SpanList:
         self.spans: list[TraceSpan] = []
 
     def begin(self, span: TraceSpan) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end(self, span: TraceSpan) -> None:
-        """Keeps it."""
+        """Appends the span."""
         self.spans.append(span)
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @contextmanager
 def collect_spans() -> Iterator[list[TraceSpan]]:
-    """The spans of everything awaited inside the block, as a list that grows while they end."""
+    """Yields a list to which the spans of everything awaited inside the block are appended as they end."""
     collected = SpanList()
     with traced(collected, "collected"):
         yield collected.spans
 
 
 def rollout_trace_op(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-    """Decorates a coroutine function: a traced call leaves a span with its arguments, its result or its error."""
+    """Decorates a coroutine function: traced calls are recorded as spans, with arguments and result or error."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -216,10 +216,10 @@ def rollout_trace_op(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitab
 
 
 def _inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, without `self`."""
+    """Returns the arguments by name, without `self`."""
     try:
         named = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:  # the call itself will raise it
+    except TypeError:  # the call itself will raise this
         return {}
     named.pop("self", None)
     return named

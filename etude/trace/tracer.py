@@ -1,7 +1,7 @@
-"""`Tracer`: which trajectories are traced, and the root span of each.
+"""`Tracer`: selects the trajectories to trace, and opens the root span of each.
 
-Invariant: the choice depends on names and the step, not on chance or the clock; a failing backend loses its spans, with one
-log line, never a trajectory.
+Invariant: the selection depends only on sample names and the step, not on randomness or time; a failing backend loses spans,
+with one log line, but never a trajectory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.trace.span import Backend, TraceSpan, span, traced
 
 
 class Tracer:
-    """One per process. `token2text` is read where generation spans are made."""
+    """The tracer of a process. `token2text`: whether generation spans include decoded text; read where they are created."""
 
     def __init__(self, options: TraceOptions, backend: Backend) -> None:
         self._options = options
@@ -30,11 +30,11 @@ class Tracer:
 
     @classmethod
     def of(cls, options: TraceOptions, project: str, experiment: str) -> Tracer | None:
-        """The configured tracer, closed when the process ends; None where nothing is traced.
+        """Returns the configured tracer, which is closed when the process exits; None if no backend is configured.
 
         Raises:
-            ConfigError: no backend has that name, or it cannot be set up.
-            MissingExtraError: it is not installed.
+            ConfigError: there is no backend of that name, or it cannot be set up.
+            MissingExtraError: the backend's package is not installed.
         """
         if options.backend is None:
             return None
@@ -43,8 +43,9 @@ class Tracer:
         return tracer
 
     def chosen(self, samples: Sequence[str], step: object = None) -> set[int]:
-        """Indexes of the trajectories to trace; `samples` names the prompt of each, step included. The limit holds for all
-        calls of one `step` together: rollouts that stream come in parts."""
+        """Returns the indexes of the trajectories to trace; `samples` are their prompts' names, which include the step.
+        `max_samples_per_step_per_worker` applies to all calls of one `step` together, since streamed rollouts call this
+        several times per step."""
         known = self._of_step if step is not None and step == self._step else set()
         new, limit = sorted(set(samples) - known, key=chance), self._options.max_samples_per_step_per_worker
         allowed = known | set(new if limit is None else new[: max(limit - len(known), 0)])
@@ -58,12 +59,12 @@ class Tracer:
 
     @contextmanager
     def trajectory(self, trace_id: str, attributes: Mapping[str, Any]) -> Iterator[TraceSpan | None]:
-        """Everything awaited inside the block is traced, as one trajectory."""
+        """Traces everything awaited inside the block as one trajectory; yields its root span."""
         with traced(self._backend, trace_id), span("trajectory", "trajectory") as whole:
             if whole is not None:
                 whole.set(**attributes)
             yield whole
 
     def close(self) -> None:
-        """Flushes what is pending; spans that end later may be lost."""
+        """Flushes pending spans; those that end later may be lost."""
         self._backend.close()

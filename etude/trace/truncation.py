@@ -1,7 +1,7 @@
-"""`truncate_value`: any value as a JSON value of bounded size, for traces.
+"""`truncate_value`: converts any value to a JSON value of limited size, for traces.
 
-Invariant: the work and the result are bounded however large the value is; of unknown classes only the name is read, so that
-tracing changes nothing and cannot fail.
+Invariant: time and result size are limited however large the value is; of objects of unknown classes only the class name is
+read, so tracing has no side effects and cannot fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _MAX_DEPTH = 5
 
 
 def truncate_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """`value` with long text truncated, long containers ended by a count, and other objects as their class name."""
+    """Returns `value` with long text truncated, long containers cut and ended by a count, and other objects replaced by
+    their class name."""
     if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
         return value if not isinstance(value, int) or abs(value) < 2**63 else f"<int of {value.bit_length()} bits>"
     if isinstance(value, Enum):
@@ -41,7 +42,7 @@ def truncate_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]] | None:
-    """Names and values of a mapping, a dataclass or a pydantic model, absent ones left out of the last two."""
+    """Returns the items of a dict, or the non-empty fields of a dataclass or pydantic model; None for other values."""
     if isinstance(value, dict):
         return (
             [(key, value[key]) for key, _ in zip(value, range(_MAX_ITEMS + 1))]

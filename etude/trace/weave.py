@@ -1,7 +1,7 @@
-"""Spans to Weave: a trajectory is a call of the project, its spans are the calls below.
+"""The Weave backend: each trajectory is a call of the project, and its spans are child calls.
 
-Written against Weave's client (`create_call` and `finish_call` without its call stack, so that parents come from our spans).
-Login is Weave's, by `WANDB_API_KEY` or its settings.
+Uses Weave's client (`create_call` and `finish_call`) without its call stack: parents come from our spans. Authentication is
+Weave's, by `WANDB_API_KEY` or its settings.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class SpanError(Exception):
 
 
 class WeaveBackend:
-    """Calls of the project `project`. To be used from one thread (see `Background`)."""
+    """Writes calls to the project `project`. Use it from one thread (see `Background`)."""
 
     def __init__(self, project: str, experiment: str) -> None:
         self._client: Any = weave.init(project)
         self._experiment = experiment
 
     def begin(self, span: TraceSpan) -> None:
-        """Starts it, under its parent's."""
+        """Creates a Weave call under the parent's."""
         span.handle = self._client.create_call(
             span.name,
             inputs={},
@@ -41,14 +41,14 @@ class WeaveBackend:
         )
 
     def end(self, span: TraceSpan) -> None:
-        """Ends it, with its attributes as output."""
+        """Finishes the Weave call, with the span's attributes as its output."""
         if span.handle is not None:
             failure = None if span.error is None else SpanError(span.error)
             ended = _moment(span.start + span.seconds)
             self._client.finish_call(span.handle, output=dict(span.attributes), exception=failure, ended_at=ended)
 
     def close(self) -> None:
-        """Flushes what is pending."""
+        """Flushes pending calls."""
         self._client.flush()
 
 

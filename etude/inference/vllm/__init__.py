@@ -1,4 +1,4 @@
-"""The `vllm` engine: in this process (`VLLMEngine`) or as servers (`VLLMServerEngine`)."""
+"""The `vllm` engine: vLLM in this process (`VLLMEngine`) or as servers (`VLLMServerEngine`)."""
 
 from etude.inference.vllm.local import VLLMEngine
 from etude.inference.vllm.server import VLLMServerEngine

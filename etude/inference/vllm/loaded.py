@@ -1,8 +1,8 @@
-"""`WatchedLoad`: whether a model has the weights that its loader was given, under vLLM's names for them.
+"""`WatchedLoad`: verifies by checksum that vLLM's model has the weights that its loader was given.
 
-Invariant: a matrix is compared, by checksum, where it is in the model under its own name, or as the rows of a fused one
-(q, k and v in `qkv_proj`, gate and up in `gate_up_proj`). What a loader may compute with (vectors), or has cut up for
-several ranks, is left to the probe of log-probs.
+Invariant: a matrix is compared if the model has it under its own name, or as rows of a fused matrix (q, k and v in
+`qkv_proj`, gate and up in `gate_up_proj`). Vectors, which a loader may transform, and matrices sharded over several ranks
+are left to the weight probe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.models.named_weights import checksum
 
 
 class WatchedLoad:
-    """`model` is one of vLLM's, whose `packed_modules_mapping` names what it fuses."""
+    """`model`: a vLLM model, whose `packed_modules_mapping` names its fused modules."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._parameters = model, dict(model.named_parameters())
@@ -25,7 +25,7 @@ class WatchedLoad:
         self._sent: dict[str, dict[int, tuple[str, int, int]]] = {}  # parameter → place in it → (name, rows, checksum)
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, on their way to the model's loader."""
+        """Yields `weights` unchanged, for the model's loader, and records their checksums."""
         for name, tensor in weights:
             owner, _, kind = name.rpartition(".")
             rest, _, module = owner.rpartition(".")
@@ -38,17 +38,17 @@ class WatchedLoad:
             yield name, tensor
 
     def check(self) -> int:
-        """After the load: how many tensors were compared.
+        """Compares the checksums after the load; returns how many tensors were compared.
 
         Raises:
-            ValueError: one is not in the model what was sent; names it.
+            ValueError: a tensor in the model differs from the one sent; names it.
         """
         parameters, compared = dict(self._model.named_parameters()), 0
         for target, parts in self._sent.items():
             rows = sum(size for _, size, _ in parts.values())
             fused = target.rpartition(".")[0].rpartition(".")[2] in {whole for whole, _ in self._fused.values()}
             if rows > len(parameters[target]) or (fused and rows != len(parameters[target])):
-                continue  # a part of several ranks'; an embedding may have rows that nothing is sent for
+                continue  # sharded over several ranks; an unfused matrix (an embedding) may be padded with rows
             start = 0
             for _, (name, size, total) in sorted(parts.items()):
                 if checksum(parameters[target][start : start + size]) != total:
@@ -58,5 +58,5 @@ class WatchedLoad:
 
 
 def parameter_checksums(model: Any) -> dict[str, str]:
-    """Of everything that the model computes with, by the model's own names."""
+    """Returns the checksums of all parameters, by the model's own names."""
     return {name: f"{checksum(parameter):x}" for name, parameter in model.named_parameters()}

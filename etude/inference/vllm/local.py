@@ -1,7 +1,8 @@
 """vLLM in this process: an `AsyncLLM`, whose engine core vLLM runs in a child process.
 
-Weights reach it as a checkpoint's folder; with `transfer="cuda_ipc"`, if trainer and engine share a GPU, as handles of the
-trainer's own tensors instead, and nothing is written. (That way was written without a GPU at hand and has never run.)
+Weights are loaded from a checkpoint's folder; with `transfer="cuda_ipc"`, if trainer and engine share a GPU, from IPC
+handles of the trainer's own tensors instead, without writing files. (That path was written without a GPU and has never
+run.)
 
 vLLM is imported when the engine is built, in the environment that the trainer runs in.
 """
@@ -35,7 +36,7 @@ _OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # the e
 
 @ENGINES.register("vllm")
 class VLLMEngine(ServedEngine):
-    """`arguments`: those of vLLM's `AsyncEngineArgs`; the interface is `etude.inference.Engine`."""
+    """Implements `etude.inference.Engine` with vLLM in this process; `arguments`: those of vLLM's `AsyncEngineArgs`."""
 
     servers = "optional"
 
@@ -49,7 +50,7 @@ class VLLMEngine(ServedEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
-        """Servers if addresses are given (a router over several), else vLLM in this process."""
+        """Returns server engines if servers are configured (a router over several), else vLLM in this process."""
         if setup.server_urls or setup.server_command:
             return connect(setup, lambda s: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout))
         arguments = {
@@ -70,11 +71,11 @@ class VLLMEngine(ServedEngine):
 
     @staticmethod
     def check_installed(given: Mapping[str, Any]) -> None:
-        """Rejects, before a model is loaded, what could not start: vLLM missing, or arguments it does not know.
+        """Rejects, before a model is loaded, a missing vLLM and arguments that vLLM does not know.
 
         Raises:
             MissingExtraError: vLLM is not installed.
-            ConfigError: `given`, the section engine_kwargs.vllm, has a name that vLLM does not know.
+            ConfigError: `given`, the section engine_kwargs.vllm, has a name that vLLM does not know or the engine sets.
         """
         if find_spec("vllm") is None:
             raise MissingExtraError("rollout.name=vllm without rollout.server_urls", "vllm")
@@ -90,7 +91,7 @@ class VLLMEngine(ServedEngine):
                 raise ConfigError(f"{KEY}.engine_kwargs.vllm: vLLM has no argument '{name}'{did_you_mean(name, known)}")
 
     async def _started(self) -> Any:
-        """The `AsyncLLM`, started on first use: it is bound to the event loop that uses it."""
+        """Returns the `AsyncLLM`, started on first use because it is bound to the running event loop."""
         async with self._starting:
             if self._engine is None:
                 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -103,25 +104,25 @@ class VLLMEngine(ServedEngine):
                     raise ConfigError(f"{KEY}.engine_kwargs.vllm: {one_line(error)}") from error
                 except Exception as error:
                     raise EngineError(f"vLLM did not start: {type(error).__name__}: {one_line(error)}") from error
-                atexit.register(_end, weakref.ref(self._engine))  # its processes would block the interpreter's exit
+                atexit.register(_end, weakref.ref(self._engine))  # its processes would block interpreter exit
         return self._engine
 
     async def _ask(
         self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> TokenOutput:
-        from vllm import SamplingParams as Theirs
+        from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, version = await self._started(), self._version
         kind = RequestOutputKind.FINAL_ONLY if on_tokens is None else RequestOutputKind.CUMULATIVE
-        wanted = Theirs(**({"detokenize": False} | sampling_fields(params)), output_kind=kind)
-        final, told = None, 0
+        vllm_params = VLLMSamplingParams(**({"detokenize": False} | sampling_fields(params)), output_kind=kind)
+        final, streamed = None, 0
         try:
-            async for output in engine.generate({"prompt_token_ids": prompt}, wanted, name):
+            async for output in engine.generate({"prompt_token_ids": prompt}, vllm_params, name):
                 final = output
                 if on_tokens is not None and output.outputs:
-                    new = list(output.outputs[0].token_ids[told:])
-                    told += len(new)
+                    new = list(output.outputs[0].token_ids[streamed:])
+                    streamed += len(new)
                     on_tokens(new)
         except Exception as error:
             raise EngineError(f"vLLM failed a request: {type(error).__name__}: {one_line(error)}") from error
@@ -155,7 +156,7 @@ class VLLMEngine(ServedEngine):
         await (await self._started()).resume_generation()
 
     async def _load(self, source: Any, version: int) -> None:
-        """`source` may also map names to CUDA tensors of this process, which are shared by their IPC handles."""
+        """Loads new weights; `source` may also map names to CUDA tensors of this process, shared by their IPC handles."""
         engine, (method, argument) = await self._started(), _weights_call(source)
         try:
             results = await engine.collective_rpc(method, timeout=self._sync_timeout, args=(argument,))
@@ -169,15 +170,15 @@ class VLLMEngine(ServedEngine):
             raise EngineError(f"vLLM did not take the weights: {type(error).__name__}: {one_line(error)}") from error
 
     async def sleep(self) -> None:
-        """Moves the weights to the host's memory and drops the cache (needs engine_kwargs.vllm.enable_sleep_mode)."""
+        """Moves the weights to host memory and drops the KV cache (needs engine_kwargs.vllm.enable_sleep_mode)."""
         self._slept_with = await (await self._started()).collective_rpc("etude_checksums")
         await (await self._started()).sleep(level=1)
 
     async def wake(self) -> None:
-        """Reallocates the device's memory.
+        """Reallocates device memory.
 
         Raises:
-            EngineError: its weights are not those that it fell asleep with.
+            EngineError: the weights are not those from before `sleep`.
         """
         await (await self._started()).wake_up()
         if self._slept_with is not None:
@@ -191,17 +192,17 @@ class VLLMEngine(ServedEngine):
 
 
 def _end(reference: Callable[[], Any]) -> None:
-    """Shuts down a weakly referenced engine, whatever state it is in."""
+    """Shuts down a weakly referenced engine in any state; never raises."""
     if (engine := reference()) is not None:
         with suppress(Exception):
             engine.shutdown(timeout=_SHUTDOWN_SECONDS)
-            engine.shutdown = lambda timeout=None: None  # its finalizer calls it again, during interpreter shutdown
+            engine.shutdown = lambda timeout=None: None  # its finalizer calls it again during interpreter shutdown
 
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes started inside ignore interrupts: after a Ctrl-C the trainer finishes its step, for which it needs the
-    engine, and ends them itself. An interrupt in the meantime is delivered afterwards."""
+    """Makes processes started inside ignore SIGINT: after a Ctrl-C the trainer finishes its step, for which it needs the
+    engine, and then ends them. An interrupt received meanwhile is delivered at exit from the block."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -211,7 +212,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _weights_call(source: Any) -> tuple[str, str]:
-    """The receiver's method and its argument for `source`."""
+    """Returns the name and the argument of the `WeightReceiver` method that loads `source`."""
     if not isinstance(source, Mapping):
         return "etude_load_folder", checkpoint_folder(source, "vllm")
     from torch.multiprocessing.reductions import reduce_tensor

@@ -4,9 +4,9 @@ The server must run with `VLLM_SERVER_DEV_MODE=1` (the routes that pause, abort 
 processed_logprobs` (log-probs of the distribution that is sampled from) and `--worker-extension-cls
 etude.inference.vllm.worker.WeightReceiver`; `docs/engines.md` has the command. Routes are those of vLLM 0.32.
 
-Requests go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), because that one reports which weights
-drew which token; otherwise to `/v1/completions` with `return_token_ids`. There a request that spans a weight update counts
-as drawn entirely by the older weights.
+Requests go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), because it reports each token's weight
+version; otherwise to `/v1/completions` with `return_token_ids`, where a request that spans a weight update counts as
+sampled entirely by the older weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
-_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
+_CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as vLLM names them, including those that a model's generation_config.json may set."""
+    """Returns the parameters under vLLM's names, with explicit values for those that a generation_config.json may set."""
     stop = {"stop": list(params.stop), "include_stop_str_in_output": True, "detokenize": True} if params.stop else {}
     return stop | {
         "max_tokens": params.max_tokens,
@@ -48,8 +48,8 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 class VLLMServerEngine(ServedEngine):
-    """One server; the interface is `etude.inference.Engine`. `route`: one of the two generating routes to force it, or
-    None. `sync_timeout`: seconds that a weight sync may take."""
+    """Implements `etude.inference.Engine` with one server. `route`: `GENERATE` or `COMPLETIONS`; None: ask the server.
+    `sync_timeout`: seconds that a weight sync may take."""
 
     def __init__(
         self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0, route: str | None = None
@@ -61,7 +61,7 @@ class VLLMServerEngine(ServedEngine):
         self._connected: str | None = None
 
     async def _connect(self) -> str:
-        """The generating route; the server is queried once.
+        """Returns the route for generation; asks the server only once.
 
         Raises:
             ConfigError: the server lacks the routes that weight updates need.
@@ -73,14 +73,14 @@ class VLLMServerEngine(ServedEngine):
                         f"{self._server.url} cannot be paused or given weights: start vLLM (0.32 or newer) with "
                         "VLLM_SERVER_DEV_MODE=1; docs/engines.md has the command"
                     )
-                if self._route is None:  # an empty request: only an existing route reports what it lacks
+                if self._route is None:  # send an empty request: only an existing route reports missing fields
                     refused = await self._refusal(self._server.post(GENERATE))
                     self._route = GENERATE if refused in (400, 422) else COMPLETIONS
                 self._connected = self._route
         return self._connected
 
     async def _refusal(self, asked: Awaitable[object]) -> int | None:
-        """The error status of a request; None if it succeeded."""
+        """Returns the error status of a request; None if it succeeded."""
         try:
             await asked
         except StatusError as error:
@@ -93,18 +93,18 @@ class VLLMServerEngine(ServedEngine):
         route, version, adapter = await self._connect(), self._version, self.adapter
         body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, params)
         body |= {"model": adapter} if adapter else {}
-        if on_tokens is not None and route == COMPLETIONS:  # the other route's answers come whole
+        if on_tokens is not None and route == COMPLETIONS:  # GENERATE is called without streaming
             answer = await self._streamed(body | {"stream": True}, params, on_tokens)
         else:
             answer = await self._server.ask(route, body)
         with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
-        if adapter:  # the server's versions are of the weights below it
+        if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
         return validate_answer(read, params, version, self._server.url)
 
     async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
-        """A completion of the pieces of a stream, as it would be without one."""
+        """Streams a completion and assembles its chunks into the response that it would be without streaming."""
         ids: list[int] = []
         log_probs: list[float] = []
         whole = {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": None}
@@ -169,22 +169,22 @@ class VLLMServerEngine(ServedEngine):
         await self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
-        """Moves the weights to the host's memory and drops the cache (the server needs --enable-sleep-mode)."""
+        """Moves the weights to host memory and drops the KV cache (the server needs --enable-sleep-mode)."""
         self._slept_with = await self._checksums()
         await self._control("/sleep", level="1", mode="wait")
 
     async def wake(self) -> None:
-        """Reallocates the device's memory.
+        """Reallocates device memory.
 
         Raises:
-            EngineError: its weights are not those that it fell asleep with.
+            EngineError: the weights are not those from before `sleep`.
         """
         await self._control("/wake_up")
         if self._slept_with is not None:
             check_same(self._slept_with, await self._checksums(), self._server.url)
 
     async def _checksums(self) -> Any:
-        """By worker, of its parameters."""
+        """Returns each worker's parameter checksums."""
         call = {"method": "etude_checksums", "timeout": self._sync_timeout}
         return (await self._server.ask("/collective_rpc", call, timeout=self._sync_timeout)).get("results")
 
@@ -200,7 +200,7 @@ def check_loaded(results: Any, source: str) -> None:
 
 
 def check_same(before: Any, after: Any, source: str) -> None:
-    """Raises EngineError, which names a parameter, unless the checksums of all workers are the same."""
+    """Raises EngineError, naming a parameter, unless every worker's checksums are the same as before."""
     for was, now in zip(before, after, strict=True):
         if name := next((name for name, value in was.items() if now.get(name) != value), None):
             raise EngineError(f"{source}: '{name}' is not what it was before the engine's sleep")

@@ -1,9 +1,9 @@
-"""Runs inside vLLM's worker processes: loads new weights in place (vLLM's `--worker-extension-cls`).
+"""Worker extensions that load new weights in place, inside vLLM's worker processes (`--worker-extension-cls`).
 
 vLLM imports this module before it builds the model, and adds the class's methods to its worker. On a CPU the import also
-changes how linear layers multiply: at loading vLLM packs their weights into its own format and drops the originals or keeps
-them unused, so that loading weights later reports success but has no effect on the computation. Plain
-`torch.nn.functional.linear` computes with the parameter itself. Other devices are left alone.
+replaces the matrix product of linear layers: when it loads a model, vLLM packs their weights into its own format and drops
+the originals or keeps them unused, so that loading weights later reports success but has no effect on the computation.
+`torch.nn.functional.linear` computes with the parameter itself. Other devices are left unchanged.
 
 This module needs vLLM and is never imported by the trainer.
 """
@@ -22,11 +22,11 @@ from torch import Tensor
 from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 
 _DISPATCH = "dispatch_cpu_unquantized_gemm"
-_USERS = ("utils", "linear", "vocab_parallel_embedding")  # below vllm.model_executor.layers; some import it by name
+_USERS = ("utils", "linear", "vocab_parallel_embedding")  # in vllm.model_executor.layers; some import it by name
 
 
 def compute_with_parameters() -> None:
-    """Replaces vLLM's packed matrix products on the CPU; weights that are not matrices are left to vLLM."""
+    """Replaces vLLM's packed matrix products on the CPU, except for weights that are not matrices."""
     from importlib import import_module
 
     modules = [import_module(f"vllm.model_executor.layers.{name}") for name in _USERS]
@@ -44,8 +44,8 @@ def compute_with_parameters() -> None:
 
 
 class WeightReceiver:
-    """Methods that `collective_rpc` calls by name. Those that load return how many parameters, and raise ValueError where
-    one is not what was sent."""
+    """Methods that `collective_rpc` calls by name. Those that load weights return the number of loaded parameters, and
+    raise ValueError if a parameter is not what was sent."""
 
     model_runner: Any
 
@@ -54,7 +54,7 @@ class WeightReceiver:
         return self._etude_load(_tensors(Path(folder)))
 
     def etude_checksums(self) -> dict[str, str]:
-        """Of all that this worker computes with, under vLLM's names."""
+        """Returns the checksums of this worker's parameters, under vLLM's names."""
         return parameter_checksums(self.model_runner.get_model())
 
     def _etude_load(self, weights: Iterator[tuple[str, Tensor]]) -> int:
@@ -67,11 +67,12 @@ class WeightReceiver:
 
 
 class SharedWeightReceiver(WeightReceiver):
-    """Also takes tensors by their CUDA IPC handles. Only for an engine started by this program, never for a server:
-    handles arrive pickled, and anyone who can send a pickle can run code."""
+    """Also loads tensors from CUDA IPC handles. Only for an engine started by this program, never for a server: handles
+    are pickled, and anyone who can send a pickle can run code."""
 
     def etude_load_handles(self, pickled: str) -> int:
-        """`pickled`: base64 of [(name, what `torch.multiprocessing.reductions.reduce_tensor` returned)]."""
+        """Loads tensors; `pickled`: base64 of a pickled list [(name, result of
+        `torch.multiprocessing.reductions.reduce_tensor`)]."""
         handles = pickle.loads(base64.b64decode(pickled))
         return self._etude_load((name, rebuild(*arguments)) for name, (rebuild, arguments) in handles)
 

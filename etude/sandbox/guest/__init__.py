@@ -1,9 +1,9 @@
-"""The code inside the jail: the fork server, the supervisor of a run, and what turns a process into the program.
+"""The code inside the jail: the fork server, the supervisor of a run, and the code that starts the model's program.
 
-Invariant: these modules import nothing but the standard library and each other, because in the jail there is nothing
-else. The host mounts this folder read-only at `/opt/etude/guest` and starts it with the bare interpreter. With the host's
-side it shares settings, the message format and the bounds of a cell's answer.
+Invariant: these modules import only the standard library and each other, because nothing else is in the jail. The host
+mounts this folder read-only at `/opt/etude/guest` and starts it with the bare interpreter. The host's side shares its
+settings, the message format and the size limits of a cell's answer.
 
-Trust: fork server and supervisor are ours and never run the model's code. The program is the model's from its first line
-on: it may do anything to its own process, and nothing it sends is trusted.
+Trust: the fork server and the supervisor are trusted and never run the model's code. The program's process is untrusted: the
+model's code may do anything to it, and nothing it sends is trusted.
 """

@@ -1,6 +1,6 @@
-"""The box of one run: its own mounts, network, host name and process table, empty and discarded with it.
+"""The box of one run: its own mounts, network, host name and `/proc`, initially empty and discarded after the run.
 
-Invariant: after `open_box` everything the run can write lies in one size-limited tmpfs that no other run ever sees, and
+Invariant: after `open_box` everything that the run can write is in one size-limited tmpfs that no other run ever sees, and
 its network is not connected to anything. Without isolation the box is only a folder, without guarantees.
 """
 
@@ -19,7 +19,7 @@ from . import kernel
 from .settings import BOX, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
-_TCP_BUFFER = 106_496  # bytes: half of Linux's default for other sockets
+_TCP_BUFFER = 106_496  # bytes; half of Linux's default for other sockets
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -30,16 +30,17 @@ class Box:
     work: str
     tmp: str
     folder: str
-    """What to remove at the end; empty if the kernel does it."""
+    """The folder to remove at the end; empty if the kernel does it."""
 
     def close(self) -> None:
-        """Removes what the kernel does not."""
+        """Removes the folder of a run without isolation."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def open_box(settings: Settings, disk_mb: int, memory_mb: int) -> Box:
-    """Creates a box with room for `disk_mb`, whose `/proc` shows `memory_mb`; without isolation it has neither."""
+    """Creates a box with `disk_mb` MiB for files, whose `/proc` shows `memory_mb` MiB of memory; without isolation it has
+    neither."""
     if not settings.isolated:
         folder = tempfile.mkdtemp(prefix="run-", dir=settings.scratch)
         work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
@@ -61,7 +62,8 @@ def open_box(settings: Settings, disk_mb: int, memory_mb: int) -> Box:
 
 
 def _mount_proc(memory_mb: int) -> None:
-    """A `/proc` that shows the processes of the run, two files of our own, and unreadable mounts over all else."""
+    """Mounts a `/proc` that shows the run's processes and two files made here; everything else is hidden by unreadable
+    mounts."""
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     doors = f"{BOX}/proc"
     os.mkdir(doors)
@@ -83,7 +85,8 @@ def _mount_proc(memory_mb: int) -> None:
 
 
 def _proc_files(memory_mb: int) -> dict[str, str]:
-    """Files of `/proc` that show the program its memory limit, and no more of the machine than it could measure."""
+    """Returns the `/proc` files that show the program its memory limit, and nothing of the host that it could not measure
+    itself."""
     amounts = {"MemTotal": memory_mb, "MemFree": memory_mb, "MemAvailable": memory_mb}
     amounts |= dict.fromkeys(("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SwapTotal", "SwapFree"), 0)
     cpus = ("cpu", *(f"cpu{i}" for i in range(len(os.sched_getaffinity(0)))))
@@ -95,7 +98,7 @@ def _proc_files(memory_mb: int) -> dict[str, str]:
 
 
 def _limit_tcp_buffers() -> None:
-    """Limits both buffers of a connection together to another socket's size: by default they grow to dozens of MiB."""
+    """Limits both buffers of a TCP connection together to the size of other sockets'; the default is dozens of MiB."""
     for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
         with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
             file.write(f"4096 {start} {_TCP_BUFFER}")

@@ -1,9 +1,9 @@
 """The program's side of a session: runs cells in order in one `__main__`, like a notebook.
 
-Invariant: one answer per cell, a frame of bounded length: its object is short, its parts are the cell's texts and images, so
-that nothing that a cell can make long is parsed. This code shares its process with the model's, which may tamper with it;
-all it can forge is what its own session prints. A cell that ends in an expression has that value's `repr` as its text;
-values with `_repr_png_` and open matplotlib figures become PNG images.
+Invariant: each cell has one answer, a frame of limited length: its JSON object is short and its parts are the cell's texts
+and images, so the host parses nothing that a cell can make long. This code shares its process with the model's code, which
+may tamper with it, but can only forge output of its own session. If a cell ends in an expression, its text is the `repr` of
+that value; values with `_repr_png_` and open matplotlib figures become PNG images.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_TRACEBACK = 1 << 16
 MAX_IMAGES = 8
 MAX_IMAGE_BYTES = 2 << 20
 MAX_HEADER = 4 << 10
-"""Longest JSON of an answer."""
+"""Maximum bytes of an answer's JSON object."""
 MAX_ANSWER = 24 << 20
-"""Longest payload of an answer: the texts, each character in up to four bytes, and all images."""
+"""Maximum bytes of an answer's parts: the texts, each character in up to four bytes, and all images."""
 
 
 def serve(connection: int, work: str) -> NoReturn:
-    """Answers cells until the host hangs up."""
+    """Runs cells until the host disconnects."""
     main = interpreter.become_main(os.path.join(work, "session"), ())
     del main.__dict__["__file__"]
     notebook = _Notebook(main)
@@ -50,8 +50,8 @@ def serve(connection: int, work: str) -> NoReturn:
         try:
             answer = notebook.run(received[0]["code"])
         except KeyboardInterrupt as error:  # it arrived just after the cell had ended
-            answer = _described(error)
-        if os.getpid() != owner:  # a child forked in the cell returned from it, too
+            answer = _describe_error(error)
+        if os.getpid() != owner:  # a child that the cell forked has returned from it as well
             os._exit(0)
         parts = [
             (kind, part if isinstance(part, bytes) else str.encode(part, "utf-8", "backslashreplace"))
@@ -72,7 +72,7 @@ class _Notebook:
         main.__dict__.update({"display": self._display, _SYSTEM: self._system, _MAGIC: _magic})
 
     def run(self, code: str) -> list[tuple[str, str | bytes]]:
-        """Runs a cell; the parts of its answer."""
+        """Runs a cell and returns the parts of its answer."""
         self._count += 1
         self._images = []
         name = f"<cell {self._count}>"
@@ -83,11 +83,11 @@ class _Notebook:
             value = self._execute(code, name)
             if value is not None:
                 self._main.__dict__["_"] = value
-                answer.append(("text", self._shown(value)))
+                answer.append(("text", self._render(value)))
             self._collect_figures()
         except BaseException as raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            answer += _described(raised)
+            answer += _describe_error(raised)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
@@ -95,7 +95,7 @@ class _Notebook:
         return answer + [("image", image) for image in self._images]
 
     def _execute(self, code: str, name: str) -> object:
-        """The value of the last expression, or None."""
+        """Executes a cell and returns the value of its last expression, or None."""
         tree = _parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         self._evaluate(tree, name, "exec")
@@ -105,28 +105,28 @@ class _Notebook:
         compiled = compile(tree, name, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)  # type: ignore[call-overload]
         if compiled.co_flags & inspect.CO_COROUTINE:
             if self._loop is None:
-                import asyncio  # here, to keep every run's process small
+                import asyncio  # imported here to keep every run's process small
 
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(eval(compiled, self._main.__dict__))
         return eval(compiled, self._main.__dict__)
 
     def _system(self, command: str) -> None:
-        """Runs a line of shell; what it prints is the cell's output."""
-        import subprocess  # here, to keep every run's process small
+        """Runs a shell command (`!command`), whose output becomes the cell's."""
+        import subprocess  # imported here to keep every run's process small
 
         sys.stdout.flush()
         done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, check=False)
         self._main.__dict__["_exit_code"] = done.returncode
 
-    def _shown(self, value: object) -> str:
-        """The text of a value; one with a PNG form is kept as an image as well."""
+    def _render(self, value: object) -> str:
+        """Returns the text of a value, and keeps its PNG image if it has one."""
         self._keep_png(value)
         text = repr(value)
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… [{len(text) - MAX_TEXT} more characters]"
 
     def _display(self, *values: object) -> None:
-        """Displays values like a cell's last expression."""
+        """Displays values: the builtin `display` of notebooks."""
         for value in values:
             if not self._keep_png(value):
                 sys.stdout.write(f"{value!r}\n")
@@ -137,7 +137,7 @@ class _Notebook:
             return self._keep(image)
         figure = getattr(sys.modules.get("matplotlib.figure"), "Figure", None)
         if figure is not None and isinstance(value, figure):
-            return self._keep(_drawn(value))
+            return self._keep(_render_png(value))
         return False
 
     def _collect_figures(self) -> None:
@@ -146,21 +146,21 @@ class _Notebook:
         if pyplot is None:
             return
         for number in pyplot.get_fignums():
-            self._keep(_drawn(pyplot.figure(number)))
+            self._keep(_render_png(pyplot.figure(number)))
         pyplot.close("all")
 
     def _keep(self, image: bytes) -> bool:
         if len(image) > MAX_IMAGE_BYTES or len(self._images) >= MAX_IMAGES:
             sys.stderr.write(f"[an image of {len(image)} bytes was left out]\n")
-        elif image not in self._images:  # a figure that is the last value is open as well
+        elif image not in self._images:  # a figure that is the last value is usually open as well
             self._images.append(image)
         return True
 
 
 def _parse(code: str, name: str) -> ast.Module:
-    """The cell's syntax tree; a notebook line that is not Python, `!command` or `%magic`, becomes a call of ours.
+    """Parses a cell; notebook lines that are not Python, `!command` and `%magic`, are replaced by calls of our functions.
 
-    Such a line is detected as the place of a syntax error: one in a string or a longer expression is left alone.
+    Only a line at which a syntax error is reported is replaced, so strings and longer expressions are left unchanged.
     """
     lines: list[str] = []
     while True:
@@ -178,19 +178,19 @@ def _parse(code: str, name: str) -> ast.Module:
 
 
 def _magic(line: str) -> None:
-    """`%matplotlib …`: figures are shown anyway."""
+    """Ignores `%matplotlib …`, since figures are always rendered; other magics are an error."""
     if line.split()[:1] != ["matplotlib"]:
         raise NameError(f"%{line.split()[0] if line.split() else ''} is not known here; only %matplotlib is")
 
 
-def _drawn(figure: Any) -> bytes:
+def _render_png(figure: Any) -> bytes:
     target = io.BytesIO()
     figure.savefig(target, format="png", bbox_inches="tight")
     return target.getvalue()
 
 
-def _described(error: BaseException) -> list[tuple[str, str | bytes]]:
-    """An exception without the frames of this file, as parts of an answer."""
+def _describe_error(error: BaseException) -> list[tuple[str, str | bytes]]:
+    """Returns an exception as parts of an answer, without the frames of this file."""
     own = error.__traceback__
     ours = {__file__, getattr(sys.modules.get("asyncio.base_events"), "__file__", __file__)}
     while own is not None and own.tb_frame.f_code.co_filename in ours:

@@ -1,9 +1,9 @@
-"""The total memory and CPU time of a run's processes, read from its own `/proc`.
+"""Measures the total memory and CPU time of a run's processes, from its own `/proc`.
 
-Invariant: the numbers cover exactly the processes and sockets of the run (its PID and network namespaces ensure
-both); without isolation they cover the descendants of the supervisor, and no sockets. What cannot be measured counts with
-its maximum: a socket's buffers count as full. Files in the box's tmpfs are bounded by its size and not counted;
-`docs/sandbox.md` lists what else is not.
+Invariant: the numbers cover exactly the processes and sockets of the run, thanks to its PID and network namespaces; without
+isolation they cover the supervisor's descendants, and no sockets. What cannot be measured counts as its maximum: a socket's
+buffers count as full. Files in the box's tmpfs are limited by its size and not counted; `docs/sandbox.md` lists what else
+is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MEMORY = ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
 
 
 def processes(isolated: bool) -> Iterator[int]:
-    """The ids of all processes of the run but this one."""
+    """Yields the PIDs of all processes of the run except this one."""
     me = os.getpid()
     if isolated:
         yield from (pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != me)
@@ -27,31 +27,32 @@ def processes(isolated: bool) -> Iterator[int]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for task in _tasks(pid):  # a child belongs to a thread
+    for task in _tasks(pid):  # children are listed per thread
         for child in _read(f"{task}/children").split():
             yield int(child)
             yield from _descendants(int(child))
 
 
 def memory_bytes(pids: list[int], limit: int) -> int:
-    """Total bytes of `pids`. Shared pages are counted once if the sum would exceed `limit`."""
-    total = sum(_held(pid) for pid in pids)
-    return total if total <= limit else sum(_proportional(pid) for pid in pids)
+    """Returns the memory of `pids` in bytes. Shared pages are counted only once if the sum would exceed `limit`."""
+    total = sum(_full_bytes(pid) for pid in pids)
+    return total if total <= limit else sum(_proportional_bytes(pid) for pid in pids)
 
 
-def _held(pid: int) -> int:
+def _full_bytes(pid: int) -> int:
     if held := _fields(f"/proc/{pid}/status", _MEMORY):
         return held
-    # A process whose first thread has ended looks like a zombie, which has no memory; its other threads still do.
+    # A process whose first thread has ended looks like a zombie without memory; its other threads show the memory.
     return max((_fields(f"{task}/status", _MEMORY) for task in _tasks(pid)), default=0)
 
 
-def _proportional(pid: int) -> int:
-    """With shared pages divided among their sharers; in full for a process that made itself unreadable."""
+def _proportional_bytes(pid: int) -> int:
+    """Returns a process's memory with shared pages divided among the processes that share them, or in full if the process
+    made itself unreadable."""
     for folder in (f"/proc/{pid}", *_tasks(pid)):
         if shared := _fields(f"{folder}/smaps_rollup", ("Pss", "SwapPss")):
             return shared + _fields(f"{folder}/status", ("VmPTE", "HugetlbPages"))
-    return _held(pid)
+    return _full_bytes(pid)
 
 
 def _tasks(pid: int) -> list[str]:
@@ -63,16 +64,16 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _fields(path: str, names: tuple[str, ...]) -> int:
-    """Bytes in these fields of a file whose lines are a name and KiB."""
+    """Returns the sum in bytes of these fields of a file whose lines are `name: KiB`."""
     fields = (line.split() for line in _read(path).splitlines())
     return 1024 * sum(int(field[1]) for field in fields if field and field[0].rstrip(":") in names)
 
 
 def socket_bytes() -> int:
-    """The maximum that the sockets of this network namespace can hold.
+    """Returns the maximum bytes that the sockets of this network namespace can hold.
 
-    Includes sockets without a process: in transit in a message, not accepted yet, or closed with unread data. As their
-    contents are hard to find, all count as full.
+    Includes sockets that no process has open: in transit in a message, not yet accepted, or closed with unread data. Since
+    their contents are hard to measure, all sockets count as full.
     """
     for line in _read("/proc/self/net/sockstat").splitlines():
         if line.startswith("sockets: used"):
@@ -81,7 +82,8 @@ def socket_bytes() -> int:
 
 
 def _largest_socket() -> int:
-    """A socket sends while its buffer has room, so its last message may be as large as all before it."""
+    """Returns the maximum bytes in a socket: it sends while its buffer has room, so its last message may be as large as
+    all before it together."""
     with socket.socket(socket.AF_UNIX) as one:
         sizes = [one.getsockopt(socket.SOL_SOCKET, option) for option in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
     return 2 * max(sizes)
@@ -91,7 +93,7 @@ _SOCKET = _largest_socket()
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU seconds of `pids` and of the children they have waited for."""
+    """Returns the CPU seconds of `pids` and of the children that they have waited for."""
     total = 0
     for pid in pids:
         fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -101,7 +103,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def _read(path: str) -> str:
-    """The text of a process's file; empty if it ended meanwhile."""
+    """Returns the text of a file in `/proc`; empty if the process has ended meanwhile."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()

@@ -1,8 +1,8 @@
-"""Copies files into and out of a work directory that the program may have booby-trapped.
+"""Copies files into and out of a work directory that the program may have tampered with.
 
-Invariant: nothing outside the directory is ever opened, whatever links, pipes, devices or races the program left there:
-paths are resolved beneath it by the kernel, without following any link, and only regular files are read. Sizes are checked
-on the open descriptor and again while reading.
+Invariant: nothing outside the directory is ever opened, despite any links, pipes, devices or races in it: the kernel
+resolves paths beneath it without following links, and only regular files are read. Sizes are checked on the open descriptor
+and again while reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def write_files(directory: str, files: Sequence[tuple[str, bytes]]) -> None:
     """Writes each (relative path, content), creating folders as needed.
 
     Raises:
-        OSError: no space, or a path cannot be created.
+        OSError: there is no space, or a path cannot be created.
     """
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -65,7 +65,8 @@ def _replace(parent: int, name: str, content: bytes) -> None:
 
 
 def read_files(directory: str, paths: Sequence[str], budget: int) -> tuple[list[tuple[str, bytes]], dict[str, str]]:
-    """The regular files among `paths`, at most `budget` bytes together, and why each other one that exists was refused."""
+    """Reads the regular files among `paths`, at most `budget` bytes together; also returns, for each other path that
+    exists, why it was not read."""
     found: list[tuple[str, bytes]] = []
     refused: dict[str, str] = {}
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -95,7 +96,7 @@ def _read(root: int, path: str, budget: int) -> bytes:
         if status.st_size > budget:
             raise OSError(0, f"{status.st_size} bytes are more than may be fetched")
         parts = []
-        while part := os.read(fd, 1 << 20):  # it may grow while it is read: a background process of a session
+        while part := os.read(fd, 1 << 20):  # a session's background process may still append to it
             budget -= len(part)
             if budget < 0:
                 raise OSError(0, "larger than may be fetched")

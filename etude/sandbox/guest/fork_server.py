@@ -1,8 +1,9 @@
-"""The fork server: an interpreter in the jail that has preimported the usual modules and forks a supervisor per run.
+"""The fork server: an interpreter in the jail that has preimported common modules and forks a supervisor per run.
 
-Invariant: it never sees a request. It receives descriptors and forks, and hands the host a pidfd of itself; code, files
-and output travel between host and supervisor only, so that nothing of one run can reach the next through the fork server's
-memory. A supervisor is process 1 of a new PID namespace: when it ends, the kernel kills whatever the run still has.
+Invariant: it never sees a request. It only sends the host a pidfd of itself, receives file descriptors, and forks; code,
+files and output are exchanged directly between host and supervisor, so nothing of one run can reach the next through the
+fork server's memory. A supervisor is process 1 of a new PID namespace: when it ends, the kernel kills the run's other
+processes.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _USUAL_MODULES = (
 
 
 def main(arguments: list[str]) -> None:
-    """Serves the host until it hangs up; `arguments` are the number of the socket to it and the encoded settings."""
+    """Serves the host until it disconnects; `arguments`: the descriptor of the socket to it, and the encoded settings."""
     host = socket.socket(fileno=int(arguments[0]))
     settings = Settings.decode(arguments[1])
     host.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the host's terminal is the host's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C in its terminal
     try:
         if settings.isolated:
             _enter(host)
@@ -50,9 +51,9 @@ def main(arguments: list[str]) -> None:
         data, fds, _, _ = socket.recv_fds(host, 1, FDS_PER_RUN)
         if not data:
             os._exit(0)
-        with contextlib.suppress(OSError):  # no process available: the host sees a box that has ended
+        with contextlib.suppress(OSError):  # the fork failed: to the host the box has ended
             if settings.isolated:
-                kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # or the next namespace would be refused
+                kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # otherwise the next `unshare` would fail
                 kernel.unshare(kernel.CLONE_NEWPID)
             if os.fork() == 0:
                 os.close(host.detach())
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _enter(host: socket.socket) -> None:
-    """Becomes process 1 and root of namespaces of its own, in which runs are set up."""
+    """Enters new namespaces as process 1 and root; runs are set up in them."""
     kernel.enter_user_namespace(0, kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     pid = os.fork()
     if pid:
@@ -82,7 +83,7 @@ def _warm_up(settings: Settings) -> None:
         importlib.import_module(name)
     os.environ.clear()
     os.environ.update(settings.environment)
-    # Every run's process would otherwise touch, and so copy, what lives here.
+    # Otherwise garbage collection in each run's process would touch, and so copy, all objects that exist here.
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,9 +1,9 @@
-"""The one message format between host, supervisor and program: a JSON object, and named parts of raw bytes.
+"""Frames, the message format between host, supervisor and program: a JSON object, and named parts of raw bytes.
 
-A frame is two big-endian 32-bit lengths, the object in UTF-8, and the concatenated parts; the object's `parts` are their
-names and sizes. Invariant: nothing is read beyond the announced lengths, and no length beyond the reader's limit is ever
-allocated; nothing is unpickled, evaluated or looked up by name. Readers must still check each field that a program sends:
-the frame only says where it ends.
+A frame consists of two big-endian 32-bit lengths, the JSON object, and the concatenated parts; the object's `parts` are
+their names and sizes. Invariant: nothing is read beyond the announced lengths, and nothing beyond the reader's limit is
+ever allocated; nothing is unpickled, evaluated or looked up by name. Readers must still validate each field that a program
+sends: the format only delimits messages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Parts = list[tuple[str, bytes]]
 
 
 class FrameError(ValueError):
-    """The data is not a frame, or one that is too long."""
+    """The data is not a valid frame, or is too long."""
 
 
 def encode(message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = ()) -> bytes:
-    """The bytes of a frame.
+    """Encodes a frame.
 
     Raises:
-        FrameError: it is longer than any reader accepts.
+        FrameError: the message exceeds the maximum length.
     """
     sizes = [[name, len(content)] for name, content in parts]
     text = json.dumps({**message, "parts": sizes}, separators=(",", ":")).encode("ascii")
@@ -41,10 +41,10 @@ def encode(message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = ()) -> 
 
 
 def lengths(header: bytes, max_json: int = MAX_JSON, max_payload: int = MAX_PAYLOAD) -> tuple[int, int]:
-    """The two lengths a header announces.
+    """Returns the two lengths in a header.
 
     Raises:
-        FrameError: one is above its limit.
+        FrameError: a length exceeds its limit.
     """
     text, payload = HEADER.unpack(header)
     if text > max_json or payload > max_payload:
@@ -53,7 +53,7 @@ def lengths(header: bytes, max_json: int = MAX_JSON, max_payload: int = MAX_PAYL
 
 
 def decode(text: bytes, payload: bytes = b"") -> tuple[dict[str, Any], Parts]:
-    """The object and the parts of a frame.
+    """Decodes the object and the parts of a frame.
 
     Raises:
         FrameError: the text is not a JSON object, or does not describe the payload.
@@ -84,10 +84,10 @@ def send(fd: int, message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = 
 
 
 def receive(fd: int) -> tuple[dict[str, Any], Parts] | None:
-    """Reads a frame from a blocking descriptor; None at its end.
+    """Reads a frame from a blocking descriptor; returns None at end of file.
 
     Raises:
-        FrameError: the data is not a frame, or ends in the middle of one.
+        FrameError: the data is not a valid frame, or ends in the middle of one.
     """
     header = _read(fd, HEADER.size)
     if not header:

@@ -1,6 +1,6 @@
-"""The interpreter of a Python program, as if newly started: a fresh `__main__`, standard streams, and an orderly end.
+"""Makes a forked interpreter look newly started: a fresh `__main__`, standard streams, and an orderly shutdown.
 
-Invariant: code behaves here as in `python main.py`; nothing of the supervisor's modules is left to import.
+Invariant: code behaves as in `python main.py`; the supervisor's modules are no longer importable.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import NoReturn
 
 
 def run_python(path: str, code: str, arguments: Sequence[str]) -> NoReturn:
-    """Runs `code` as the file `path`, and ends the process as the interpreter would."""
+    """Runs `code` as the file `path`, and exits as the interpreter would."""
     main = become_main(path, arguments)
-    os._exit(_ending(lambda: exec(compile(code, path, "exec", dont_inherit=True), main.__dict__), main, path, code))
+    os._exit(_execute(lambda: exec(compile(code, path, "exec", dont_inherit=True), main.__dict__), main, path, code))
 
 
 def become_main(path: str, arguments: Sequence[str]) -> types.ModuleType:
-    """A fresh `__main__`, and an interpreter that looks newly started; returns the module."""
+    """Resets the interpreter to look newly started; returns its fresh `__main__` module."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
     for name in [name for name in sys.modules if name == "guest" or name.startswith("guest.")]:
@@ -39,7 +39,7 @@ def become_main(path: str, arguments: Sequence[str]) -> types.ModuleType:
     sys.stderr = _text_output(2, line_buffering=True, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     site = sys.modules["site"]
-    for name in ("setquit", "setcopyright", "sethelper"):  # `-S` omitted `exit`, `quit` and `help`
+    for name in ("setquit", "setcopyright", "sethelper"):  # defines `exit`, `quit` and `help`, which `-S` omits
         getattr(site, name)()
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=sys.modules["builtins"], __annotations__={})
@@ -52,7 +52,7 @@ def _text_output(fd: int, line_buffering: bool, errors: str) -> io.TextIOWrapper
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors, line_buffering=line_buffering)
 
 
-def _ending(run: Callable[[], object], main: types.ModuleType, path: str, code: str) -> int:
+def _execute(run: Callable[[], object], main: types.ModuleType, path: str, code: str) -> int:
     """Calls `run` and shuts down like the interpreter; returns the exit code."""
     linecache.cache[path] = (len(code), None, code.splitlines(keepends=True), path)
     status = 0
@@ -62,7 +62,7 @@ def _ending(run: Callable[[], object], main: types.ModuleType, path: str, code: 
         status = _exit_status(error)
     except BaseException as error:
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _report(error)
+        _print_exception(error)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -73,7 +73,7 @@ def _ending(run: Callable[[], object], main: types.ModuleType, path: str, code: 
     return _flush() or status
 
 
-def _report(error: BaseException) -> None:
+def _print_exception(error: BaseException) -> None:
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     own = error.__traceback__
@@ -100,7 +100,7 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _flush() -> int:
-    """The interpreter's status 120 if the output could not be written."""
+    """Flushes the output; returns 120 if that fails, as the interpreter does, else 0."""
     try:
         sys.stdout.flush()
     except BaseException:

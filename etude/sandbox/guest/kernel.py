@@ -1,8 +1,8 @@
-"""Thin wrappers of the Linux system calls that Python lacks (`unshare`, `mount`, capabilities …).
+"""Thin wrappers around the Linux system calls that Python lacks (`unshare`, `mount`, capabilities …).
 
-Invariant: every function either succeeds or raises `OSError` with the kernel's errno. Constants carry the
-kernel's own names. Policy is left to the callers. Inside a user namespace made here exactly one user and one group exist,
-mapped to the caller's own outside; no id can be mapped or switched to afterwards.
+Invariant: every function either succeeds or raises `OSError` with the kernel's errno. Constants have the kernel's names.
+Policy is left to the callers. A user namespace created here has exactly one user and one group, mapped to the caller's
+outside; no other id can be mapped or switched to afterwards.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def machine() -> str:
-    """The architecture, as named in the tables here.
+    """Returns the architecture's name: x86_64 or aarch64.
 
     Raises:
-        OSError: it is neither x86-64 nor 64-bit ARM.
+        OSError: the architecture is not supported.
     """
     name = platform.machine()
     if name not in _NUMBERS:
@@ -68,7 +68,7 @@ def machine() -> str:
     return name
 
 
-def _checked(result: int, what: str) -> int:
+def _check(result: int, what: str) -> int:
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -77,13 +77,13 @@ def _checked(result: int, what: str) -> int:
 
 def unshare(flags: int) -> None:
     """Moves this process into new namespaces."""
-    _checked(_libc.unshare(flags), "unshare")
+    _check(_libc.unshare(flags), "unshare")
 
 
 def enter_user_namespace(inner_id: int, further_flags: int = 0) -> None:
-    """A new user namespace (and those of `further_flags`) in which this process's user and group are `inner_id`."""
+    """Enters a new user namespace (and those of `further_flags`), in which this process's user and group are `inner_id`."""
     user, group = os.geteuid(), os.getegid()
-    prctl(PR_SET_DUMPABLE, 1)  # or /proc/self would belong to the host's root
+    prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self would belong to the host's root
     unshare(CLONE_NEWUSER | further_flags)
     prctl(PR_SET_DUMPABLE, 1)
     for name, text in (
@@ -97,24 +97,24 @@ def enter_user_namespace(inner_id: int, further_flags: int = 0) -> None:
 
 def setns(fd: int, kind: int) -> None:
     """Moves this process into the namespace of `fd`."""
-    _checked(_libc.setns(fd, kind), "setns")
+    _check(_libc.setns(fd, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Calls mount(2)."""
     encoded = [os.fsencode(part) for part in (source, target, kind)]
-    _checked(_libc.mount(*encoded, flags, options.encode()), f"mount on {target}")
+    _check(_libc.mount(*encoded, flags, options.encode()), f"mount on {target}")
 
 
 def unmount(target: str) -> None:
     """Detaches the mount on `target`."""
-    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount of {target}")
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount of {target}")
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
     """Makes `new_root` the root of this mount namespace and puts the old one at `old_root`."""
     arguments = ctypes.c_char_p(os.fsencode(new_root)), ctypes.c_char_p(os.fsencode(old_root))
-    _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["pivot_root"]), *arguments), "pivot_root")
+    _check(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["pivot_root"]), *arguments), "pivot_root")
 
 
 def make_read_only(target: str) -> None:
@@ -128,31 +128,31 @@ def make_read_only(target: str) -> None:
         holder,
         ctypes.c_size_t(len(attributes)),
     )
-    _checked(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"read-only {target}")
+    _check(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"read-only {target}")
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """prctl(2) with one argument."""
-    _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+    """Calls prctl(2) with one argument."""
+    _check(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
 
 
 def drop_capabilities() -> None:
-    """Empties the capability sets of this process; for good, once no new privileges can be gained by executing."""
+    """Empties this process's capability sets; permanently, if PR_SET_NO_NEW_PRIVS is set."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     empty = ctypes.create_string_buffer(24)
-    _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["capset"]), header, empty), "capset")
+    _check(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["capset"]), header, empty), "capset")
 
 
 def install_seccomp(program: bytes) -> None:
-    """Installs a BPF program (8 bytes an instruction) as this process's system-call filter, for good."""
+    """Permanently installs a BPF program (8 bytes per instruction) as this process's system-call filter."""
     instructions = ctypes.create_string_buffer(program, len(program))
     filter_program = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     holder = ctypes.create_string_buffer(filter_program, len(filter_program))
-    _checked(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder), 0, 0), "seccomp")
+    _check(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder), 0, 0), "seccomp")
 
 
 def open_beneath(directory: int, path: str, flags: int) -> int:
-    """Opens `path` beneath the directory descriptor; no symbolic link on the way is followed, not even the last."""
+    """Opens `path` beneath the directory descriptor without following any symbolic link, including the last component."""
     how = struct.pack("=QQQ", flags, 0, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
     holder = ctypes.create_string_buffer(how, len(how))
     arguments = (
@@ -161,31 +161,31 @@ def open_beneath(directory: int, path: str, flags: int) -> int:
         holder,
         ctypes.c_size_t(len(how)),
     )
-    return int(_checked(_libc.syscall(ctypes.c_long(_OPENAT2), *arguments), f"open {path}"))
+    return int(_check(_libc.syscall(ctypes.c_long(_OPENAT2), *arguments), f"open {path}"))
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock ABI; 0 without Landlock."""
+    """Returns the version of the kernel's Landlock ABI; 0 without Landlock."""
     version = _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, int(version))
 
 
 def landlock_ruleset(attributes: bytes) -> int:
-    """A file descriptor of a new ruleset."""
+    """Creates a ruleset and returns its file descriptor."""
     holder = ctypes.create_string_buffer(attributes, len(attributes))
     arguments = holder, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)
-    return int(_checked(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), *arguments), "landlock"))
+    return int(_check(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), *arguments), "landlock"))
 
 
 def landlock_allow_beneath(ruleset: int, directory: int, access: int) -> None:
-    """Adds the rule that everything beneath `directory` may be used as `access` says."""
+    """Adds a rule that allows the rights `access` for everything beneath `directory`."""
     rule = struct.pack("=Qi", access, directory)
     holder = ctypes.create_string_buffer(rule, len(rule))
     arguments = ctypes.c_int(ruleset), ctypes.c_int(1), holder, ctypes.c_uint32(0)
-    _checked(_libc.syscall(ctypes.c_long(_LANDLOCK_ADD_RULE), *arguments), "landlock rule")
+    _check(_libc.syscall(ctypes.c_long(_LANDLOCK_ADD_RULE), *arguments), "landlock rule")
 
 
 def landlock_restrict(ruleset: int) -> None:
-    """Puts this process under the ruleset, for good."""
+    """Permanently applies the ruleset to this process."""
     arguments = ctypes.c_int(ruleset), ctypes.c_uint32(0)
-    _checked(_libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT_SELF), *arguments), "landlock")
+    _check(_libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT_SELF), *arguments), "landlock")

@@ -1,8 +1,8 @@
-"""Landlock: the program may write only beneath its own directories, whatever the mounts say.
+"""Landlock: restricts a program's writes to its own directories, independently of the mounts.
 
-Invariant: once `restrict` returned on a kernel with Landlock, neither this process nor its descendants can write
-outside `writable`, change mounts, signal or reach by abstract sockets what is outside their own domain. It is a second
-wall after the mount namespace; a kernel without Landlock runs without it.
+Invariant: once `restrict` has returned on a kernel with Landlock, neither this process nor its descendants can write
+outside `writable` and `devices` or change mounts; from version 6 of its ABI, they can neither signal processes outside nor
+connect to their abstract sockets. It is a second barrier besides the mount namespace, skipped without kernel support.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
 
 
 def restrict(writable: Sequence[str], devices: Sequence[str]) -> None:
-    """Confines this process: it may read and execute everything, modify `writable`, and write files beneath `devices`."""
+    """Restricts this process: it may read and execute everything, modify `writable`, and write to files in `devices`."""
     version = kernel.landlock_version()
     if version == 0:
         return

@@ -1,10 +1,10 @@
-"""Builds the jail with system calls only, and starts the fork server in it: the mode `namespaces`. On a root host it first
-mounts what the jail needs at accessible places and drops root, in either mode.
+"""Builds the jail with system calls only and starts the fork server in it (mode `namespaces`). If the host runs as root, in
+both modes it first binds the paths that the jail needs to accessible places, and drops root.
 
-Invariant: the fork server is a freshly executed interpreter whose root holds the read-only binds of the plan and nothing
-else; when any step fails, nothing is started. The steps and their order are bubblewrap's. Whatever comes after the first
-step of a root host runs as an unprivileged user that owns nothing and has no capabilities; the mounts made by then are
-visible only to it and its descendants.
+Invariant: the fork server is a newly executed interpreter whose root contains only what the plan lists; if a step fails,
+nothing is started. The steps and their order are bubblewrap's. If the host runs as root, everything after dropping it runs
+as an unprivileged user that owns nothing and has no capabilities; the mounts made before are visible only to it and its
+descendants.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from . import kernel
 
 
 def main(arguments: list[str]) -> None:
-    """Takes the plan as JSON, the user to become (-1: none), and the command line to execute: in the jail that it builds, or
-    for the mode "bubblewrap", which builds its own, at once. Ends when the fork server does."""
+    """Starts the fork server, and exits when it does. `arguments`: the plan as JSON, the user to switch to (-1: none), the
+    mode, and the command to execute: in the jail built here, or directly in mode "bubblewrap", which builds its own."""
     plan, host_id, mode, command = json.loads(arguments[0]), int(arguments[1]), arguments[2], arguments[3:]
     try:
         if host_id >= 0:
             _drop_root(plan["staged"], host_id)
         if mode == "bubblewrap":
             os.execve(command[0], command, dict(os.environ))
-        # Not as its root: what of a supervisor is closed to its own user belongs to the root of the namespace it was
-        # started in, and a program is the same user.
+        # Not as root of the namespace: files of a supervisor's `/proc` that are closed to its own user belong to the root
+        # of the namespace it was started in, and a program runs as the same user.
         kernel.enter_user_namespace(os.geteuid(), kernel.ALL_NAMESPACES & ~kernel.CLONE_NEWUSER)
         pid = os.fork()
         if pid == 0:
@@ -38,12 +38,12 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(1)
-    os.closerange(3, 256)  # the fork server must be the only one to hold its end of the socket
+    os.closerange(3, 256)  # only the fork server may hold its end of the socket
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 
 def _drop_root(staged: list[list[str]], host_id: int) -> None:
-    """Binds each staged path where the jail's user may reach it, and becomes that user and group, for good."""
+    """Binds each staged path where the jail's user can reach it, and switches permanently to that user and group."""
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     for source, place in staged:
@@ -67,7 +67,7 @@ def _build_root(plan: dict[str, Any]) -> None:
         kernel.make_read_only(root + target)
     for device in plan["devices"]:
         _bind(device, root + device)
-    # Before the host's own is hidden: the kernel mounts a new one only if a complete one is visible.
+    # Before the host's `/proc` is hidden: the kernel mounts a new one only if a complete one is visible.
     kernel.mount("proc", root + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.chdir(root)
     kernel.pivot_root(".", ".")

@@ -1,9 +1,9 @@
-"""Forks a process and turns it into the model's program: drops every privilege, then runs the code.
+"""Forks a process that drops all privileges and runs the model's program.
 
-Invariant: the first line of the model's code runs only after every privilege was dropped and every limit set; if a step
-fails, the program never starts and the supervisor reports it as the sandbox's failure, but for a compiled program that
-cannot be started, which is the model's own. Python code runs in this very process, a fork of a warm interpreter; everything
-else is executed directly, without a shell.
+Invariant: the first line of the model's code runs only after all privileges are dropped and all limits set. If a step fails,
+the program never starts and the supervisor reports a failure of the sandbox; only a compiled program that cannot be started
+is the model's own failure. Python code runs in the forked process, a warm interpreter; other programs are executed directly,
+without a shell.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SECCOMP = seccomp.assemble(kernel.machine())
 
 
 class Broken(Exception):
-    """The start of the program failed."""
+    """The program could not be started."""
 
 
 def start(
     settings: Settings, box: Box, descriptors: Sequence[int], request: dict[str, Any], command: Sequence[str] | None
 ) -> int:
-    """Starts `command`, or for None the request's Python code or session; returns its process when its code starts.
+    """Starts `command`, or if it is None the request's Python code or session; returns its PID once its code starts.
 
-    `descriptors` become its numbers 0, 1, 2, and 3 for a session's cells; it has no others.
+    `descriptors` become its descriptors 0, 1, 2, and 3 for a session's cells; it has no others.
 
     Raises:
-        Broken: it could not be confined, or its interpreter could not be started.
+        Broken: the process could not be confined, or the interpreter could not be started.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -52,7 +52,7 @@ def start(
 def _become(
     settings: Settings, box: Box, descriptors: Sequence[int], request: dict[str, Any], command: Sequence[str] | None
 ) -> NoReturn:
-    """The life of the program; the last of `descriptors` takes the reason why it does not start."""
+    """Runs the program in the forked process; the last of `descriptors` receives the reason if it cannot start."""
     failure = descriptors[-1]
     try:
         _take_descriptors(descriptors)
@@ -64,7 +64,7 @@ def _become(
         os.close(failure)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace")
-        compiled = command is not None and command[0].startswith(box.tmp)  # the model's own failure
+        compiled = command is not None and command[0].startswith(box.tmp)  # then it is the model's own failure
         os.write(2 if compiled else failure, text)
         os._exit(126)
     if request["kind"] == "session":
@@ -74,7 +74,7 @@ def _become(
 
 
 def _take_descriptors(descriptors: Sequence[int]) -> None:
-    """Makes `descriptors` this process's numbers 0, 1, 2 …, the first three inherited by its children; closes all others."""
+    """Makes `descriptors` this process's 0, 1, 2 …, of which children inherit the first three; closes all others."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(descriptors)) for fd in descriptors]
     for number, fd in enumerate(high):
         os.dup2(fd, number, inheritable=number < 3)
@@ -82,7 +82,7 @@ def _take_descriptors(descriptors: Sequence[int]) -> None:
 
 
 def _confine(settings: Settings, box: Box) -> None:
-    """Drops every privilege that no program may have, for good; `_limit` drops the rest.
+    """Permanently drops the privileges that no program may have; `_limit` drops the rest.
 
     Raises:
         OSError: a step failed.
@@ -93,7 +93,7 @@ def _confine(settings: Settings, box: Box) -> None:
     if settings.isolated:
         kernel.enter_user_namespace(PROGRAM_ID)
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # out of memory, the kernel kills the program and not the host
+            file.write("1000")  # when the host runs out of memory, the kernel kills the program first
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if settings.isolated:
         kernel.drop_capabilities()
@@ -103,9 +103,9 @@ def _confine(settings: Settings, box: Box) -> None:
 
 
 def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
-    """Sets this process's limits, for good; those of the whole tree are the supervisor's.
+    """Permanently sets this process's limits; the supervisor enforces those of the whole process tree.
 
-    Without `address_space`, its size is unbounded: JavaScript engines reserve far more than they use.
+    Without `address_space` its size is not limited: JavaScript engines reserve far more than they use.
     """
     memory = bounds["memory_mb"] * _MIB
     cpu = int(bounds["cpu_seconds"]) + 1
@@ -114,7 +114,7 @@ def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
         resource.RLIMIT_CPU: (cpu, cpu + 1),
         resource.RLIMIT_FSIZE: (bounds["file_size_mb"] * _MIB,) * 2,
         resource.RLIMIT_NOFILE: (bounds["open_files"],) * 2,
-        # 0 would forbid a file, but not the program that the host's core_pattern may name
+        # 0 would prevent a core file, but not the program that the host's core_pattern may name.
         resource.RLIMIT_CORE: (1, 1),
         resource.RLIMIT_MEMLOCK: (1 << 16, 1 << 16),
         resource.RLIMIT_MSGQUEUE: (1 << 16, 1 << 16),
@@ -123,7 +123,7 @@ def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
         resource.RLIMIT_NICE: (0, 0),
         resource.RLIMIT_STACK: (8 * _MIB, resource.getrlimit(resource.RLIMIT_STACK)[1]),
     }
-    if isolated:  # counted in the program's own user namespace; without one it would count the host user's processes
+    if isolated:  # counted per user namespace; without one, all processes of the host's user would count
         limits[resource.RLIMIT_NPROC] = (bounds["processes"],) * 2
     for which, (soft, hard) in limits.items():
         ceiling = resource.getrlimit(which)[1]
@@ -133,7 +133,7 @@ def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
 
 
 def _execute(command: Sequence[str]) -> NoReturn:
-    """Becomes `command`, found on the program's PATH.
+    """Executes `command`, found on the program's PATH, in this process.
 
     Raises:
         OSError: it cannot be started.

@@ -1,10 +1,10 @@
-"""The system-call filter of a run: classic BPF, assembled by hand.
+"""The seccomp system-call filter of a run: classic BPF, assembled by hand.
 
-Invariant: a call is allowed only if it is in the table of known calls and not on the list of those that reach beyond the
-process's own files, memory and children. Newer calls, and those of other architectures, do not exist for the program.
-The filter is a second wall: what it denies is out of reach by namespaces and missing capabilities too, except for what
+Invariant: a call is allowed only if its number is at most the last known one and it is not in the tables of those that reach
+beyond the process's own files, memory and children. Newer calls fail with ENOSYS; calls of other architectures kill the
+process. The filter is a second barrier: namespaces and missing capabilities block what it denies too, except for what
 namespaces do not cover: `AF_VSOCK`, kernel keyrings, memory that belongs to no process and so escapes the census, and
-counts that all runs and the host share.
+quotas that all runs and the host share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST_KNOWN_CALL = 466  # removexattrat, Linux 6.13
 
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _Calls = dict[str, "tuple[int | None, int | None]"]
-"""Each call's numbers on x86-64 and 64-bit ARM, where it has one."""
+"""Each call's numbers on x86-64 and 64-bit ARM; None where it does not exist."""
 
 _DENIED: _Calls = {
     "ptrace": (101, 117),
@@ -95,8 +95,8 @@ _DENIED: _Calls = {
     "listmount": (458, 458),
     "lsm_set_self_attr": (460, 460),
 }
-"""Those that fail with EPERM. `memfd_create`, `shmget`, `msgget` and `semget` create memory outside any process's resident
-set, which the supervisor would not see grow."""
+"""Calls that fail with EPERM. `memfd_create`, `shmget`, `msgget` and `semget` create memory outside any process's resident
+set, which the supervisor could not measure."""
 _ABSENT: _Calls = {
     "clone3": (435, 435),
     "vmsplice": (278, 75),
@@ -108,9 +108,9 @@ _ABSENT: _Calls = {
     "inotify_add_watch": (254, 27),
     "inotify_rm_watch": (255, 28),
 }
-"""Those that fail with ENOSYS, so that a program does without. `clone3` has its flags in memory, where no filter looks: the
-C library falls back to `clone`. The next three hold pages in pipes that no process has mapped. The rest draw on counts
-that the host's user has once for all runs, and inotify watches what others do to the files that everybody sees."""
+"""Calls that fail with ENOSYS, so that a program does without. `clone3` has its flags in memory, which no filter can read:
+the C library falls back to `clone`. The next three hold pages in pipes that no process has mapped. The rest use quotas that
+the host's user has once for all runs, and inotify reveals what others do to shared files."""
 _WITHOUT_EFFECT: _Calls = {
     "sync": (162, 81),
     "syncfs": (306, 267),
@@ -118,10 +118,10 @@ _WITHOUT_EFFECT: _Calls = {
     "fdatasync": (75, 83),
     "sync_file_range": (277, 84),
 }
-"""Those that succeed and do nothing. A run's files are in memory; these would only flush the host's."""
+"""Calls that succeed and do nothing: a run's files are in memory, so they would only flush the host's."""
 
-_ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: AF_VSOCK, AF_ALG, AF_NETLINK, AF_PACKET … are not there
-_ALLOWED_PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP: nothing that loads a module or has buffers of its own
+_ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6; not AF_VSOCK, AF_ALG, AF_NETLINK, AF_PACKET …
+_ALLOWED_PROTOCOLS = (0, 6, 17)  # the family's default, TCP, UDP; none that loads a module or has separate buffers
 _SUPERVISOR = 1
 _ALL_OF_A_USER = {"setpriority": 2, "ioprio_set": 3}
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
@@ -130,32 +130,32 @@ _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 1, 7, 8,
 _MAP_HUGETLB, _MADV_PAGEOUT, _MS_SYNC, _POSIX_FADV_DONTNEED = 0x40000, 21, 4, 4
 
 _Condition = Callable[[int], list[bytes]]
-"""Instructions that continue if it holds, else skip the given number of further instructions."""
+"""Returns instructions that continue if the condition holds, else skip the given number of further instructions."""
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-def _answer(number: int) -> bytes:
-    """Ends the call with this errno; 0 is success."""
+def _return_errno(number: int) -> bytes:
+    """Returns from the filter: the call fails with this errno, or with 0 succeeds without effect."""
     return _instruction(_RET, _ERRNO | number)
 
 
 def _argument(index: int) -> bytes:
-    """Loads the low word of an argument (both architectures are little-endian)."""
+    """Loads the low word of a call's argument (both architectures are little-endian)."""
     return _instruction(_LD_WORD_ABS, _OFFSET_ARGUMENTS + 8 * index)
 
 
 def _is(index: int, *values: int) -> _Condition:
-    """An argument is one of `values`."""
+    """The condition that an argument is one of `values`."""
     *others, last = values
     tests = [_instruction(_JEQ, value, len(others) - i) for i, value in enumerate(others)]
     return lambda skipped: [_argument(index), *tests, _instruction(_JEQ, last, 0, skipped)]
 
 
 def _is_not(index: int, *values: int) -> _Condition:
-    """An argument is none of `values`."""
+    """The condition that an argument is not one of `values`."""
     return lambda skipped: [
         _argument(index),
         *(_instruction(_JEQ, value, len(values) - 1 - i + skipped) for i, value in enumerate(values)),
@@ -163,20 +163,20 @@ def _is_not(index: int, *values: int) -> _Condition:
 
 
 def _has(index: int, bits: int) -> _Condition:
-    """An argument has any of `bits`."""
+    """The condition that an argument has any of `bits` set."""
     return lambda skipped: [_argument(index), _instruction(_JSET, bits, 0, skipped)]
 
 
 def _rule(number: int, *conditions: _Condition) -> list[bytes]:
-    """Ends the call with this errno where all conditions hold."""
-    body = [_answer(number)]
+    """Ends the call with this errno if all conditions hold."""
+    body = [_return_errno(number)]
     for condition in reversed(conditions):
         body = condition(len(body)) + body
     return body
 
 
 def _sockets() -> list[bytes]:
-    """The rules of `socket` and `socketpair`."""
+    """Returns the rules of `socket` and `socketpair`."""
     families = _rule(errno.EAFNOSUPPORT, _is_not(0, *_ALLOWED_FAMILIES))
     return families + _rule(errno.EPROTONOSUPPORT, _is_not(0, 1), _is_not(2, *_ALLOWED_PROTOCOLS))
 
@@ -186,17 +186,17 @@ _RULES = {
     "socket": _sockets(),
     "socketpair": _sockets(),
     "ioctl": _rule(errno.EPERM, _is(1, _TIOCSTI, _TIOCLINUX)),
-    # Signals of what others do to shared files, a right to stall who writes them, buffers beyond those of the system.
+    # Notifications of what others do to shared files, leases that block their writers, pipes with larger buffers.
     "fcntl": _rule(errno.EPERM, _is(1, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ)),
-    # A hint to most programs, so that it succeeds. The census counts every socket with the size that it begins with.
+    # Most programs set buffer sizes as a hint, so that succeeds. The census counts every socket with its initial size.
     "setsockopt": _rule(0, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUF, _SO_RCVBUF))
     + _rule(errno.EPERM, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)),
-    # The host's reserved large pages, swap, cache and disk.
+    # The host's huge pages, swap, page cache and disk.
     "mmap": _rule(errno.ENOMEM, _has(3, _MAP_HUGETLB)),
     "madvise": _rule(errno.EINVAL, _is(2, _MADV_PAGEOUT)),
     "fadvise64": _rule(0, _is(3, _POSIX_FADV_DONTNEED)),
     "msync": _rule(0, _has(2, _MS_SYNC)),
-    # Program and supervisor are the same user to the host, which lets one change the other without any privilege.
+    # Program and supervisor are the same user to the host, so one could change the other without any privilege.
     **{
         name: _rule(errno.EPERM, _is(0, _SUPERVISOR))
         for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
@@ -206,7 +206,7 @@ _RULES = {
         for name, everybody in _ALL_OF_A_USER.items()
     },
 }
-"""What ends a call that is allowed with other arguments."""
+"""Rules that end a call with some arguments; with others it is allowed."""
 _CALLS_WITH_RULES: _Calls = {
     "clone": (56, 220),
     "socket": (41, 198),
@@ -229,18 +229,18 @@ _CALLS_WITH_RULES: _Calls = {
 
 
 def numbers(calls: _Calls, machine: str) -> dict[str, int]:
-    """The calls of a table that this architecture has."""
+    """Returns the calls of a table that this architecture has, with their numbers."""
     column = tuple(_ARCH).index(machine)
     return {name: number for name, columns in calls.items() if (number := columns[column]) is not None}
 
 
 def _only_when_call_is(number: int, body: list[bytes]) -> list[bytes]:
-    """`body`, which must end in a return, skipped unless the loaded call is `number`."""
+    """Returns `body`, which must end in a return, skipped unless the loaded call number is `number`."""
     return [_instruction(_JEQ, number, 0, len(body)), *body]
 
 
 def assemble(machine: str) -> bytes:
-    """The filter for one architecture, 8 bytes an instruction."""
+    """Assembles the filter for one architecture, 8 bytes per instruction."""
     allow = _instruction(_RET, _ALLOW)
     program = [
         _instruction(_LD_WORD_ABS, _OFFSET_ARCH),
@@ -248,12 +248,12 @@ def assemble(machine: str) -> bytes:
         _instruction(_RET, _KILL_PROCESS),
         _instruction(_LD_WORD_ABS, _OFFSET_NUMBER),
         _instruction(_JGT, _LAST_KNOWN_CALL, 0, 1),  # x32's numbers, which have bit 30 set, too
-        _answer(errno.ENOSYS),
+        _return_errno(errno.ENOSYS),
     ]
     for name, number in numbers(_CALLS_WITH_RULES, machine).items():
         program += _only_when_call_is(number, [*_RULES[name], allow])
     for calls, answer in ((_DENIED, errno.EPERM), (_ABSENT, errno.ENOSYS), (_WITHOUT_EFFECT, 0)):
         for number in sorted(numbers(calls, machine).values()):
-            program += _only_when_call_is(number, [_answer(answer)])
+            program += _only_when_call_is(number, [_return_errno(answer)])
     program.append(allow)
     return b"".join(program)

@@ -1,6 +1,6 @@
-"""The settings that the host starts a fork server with, and the paths inside the jail.
+"""The settings with which the host starts a fork server, and the paths inside the jail.
 
-Invariant: the same for every run of one fork server; what differs between runs travels with the run. Nothing here is secret.
+Invariant: settings are the same for every run of one fork server; what differs is in the run's request. None is secret.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import json
 from dataclasses import asdict, dataclass
 
 BOX = "/box"
-"""Where a run's own tmpfs is mounted; its folders are bound to the three below, so that they share one size limit."""
+"""Mount point of a run's tmpfs; its folders are bound to the next three paths, so that these share one size limit."""
 WORK = "/sandbox"
 TMP = "/tmp"
 SHM = "/dev/shm"
 GUEST = "/opt/etude"
-"""Contains the folder of these modules, and those of third-party packages."""
+"""Folder with these modules and the third-party packages."""
 
 PROGRAM_ID = 1000
-"""User and group id that a program sees as its own."""
+"""User and group id of a program, as it sees them."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Settings:
     """The settings of a fork server and all its runs."""
 
     isolated: bool
-    """False only for `isolation: none`: no namespace, no filter, the host's own file system."""
+    """False only for `isolation: none`: no namespaces, no system-call filter, the host's own file system."""
     scratch: str
-    """Where runs without isolation make their folders; empty with it."""
+    """Folder for the folders of runs without isolation; empty with isolation."""
     search_path: tuple[str, ...]
-    """Appended to `sys.path` of Python programs: third-party libraries."""
+    """Folders of third-party libraries, appended to `sys.path` of Python programs."""
     environment: dict[str, str]
-    """The whole environment of every program."""
+    """The complete environment of every program."""
 
     def encode(self) -> str:
-        """As one command-line argument."""
+        """Encodes the settings as one command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod

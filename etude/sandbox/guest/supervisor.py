@@ -1,9 +1,9 @@
-"""The supervisor of one run or session: process 1 of its PID namespace, the one trusted process in the box.
+"""The supervisor of one run or session: process 1 of its PID namespace, and the only trusted process in the box.
 
-Order of one run: hand the host a pidfd, wait for the request, open the box, write files, compile, start the program, watch
-it, kill the rest, read files back, report, exit. Invariant: the report is sent once, after no process of the run is alive; a
-failure of the box itself is reported as `broken`, and only before the program's first instruction, so that no program can
-make its own failure look like the sandbox's.
+Order of one run: send the host a pidfd, wait for the request, open the box, write files, compile, start the program, watch
+it, kill remaining processes, read files back, report, exit. Invariant: the report is sent once, when no process of the run
+is alive; a failure of the box itself is reported as `broken`, and only before the program's first instruction, so that a
+program cannot make its own failure look like the sandbox's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDLE_WATCH_SECONDS = 0.25  # between the cells of a session
 
 
 def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, cells: int) -> NoReturn:
-    """Serves one request and ends the process."""
+    """Serves one request and exits."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         itself = os.pidfd_open(os.getpid())
@@ -39,7 +39,7 @@ def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, ce
             socket.send_fds(connection, [b"\0"], [itself])
         os.close(itself)
         received = frames.receive(host)
-        if received is not None:  # else it is not needed any more
+        if received is not None:  # otherwise the host has closed the box unused
             Supervisor([stdin, stdout, stderr, cells], host, settings, *received).serve()
     except (program.Broken, OSError, frames.FrameError, KeyError, TypeError) as error:
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, ce
 
 
 class Supervisor:
-    """State of one run: its box, its connections and its request."""
+    """One run or session: its box, its connections and its request."""
 
     def __init__(
         self, descriptors: list[int], host: int, settings: Settings, request: dict[str, Any], files: frames.Parts
@@ -67,14 +67,14 @@ class Supervisor:
         self._box = open_box(settings, self._limits["disk_mb"], self._limits["memory_mb"])
 
     def serve(self) -> None:
-        """Serves the request."""
+        """Runs the request and reports to the host."""
         request = self._request
         try:
             if request["source"]:
                 self._files.append((request["source"], request["code"].encode("utf-8", "surrogatepass")))
             if not self._write(self._files):
                 return
-            self._files.clear()  # or each process of the run would have a copy
+            self._files.clear()  # otherwise each process of the run would inherit a copy
             compiled = self._compile() if request["compile"] else None
             if compiled and (compiled["status"] != "finished" or compiled["code"] != 0):
                 self._box.close()
@@ -111,9 +111,9 @@ class Supervisor:
         return {**ending, "stdout": texts[0], "stderr": texts[1]}
 
     def _watch(self, pid: int, wall_seconds: float | None) -> dict[str, Any]:
-        """Waits for the end of `pid` or of its limits, kills the rest of the run, and says how it ended.
+        """Waits until `pid` ends or exceeds a limit, kills the run's other processes, and returns how it ended.
 
-        Without `wall_seconds` the host decides when to stop.
+        Without `wall_seconds` (a session) the host decides when to stop.
         """
         process = os.pidfd_open(pid)
         poller = select.poll()
@@ -131,7 +131,7 @@ class Supervisor:
                 over = "time_limit"
                 break
             if now >= next_look:
-                busy, over = self._look(cpu_before)
+                busy, over = self._check_limits(cpu_before)
                 idle = wall_seconds is None and not busy
                 interval = min(2 * interval, _IDLE_WATCH_SECONDS) if idle else _WATCH_SECONDS
                 next_look = now + interval
@@ -139,7 +139,7 @@ class Supervisor:
             if process in ready:
                 break
             if self._host in ready:
-                if not self._obey(pid):
+                if not self._handle_command(pid):
                     over = "time_limit"
                 interval, next_look = _WATCH_SECONDS, time.monotonic() + _WATCH_SECONDS
         wall = time.monotonic() - started
@@ -151,8 +151,8 @@ class Supervisor:
         code = None if over else self._codes.get(pid)
         return {"status": over or "finished", "code": code, "wall_seconds": wall, "cpu_seconds": cpu}
 
-    def _look(self, cpu_before: float) -> tuple[bool, str | None]:
-        """Whether the run has used the CPU since the last check, and the limit it broke, if any."""
+    def _check_limits(self, cpu_before: float) -> tuple[bool, str | None]:
+        """Returns whether the run has used the CPU since the last check, and which limit it exceeds, if any."""
         self._reap()
         pids = list(census.processes(self._settings.isolated))
         cpu = census.cpu_seconds(pids) + _reaped_cpu_seconds() - cpu_before
@@ -162,8 +162,8 @@ class Supervisor:
         memory = (self._limits["memory_mb"] << 20) - (census.socket_bytes() if self._settings.isolated else 0)
         return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
 
-    def _obey(self, pid: int) -> bool:
-        """Serves the host's request in a session; False if it has hung up."""
+    def _handle_command(self, pid: int) -> bool:
+        """Handles a command from the host during a session; returns False if the host has disconnected."""
         received = frames.receive(self._host)
         if received is None:
             return False
@@ -179,7 +179,7 @@ class Supervisor:
         return True
 
     def _write(self, files: frames.Parts) -> bool:
-        """Whether the files fit; if not, reports it to the host."""
+        """Writes files into the work directory; if they do not fit, reports it to the host and returns False."""
         try:
             write_files(self._box.work, files)
         except OSError as error:
@@ -188,7 +188,7 @@ class Supervisor:
         return True
 
     def _reap(self, flags: int = os.WNOHANG) -> bool:
-        """Reaps ended children, adopted ones included; returns whether any child is left."""
+        """Reaps ended children, including adopted ones; returns whether any child is left."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, flags)
@@ -198,7 +198,7 @@ class Supervisor:
         return False
 
     def _kill_all(self) -> None:
-        """Kills every process of the run but this one, and waits until none is left."""
+        """Kills all processes of the run except this one, and waits until none is left."""
         if self._settings.isolated:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # all of this namespace except process 1
