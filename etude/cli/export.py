@@ -1,4 +1,4 @@
-"""`etude export SOURCE TARGET`: a run's model as a folder for any Hugging Face program."""
+"""`etude export SOURCE TARGET`: exports a run's model to a Hugging Face model folder."""
 
 from __future__ import annotations
 

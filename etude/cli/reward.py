@@ -1,4 +1,4 @@
-"""`etude rescore`: dumped trajectories under another reward, and `etude reward`: scorers by hand.
+"""`etude rescore`: rescores dumped trajectories with another reward; `etude reward`: runs scorers by hand.
 
 Invariant: nothing is trained, rolled out or written. Exit status 1 means that the scorer failed on a row.
 """
@@ -21,7 +21,7 @@ from etude.cli.console import open_console
 from etude.errors import ConfigError, DataError
 from etude.viewer.conversations import sanitize_text
 
-_SHOWN = 200  # characters of a dump's answer
+_SHOWN = 200  # maximum characters printed of an answer or a ground truth
 _reward_option = click.option(
     "--reward", metavar="FILE.py:NAME", help="Your function (a file or dotted module); default the built-in scorers."
 )
@@ -205,7 +205,7 @@ def try_scorer(
 def _answers(
     table: list[dict[str, Any]], numbers: Iterable[int], answer: str | None, dump: Path | None
 ) -> Iterable[tuple[int, str]]:
-    """(row, answer), typed or from a dump."""
+    """Yields (row, answer), from --answer, a prompt or a dump."""
     if dump is None:
         for number in numbers:
             text = sys.stdin.read() if answer == "-" else answer
@@ -226,7 +226,7 @@ def _answers(
 
 
 def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, scorer: Any, timeout: float) -> bool:
-    """Prints one score; whether the scorer failed."""
+    """Scores one answer and prints the result; returns whether the scorer failed."""
     import asyncio
 
     from etude.errors import InfrastructureError, one_line

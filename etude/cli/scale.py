@@ -44,7 +44,7 @@ def scale(
     A rank is one of the kind that RUN_DIR ran on. Needs its metrics.jsonl and
     its rollout dumps (trainer.rollout_data_dir).
     """
-    from etude.viewer.scale import measure, recommend, with_tools  # NumPy: kept out of `etude --help`
+    from etude.viewer.scale import measure, recommend, with_tools  # imports NumPy: not for `etude --help`
 
     measured = measure(run_dir, rollouts)
     if tool_seconds is not None:
