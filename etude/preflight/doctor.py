@@ -1,7 +1,7 @@
-"""`inspect_machine`: whether this machine can run Étude: versions, processors, sandbox modes, extras, Ray, disk, limits.
+"""`inspect_machine`: checks whether this machine can run Étude: versions, CPU, GPU, sandbox, extras, Ray, disk, limits.
 
-Invariant: what is said to work was tried (a sandbox mode runs its proofs, a GPU multiplies a matrix), and nothing is started
-that does not end here: no cluster, no server.
+Invariant: whatever is reported to work was actually tried (a sandbox mode runs its proofs, a GPU multiplies a matrix), and
+nothing outlives the check: no cluster, no server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from etude.config.nodes import versions
 from etude.errors import one_line
 from etude.findings import Findings, Level
 
-_MIN_FILES = 4096  # open files that many tools, sessions and connections may need
+_MIN_FILES = 4096  # open-file limit that many tools, sessions and connections may need
 _MIN_FREE = 5 * 2**30
-_MIN_SHARED = 2**30  # of /dev/shm, where Ray and vLLM exchange tensors
+_MIN_SHARED = 2**30  # size of /dev/shm, where Ray and vLLM exchange tensors
 GIB = 2**30
 _OTHER_SANDBOX = "run `etude sandbox serve` on another machine, and name it in ETUDE_SANDBOX_URL here"
 _NAMESPACES = (
@@ -35,7 +35,7 @@ _NAMESPACES = (
 
 
 def inspect_machine() -> Findings:
-    """Looks at everything; only a base dependency that is missing, or torch that does not compute, is an error."""
+    """Runs every check. Errors are unmet base requirements, GPUs that compute wrongly and checks that raise."""
     found = Findings()
     steps = {
         "python": (_python, "`python --version`: 3.10 or newer is needed"),
@@ -58,7 +58,7 @@ def _python(found: Findings) -> str:
 
 
 def _requirements(extra: str = "") -> Iterator[Requirement]:
-    """Of the base install, or those that an extra adds."""
+    """Yields the requirements of the base install, or those that an extra adds."""
     for line in requires("etude") or ():
         needed = Requirement(line)
         conditional = "extra" in str(needed.marker or "")
@@ -67,7 +67,7 @@ def _requirements(extra: str = "") -> Iterator[Requirement]:
 
 
 def _fault(needed: Requirement) -> str:
-    """What is wrong with an installed package; empty if nothing is."""
+    """Returns what is wrong with an installed package; empty if nothing is."""
     try:
         have = version(needed.name)
     except PackageNotFoundError:
