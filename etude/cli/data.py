@@ -297,10 +297,10 @@ def inspect(file: Path, model: str | None, tool_config: Path | None, prompt_key:
     """
     from etude.data.inspection import inspect_file
 
-    found = inspect_file(file, model=model, tool_config=tool_config, prompt_key=prompt_key)
-    for line in found.lines(most):
+    report = inspect_file(file, model=model, tool_config=tool_config, prompt_key=prompt_key)
+    for line in report.lines(most):
         click.echo(line)
-    return 1 if found.problems else 0
+    return 1 if report.problems else 0
 
 
 def _sources(inputs: Sequence[str]) -> list[Path]:

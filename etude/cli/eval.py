@@ -62,8 +62,8 @@ def evaluate(
 
 def _print_estimates(metrics: dict[str, Any]) -> None:
     """Prints `avg@n`, `pass@k` and `maj@k` if there are several samples per prompt."""
-    found = {name: value for name, value in metrics.items() if "@" in name}
-    for name, value in found.items() if len(found) > 1 else ():
+    estimates = {name: value for name, value in metrics.items() if "@" in name}
+    for name, value in estimates.items() if len(estimates) > 1 else ():
         click.echo(f"  {name} {value['value']:.3f} ({value['low']:.3f} to {value['high']:.3f})")
 
 

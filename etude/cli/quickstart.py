@@ -26,16 +26,16 @@ def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tupl
     from etude.quickstart.example import find_example
     from etude.quickstart.stages import Quickstart
 
-    found = find_example(example)
-    folder = output_dir.resolve() if output_dir else found.run_folder(seed)
+    chosen = find_example(example)
+    folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
     try:
-        summary = Quickstart(found, folder, seed, overrides, _say).run()
+        summary = Quickstart(chosen, folder, seed, overrides, _say).run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
         raise click.exceptions.Exit(130) from None
     from etude.viewer.report import write_report  # slow to import (matplotlib): not needed to reject a wrong argument
 
-    title = f"{found.root.replace('_', ' ').capitalize()}, seed {seed}"
+    title = f"{chosen.root.replace('_', ' ').capitalize()}, seed {seed}"
     report = write_report(folder, title=title, validation=folder / "evaluation" / "sampled")
     _print_summary(summary, folder, report)
 

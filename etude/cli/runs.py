@@ -135,13 +135,13 @@ def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, st
         kept = output or (
             Path(scratch) / "run" if steps else run_dir.resolve().with_name(f"{run_dir.resolve().name}-again")
         )
-        found = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
-    for step, name, then, now in found.differences[:20]:
+        result = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
+    for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
-    if found.differences or not found.steps:
-        click.echo(f"not reproduced: {len(found.differences)} metrics differ in {found.steps} steps", err=True)
+    if result.differences or not result.steps:
+        click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps", err=True)
         return 1
-    click.echo(f"reproduced: the metrics of {found.steps} steps are the same, bit for bit")
+    click.echo(f"reproduced: the metrics of {result.steps} steps are the same, bit for bit")
     return 0
 
 

@@ -295,13 +295,13 @@ class _Inspection:
         said = []
         for source, row in firsts.items():
             truth = (row.get("reward_model") or {}).get("ground_truth")
-            found = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
-            said.append(f"{source}: the ground truth alone earns {found[1]:g}")
-            if found[0] > 0:
+            scores = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
+            said.append(f"{source}: the ground truth alone earns {scores[1]:g}")
+            if scores[0] > 0:
                 self.findings.add(
                     Level.WARNING,
                     "reward",
-                    f"{source}: an empty answer earns {found[0]:g}",
+                    f"{source}: an empty answer earns {scores[0]:g}",
                     f"let {advice.scorer(self._custom)} return 0 for an answer that is not there",
                 )
         return "; ".join(said)

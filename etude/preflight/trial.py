@@ -80,8 +80,8 @@ class TrialRollouts(RolloutWorker):
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
         """Returns the ids of a turn that calls a tool; None if no known format is readable by the run's parser."""
         work = self.call_ids(name, arguments)
-        found: list[int] | None = self._run(work)
-        return found
+        ids: list[int] | None = self._run(work)
+        return ids
 
     async def call_ids(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
         """Async form of `call`, for use inside the event loop."""

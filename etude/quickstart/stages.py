@@ -59,8 +59,8 @@ class Quickstart:
         if not self._ledger.exists():
             return {}
         try:
-            held = json.loads(self._ledger.read_text())
-            name, seed, stages = held["example"], held["seed"], dict(held["stages"])
+            ledger = json.loads(self._ledger.read_text())
+            name, seed, stages = ledger["example"], ledger["seed"], dict(ledger["stages"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._ledger} is no quickstart's record: give another --output-dir") from error
         if (name, seed) != (self.example.root, self.seed):
@@ -239,7 +239,7 @@ class Quickstart:
     # -- summary -------------------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
-        found = {
+        results = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
             for how in ("sampled", "greedy")
             for when in ("before", "after")
@@ -247,7 +247,7 @@ class Quickstart:
         claim = self.example.options
         summary: dict[str, Any] = {"example": self.example.name, "seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = found["sampled", when], found["greedy", when]
+            sampled, greedy = results["sampled", when], results["greedy", when]
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
@@ -257,7 +257,7 @@ class Quickstart:
             }
             if claim.metric in ("reward", "turns"):  # means, not proportions: only if the claim is about them
                 summary[when][f"{claim.metric}, sampled"] = sampled[claim.metric]
-        before, after = (_interval(found["sampled", when], claim.metric) for when in ("before", "after"))
+        before, after = (_interval(results["sampled", when], claim.metric) for when in ("before", "after"))
         rise = after["value"] - before["value"]
         held = rise >= claim.margin if claim.margin > 0 else rise <= claim.margin
         summary["claim"] = {
@@ -267,7 +267,7 @@ class Quickstart:
             "after": after,
             "held": held,
         }
-        summary["samples"] = found["sampled", "after"]["samples"]
+        summary["samples"] = results["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self.trained_model())

@@ -64,16 +64,16 @@ def draw_charts(records: Records) -> list[Chart]:
 
 
 def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | None:
-    found = find_lines(subject, records)[: len(_SERIES)]
+    lines = find_lines(subject, records)[: len(_SERIES)]
     checks = validation_keys(records) if subject.title == "Success" else []
-    checks = checks[: len(_SERIES) - len(found)]
-    if not found and not checks:
+    checks = checks[: len(_SERIES) - len(lines)]
+    if not lines and not checks:
         return None
 
     def draw(axes: Axes) -> None:
-        for colour, (_, steps, values) in zip(_SERIES, found):
+        for colour, (_, steps, values) in zip(_SERIES, lines):
             _draw_line(axes, steps, values, colour)
-        for colour, key in zip(_SERIES[len(found) :], checks):
+        for colour, key in zip(_SERIES[len(lines) :], checks):
             _draw_validation(axes, records, key, colour)
         if subject.band is not None:
             _draw_band(axes, records, subject.band)
@@ -81,9 +81,9 @@ def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | N
             axes.set_ylim(-0.02, 1.02)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
-    labels = [label for label, _, _ in found] + [f"validation: {validation_label(key)}" for key in checks]
+    labels = [label for label, _, _ in lines] + [f"validation: {validation_label(key)}" for key in checks]
     legend = tuple((label, colour) for colour, label in enumerate(labels)) if len(labels) > 1 else ()
-    summary = _summary(found[0][2], subject.percent) if found else ""
+    summary = _summary(lines[0][2], subject.percent) if lines else ""
     return Chart(
         subject.title, f"{subject.note} {summary}".strip(), _svg(f"chart{number}", subject.title, draw), legend
     )

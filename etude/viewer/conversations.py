@@ -110,8 +110,8 @@ def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
     if not steps:
         return ()
     records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
-    found = (parse_conversation(record) for record in records if _has_failed(record))
-    return tuple(one for one in islice(found, count) if one is not None)
+    conversations = (parse_conversation(record) for record in records if _has_failed(record))
+    return tuple(one for one in islice(conversations, count) if one is not None)
 
 
 def _has_failed(record: Mapping[str, Any]) -> bool:

@@ -180,10 +180,10 @@ def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase |
 
 def _weights(record: Mapping[str, Any]) -> tuple[float, float]:
     weights = record.get("reward_weights") or {}
-    found = [weights.get(name, 1.0) for name in ("tool", "score")] if isinstance(weights, Mapping) else []
-    if not found or not all(map(is_number, found)):
+    values = [weights.get(name, 1.0) for name in ("tool", "score")] if isinstance(weights, Mapping) else []
+    if not values or not all(map(is_number, values)):
         raise DataError(f"rollout record: 'reward_weights' is malformed: {str(weights)[:100]}")
-    return float(found[0]), float(found[1])
+    return float(values[0]), float(values[1])
 
 
 def _check(statement: str, wrong: str | None, evidence: str) -> Check:

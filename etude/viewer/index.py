@@ -152,12 +152,12 @@ class RolloutIndex:
         """
         with self._lock:
             deadline = math.inf if seconds is None else time.monotonic() + seconds
-            found = {name: (split, path) for split, name, path in _list_dumps(self.path)}
+            dumps = {name: (split, path) for split, name, path in _list_dumps(self.path)}
             changed = read = False
-            for name in [name for name in self._files if name not in found]:
+            for name in [name for name in self._files if name not in dumps]:
                 changed |= bool(self._files.pop(name).rows)
             self.complete = True
-            for name, (split, path) in found.items():
+            for name, (split, path) in dumps.items():
                 if read and time.monotonic() > deadline:
                     self.complete = False
                     break
@@ -269,18 +269,18 @@ class RolloutIndex:
         self, rows: Sequence[Row], wanted: Filter, deadline: float, stop: Callable[[], bool]
     ) -> tuple[list[Row], int]:
         matches = _matcher(wanted.text, wanted.regex)
-        found: list[Row] = []
+        matching: list[Row] = []
         hint = b"" if wanted.regex else max(_PLAIN_RUN.findall(wanted.text), key=len, default="").lower().encode()
         for searched, row in enumerate(rows):
             if time.monotonic() > deadline or stop():
-                return found, searched
+                return matching, searched
             try:
                 line = self._read_bytes(row)
                 if hint in line.lower() and any(map(matches, texts_of(parse_light(line, row.place)[0]))):
-                    found.append(row)
+                    matching.append(row)
             except DataError:  # the file was replaced meanwhile; the next refresh picks it up
                 continue
-        return found, len(rows)
+        return matching, len(rows)
 
 
 def split_order(split: str) -> tuple[bool, str]:

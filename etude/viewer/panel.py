@@ -106,8 +106,8 @@ class RunState:
         for row in ROWS:
             if (value := first_value(finite, row.keys)) is not None:
                 self.history.setdefault(row.label, []).append(value)
-        found = {name: value for name, value in finite.items() if is_validation(name)}
-        self.validation = found or self.validation
+        means = {name: value for name, value in finite.items() if is_validation(name)}
+        self.validation = means or self.validation
 
     def eta(self) -> float | None:
         """Estimated seconds left, from the mean of the last 50 steps; None before the first step ends."""
@@ -177,8 +177,8 @@ def render_panel(state: RunState, width: int) -> RenderableType:
         blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
-    found = list(find_problems(state.metrics).values())
-    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_MAX_PROBLEMS]]
+    problems = list(find_problems(state.metrics).values())
+    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in problems[:_MAX_PROBLEMS]]
     if state.notice:
         blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble((" Étude", "bold"), (f" · {state.title} ", "default"))

@@ -263,8 +263,8 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, value in summary.items()
         if isinstance(value, (str, int, float)) and not name.endswith(("_before", "_after"))
     ]
-    shown = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in plain]
-    return [(name.replace("_", " ")[:80], value[:300]) for name, value in shown[:MAX_FACTS]]
+    formatted = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in plain]
+    return [(name.replace("_", " ")[:80], value[:300]) for name, value in formatted[:MAX_FACTS]]
 
 
 def _read_config(path: Path) -> tuple[str, int]:

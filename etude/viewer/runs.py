@@ -84,11 +84,11 @@ def is_run(folder: Path) -> bool:
 def _folders(place: Path) -> list[Path]:
     try:
         with os.scandir(place) as entries:
-            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
     return [
-        place / name for name in sorted(found) if not name.startswith((".", "global_step_")) and name not in _NOT_RUNS
+        place / name for name in sorted(names) if not name.startswith((".", "global_step_")) and name not in _NOT_RUNS
     ]
 
 

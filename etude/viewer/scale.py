@@ -191,11 +191,11 @@ def _nonnegative_fit(features: Sequence[np.ndarray], target: np.ndarray) -> list
     for size in range(1, len(features) + 1):
         for chosen in itertools.combinations(range(len(features)), size):
             matrix = np.stack([features[i] for i in chosen], axis=1)
-            found = np.linalg.lstsq(matrix, target, rcond=None)[0]
-            residual = float(((matrix @ found - target) ** 2).sum())
-            if (found >= 0).all() and residual < error * (1 - 1e-9):
+            coefficients = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            residual = float(((matrix @ coefficients - target) ** 2).sum())
+            if (coefficients >= 0).all() and residual < error * (1 - 1e-9):
                 best, error = [0.0] * len(features), residual
-                for i, value in zip(chosen, found.tolist()):
+                for i, value in zip(chosen, coefficients.tolist()):
                     best[i] = value
     return best
 
@@ -287,7 +287,7 @@ class Engine:
             if self._stalled:
                 self._stalled, spent = 0.0, self._stalled
                 yield env.timeout(spent)
-            else:
+            else:  # decode until the next sequence ends, or a new one arrives
                 pace = costs.step + costs.row * len(self._running)
                 left = self._running[0][0] - self._decoded
                 yield env.timeout(left * pace) | self._woken
@@ -422,5 +422,5 @@ def placements(ranks: int, staleness: int) -> Iterator[Placement]:
 
 def recommend(measured: Measured, ranks: int, staleness: int, *, steps: int = 6) -> Prediction | None:
     """Returns the fastest placement of `ranks`; None if there is none (one rank cannot be split for asynchronous runs)."""
-    found = [predict(measured, placement, steps=steps) for placement in placements(ranks, staleness)]
-    return max(found, key=lambda prediction: prediction.samples_per_second, default=None)
+    predictions = [predict(measured, placement, steps=steps) for placement in placements(ranks, staleness)]
+    return max(predictions, key=lambda prediction: prediction.samples_per_second, default=None)

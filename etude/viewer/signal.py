@@ -77,10 +77,10 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
     ]
 
 
-def _cause(what: str, all_of: list[Any], found: list[str]) -> list[Cause]:
+def _cause(what: str, all_of: list[Any], affected: list[str]) -> list[Cause]:
     if not all_of:
         return []
-    return [Cause(what, len(found) / len(all_of), len(found), len(all_of), tuple(found[:_EXAMPLES]))]
+    return [Cause(what, len(affected) / len(all_of), len(affected), len(all_of), tuple(affected[:_EXAMPLES]))]
 
 
 def _failures(share: float, examples: list[str]) -> Cause:

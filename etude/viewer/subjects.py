@@ -131,15 +131,15 @@ SUBJECTS = (
 def find_lines(subject: Subject, records: Records) -> list[tuple[str, list[int], list[float]]]:
     """Returns (label, steps, values) for each line of `subject` found in the records. Skips lines that duplicate another,
     that are 0 throughout next to others, or that never leave `usual`."""
-    found: list[tuple[str, list[int], list[float]]] = []
+    drawn: list[tuple[str, list[int], list[float]]] = []
     for line in subject.lines:
         for label, keys in _expand(line, records):
             steps, values = next(((s, v) for s, v in (series(records, key) for key in keys) if s), ([], []))
-            repeats = any(values == known for _, _, known in found)  # e.g. the only source, which equals the total
+            repeats = any(values == known for _, _, known in drawn)  # e.g. the only source, which equals the total
             unusual = any(value != subject.usual for value in values)
-            if unusual and not repeats and (any(values) or not found):
-                found.append((label, steps, values))
-    return found
+            if unusual and not repeats and (any(values) or not drawn):
+                drawn.append((label, steps, values))
+    return drawn
 
 
 def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:

@@ -143,21 +143,21 @@ class ViewApp(App[None]):
     def _select_rows(self, wanted: Filter) -> None:
         worker = get_current_worker()
         try:
-            found = self.index.select(
+            selection = self.index.select(
                 wanted, self._sort, self._descending, seconds=_SEARCH_SECONDS, stop=lambda: worker.is_cancelled
             )
         except ConfigError as error:
             self.call_from_thread(self._refuse, str(error))
             return
         if not worker.is_cancelled:
-            self.call_from_thread(self._show_rows, found)
+            self.call_from_thread(self._show_rows, selection)
 
-    def _show_rows(self, found: Selection) -> None:
+    def _show_rows(self, selection: Selection) -> None:
         current = self._rows.current
-        self._selection, self._searching = found, False
-        places = {row.place: n for n, row in enumerate(found.rows)}
+        self._selection, self._searching = selection, False
+        places = {row.place: n for n, row in enumerate(selection.rows)}
         cursor = places.get(current.place, 0) if current and self._rows.cursor else 0
-        self._rows.show(found.rows, len(found.rows) - 1 if self._follows else cursor)
+        self._rows.show(selection.rows, len(selection.rows) - 1 if self._follows else cursor)
         self._show_status()
 
     def _refuse(self, message: str) -> None:
@@ -167,15 +167,15 @@ class ViewApp(App[None]):
     # -- display -------------------------------------------------------------------------------------------------
 
     def _show_status(self) -> None:
-        found, total = self._selection, len(self.index.rows)
+        selection, total = self._selection, len(self.index.rows)
         if self._refusal:
             self.query_one("#status", Static).update(Text(self._refusal, "bold white on red", overflow="ellipsis"))
             return
-        parts = [clean_line(self.index.path.name or str(self.index.path)), f"{len(found.rows):,} of {total:,}"]
+        parts = [clean_line(self.index.path.name or str(self.index.path)), f"{len(selection.rows):,} of {total:,}"]
         parts += [f"{self._sort} {'↓' if self._descending else '↑'}"]
         parts += [clean_line(self.filter_text)] if self.filter_text else []
         parts += ["searching …"] if self._searching else []
-        parts += [] if found.complete else [f"searched {found.searched:,} of {found.total:,}"]
+        parts += [] if selection.complete else [f"searched {selection.searched:,} of {selection.total:,}"]
         parts += [] if self.index.complete else ["reading …"]
         parts += [f"{self.index.bad_lines:,} bad lines (b)"] if self.index.bad_lines else []
         parts += ["● live"] if self._follows else []

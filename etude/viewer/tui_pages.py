@@ -323,8 +323,8 @@ def _token_line(token: Token | str, _width: int) -> Text:
 
 def find_decoder(root: Path) -> Callable[[int], str] | None:
     """Returns a function from token id to text, using the tokenizer of a model in the run folder; None if there is none."""
-    found = [*root.glob("global_step_*/actor/huggingface/tokenizer.json"), *root.glob("*/tokenizer.json")]
-    for path in found[:1]:
+    paths = [*root.glob("global_step_*/actor/huggingface/tokenizer.json"), *root.glob("*/tokenizer.json")]
+    for path in paths[:1]:
         try:
             from tokenizers import Tokenizer
 

@@ -73,6 +73,7 @@ def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
                 *((begun, begun + length) for length in lengths),
             ]  # the calls of a turn run concurrently
         return times
+    # No usable timeline: lay the durations out one after another, ending when the dump was written.
     whole = _nanoseconds(as_dict(rollout.record.get("timings")).get("generate_sequences"))
     now = rollout.modified - whole - sum(map(sum, calls))
     for share, lengths in zip(apportion(whole, [len(turn.token_ids) for turn in turns]), calls):

@@ -54,8 +54,8 @@ def _title(run: RunView) -> str:
 def _status(run: RunView) -> Answer:
     if not is_run(run.folder):
         return {"status": "dumps", "why": "", "step": 0, "total": None}
-    found = read_run(run.folder)
-    return {"status": found.status, "why": found.why, "step": found.step, "total": found.total_steps}
+    state = read_run(run.folder)
+    return {"status": state.status, "why": state.why, "step": state.step, "total": state.total_steps}
 
 
 def overview(run: RunView) -> Answer:
@@ -137,15 +137,15 @@ def why(run: RunView, step: int | None = None) -> Answer:
     steps = sorted({row.step for row in rows})
     chosen = step if step is not None else steps[-1] if steps else max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
-    found = [row for row in rows if row.step == chosen]
-    dumps = {(run.folder / row.name).parent for row in found}
+    step_rows = [row for row in rows if row.step == chosen]
+    dumps = {(run.folder / row.name).parent for row in step_rows}
     problems = list(find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values())
     try:
         causes = find_causes(dumps.pop(), metrics, chosen) if len(dumps) == 1 else []
     except DataError as error:  # such as a dump still being written
         causes = []
         problems.append(one_line(error))
-    places = {name: row.place for row in reversed(found) for name in (row.uid, row.request_id) if name}
+    places = {name: row.place for row in reversed(step_rows) for name in (row.uid, row.request_id) if name}
     return {
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
@@ -161,7 +161,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         "components": _components(metrics),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
         "problems": problems,
-        "spread": _group_spread(found),
+        "spread": _group_spread(step_rows),
         "charts": [chart for title in _WHY_CHARTS if (chart := _chart(title, records)) is not None],
     }
 
@@ -277,9 +277,9 @@ def trajectory(run: RunView, place: str) -> Answer:
 
 
 def _conversation(record: Mapping[str, Any]) -> Answer:
-    found = parse_conversation(record, MAX_TEXT)
-    assert found is not None
-    return {"blocks": [vars(block) for block in found.blocks], "facts": found.facts}
+    conversation = parse_conversation(record, MAX_TEXT)
+    assert conversation is not None
+    return {"blocks": [vars(block) for block in conversation.blocks], "facts": conversation.facts}
 
 
 def _call(call: Mapping[str, Any]) -> Answer:
@@ -372,13 +372,13 @@ def _spans(record: Mapping[str, Any]) -> tuple[list[list[Any]], bool]:
     if isinstance(spans, list) and spans:
         kept = [s for s in spans[:_MAX_SPANS] if isinstance(s, list) and len(s) == 3 and all(map(is_number, s[1:]))]
         return [[str(name)[:60], float(start), float(length)] for name, start, length in kept], True
-    at, found = 0.0, []
+    at, spans_from_sums = 0.0, []
     timings = record.get("timings")
     for name, length in islice(timings.items(), 20) if isinstance(timings, Mapping) else ():
         if is_number(length):
-            found.append([str(name)[:60], at, float(length)])
+            spans_from_sums.append([str(name)[:60], at, float(length)])
             at += float(length)
-    return found, False
+    return spans_from_sums, False
 
 
 def compare(run: RunView, other: RunView) -> Answer:
