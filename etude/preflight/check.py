@@ -207,7 +207,7 @@ class _Inspection:
         from etude.preflight.trial import TrialRollouts, load_setup
 
         worker = TrialRollouts(self._roles, self._seconds)
-        worker.__dict__["bundle"] = self._bundle  # loaded already
+        worker.__dict__["bundle"] = self._bundle  # presets the cached property: loaded already
         self._setup = load_setup(self.options, self._roles, self._bundle, worker)
 
         def load_scorer() -> None:

@@ -122,7 +122,7 @@ def open_trial(
     config = compose(config_name, overrides, config_path, command="train")
     options, roles, bundle = check(config)
     worker = TrialRollouts(roles, seconds)
-    worker.__dict__["bundle"] = bundle  # loaded already
+    worker.__dict__["bundle"] = bundle  # presets the cached property: loaded already
     return worker, load_setup(options, roles, bundle, worker)
 
 

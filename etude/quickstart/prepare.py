@@ -10,7 +10,9 @@ from pathlib import Path
 from etude.errors import ConfigError
 from etude.quickstart.example import CALCULATOR, Example, Rows, find_example
 
-TOOLS = Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"  # as quickstart.yaml says
+TOOLS = (
+    Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"
+)  # the one in quickstart.yaml
 TABLES = ("train", "val", "test", "demonstrations")
 _READ = 3000  # demonstrations to train the tokenizer on
 

@@ -70,7 +70,7 @@ class Pick(ModalScreen[str | None]):
         self._entries = entries
 
     def compose(self) -> ComposeResult:
-        """The list."""
+        """The option list."""
         yield OptionList(*(Option(Text(clean_line(label)), id=str(n)) for n, (_, label) in enumerate(self._entries)))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
