@@ -146,7 +146,7 @@ class RolloutIndex:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def refresh(self, seconds: float | None = None) -> bool:
-        """Reads what was written since the last call, for about `seconds` at most; returns whether rows or bad lines changed.
+        """Reads what was written since the last call for at most about `seconds`; returns whether rows or bad lines changed.
 
         If the time ran out, `complete` is False and the next call continues.
         """
