@@ -1,1 +1,1 @@
-"""The commands, one file each. A command imports what it needs when it runs, so that `etude --help` is instant."""
+"""The `etude` commands, one file each. Commands import their dependencies lazily, so that `etude --help` is instant."""

@@ -1,6 +1,6 @@
-"""`etude chat check`: whether a model's chat template is safe for training, before anything is trained.
+"""`etude chat check`: checks before training whether a model's chat template is safe to train with.
 
-Invariant: exit status 0 means safe, 1 not safe.
+Invariant: exit status 0 means safe, 1 unsafe.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str
 
 
 def template_kwargs(settings: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` settings as keyword arguments, values as YAML reads them.
+    """Parses `KEY=VALUE` settings into keyword arguments; values are YAML.
 
     Raises:
-        ConfigError: one has no key, or no value that YAML reads.
+        ConfigError: a setting has no valid key, or its value is not YAML.
     """
     import yaml
 

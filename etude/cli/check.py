@@ -1,6 +1,6 @@
-"""`etude check`: whether a configuration would train, in seconds. `etude doctor`: whether this machine would.
+"""`etude check`: checks in seconds whether a configuration would train. Also prints the findings of `etude doctor`.
 
-Invariant: exit status 0 means that there is no error, 1 that there is one; warnings do not count.
+Invariant: exit status 0 means no errors, 1 at least one; warnings do not count.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ def check(
     """
     from etude.preflight.check import inspect_run
 
-    found = inspect_run(config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft)
-    return print_findings(found, as_json)
+    findings = inspect_run(
+        config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft
+    )
+    return print_findings(findings, as_json)
 
 
-def print_findings(found: Findings, as_json: bool) -> int:
-    """Prints findings, and returns the exit status."""
+def print_findings(findings: Findings, as_json: bool) -> int:
+    """Prints the findings and returns the exit status."""
     if as_json:
-        click.echo(json.dumps({"ok": not found.failed, "findings": [asdict(each) for each in found.all]}, indent=2))
-        return int(found.failed)
+        click.echo(
+            json.dumps({"ok": not findings.failed, "findings": [asdict(each) for each in findings.all]}, indent=2)
+        )
+        return int(findings.failed)
     from rich.table import Table
     from rich.text import Text
 
@@ -73,7 +77,7 @@ def print_findings(found: Findings, as_json: bool) -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     for options in ({}, {}, {"overflow": "fold"}):
         table.add_column(**options)  # type: ignore[arg-type]
-    for each in found.all:
+    for each in findings.all:
         mark, colour = _MARKS[each.level.value]
         text = Text(sanitize_text(each.message))
         if each.fix:
@@ -84,6 +88,6 @@ def print_findings(found: Findings, as_json: bool) -> int:
         console.print(table)
     for line in printed.get().splitlines():
         click.echo(line.rstrip())
-    counts = {level: sum(each.level.value == level for each in found.all) for level in ("error", "warning")}
+    counts = {level: sum(each.level.value == level for each in findings.all) for level in ("error", "warning")}
     console.print(", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))
-    return int(found.failed)
+    return int(findings.failed)

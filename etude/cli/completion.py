@@ -1,4 +1,4 @@
-"""`etude completion SHELL`: the script with which a shell completes commands, options and configuration keys."""
+"""`etude completion SHELL`: prints the shell completion script for commands, options and configuration keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def completion(shell: str) -> None:
     """
     from etude.cli.main import cli
 
-    made = get_completion_class(shell)
-    assert made is not None
-    script = made(cli, {}, "etude", "_ETUDE_COMPLETE")
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    script = shell_class(cli, {}, "etude", "_ETUDE_COMPLETE")
     click.echo(script.source_template % script.source_vars())

@@ -1,7 +1,7 @@
-"""`etude config`: a configuration as a run would see it, and where each value came from.
+"""`etude config`: shows the configuration as a run would see it, and the source of each value.
 
-Invariant: it shows exactly what `compose` would hand to a run with the same arguments, its errors included; it loads no
-model and no data.
+Invariant: shows exactly what `compose` would pass to a run with the same arguments, including its errors; loads no model
+and no data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PLAIN_SETTINGS = {"ignore_unknown_options": True}
 """Click settings that let an override start with a dash or a plus sign."""
 
 
-# What the shell completes; nothing is printed and nothing raised: what cannot be composed completes to nothing.
+# Shell completion. Never prints or raises: an invalid configuration gives no completions.
 
 
 def _complete_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Étude's configurations, and YAML files where `--config-name` looks for them."""
+    """Completes `--config-name`: Étude's configurations, and the YAML files in its search folders."""
     from etude.config import package_roots
 
     given = context.params.get("config_path")
@@ -38,7 +38,7 @@ def _complete_name(context: click.Context, parameter: click.Parameter, incomplet
 
 
 def _complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """`key=` for each key of the configuration that the line names."""
+    """Completes overrides: `key=` for each key of the configuration named on the command line."""
     from etude.config import DEFAULT_ROOT, compose_with_sources
     from etude.errors import EtudeError
 
@@ -53,7 +53,7 @@ def _complete_key(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def configuration_arguments(function: F) -> F:
-    """Adds what names a configuration: `--config-name`, `--config-path`, then key=value overrides."""
+    """Adds the arguments that select a configuration: `--config-name`, `--config-path`, and key=value overrides."""
     function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_key)(function)
     function = click.option(
         "-cp", "--config-path", metavar="FOLDER", help="Folder of your YAML file (else ./config, then the current one)."
@@ -108,10 +108,10 @@ def config(
 
 
 def _explain(composition: Composition, name: str) -> Iterator[str]:
-    """Lines on the key `name`, or on each key of the section `name`; a unique suffix suffices.
+    """Yields lines that document the key `name`, or each key of the section `name`; a unique suffix of a key suffices.
 
     Raises:
-        ConfigError: no key matches, or several do.
+        ConfigError: no key matches, or the suffix is ambiguous.
     """
     from etude.config.checks import inert_reason, shown_value
     from etude.options import declarations
@@ -158,7 +158,7 @@ def _matches(declared: Collection[str], name: str) -> list[str]:
 
 
 def _print_table(composition: Composition) -> None:
-    """Writes the tree, what the user set in green, with its sources in a dim second column (piped: after a tab)."""
+    """Prints the tree, with the source of each value in a second column (piped: after a tab). User-set values are green."""
     from rich.table import Table
 
     from etude.cli.console import open_console
@@ -178,7 +178,7 @@ def _print_table(composition: Composition) -> None:
 
 
 def _rows(composition: Composition) -> list[tuple[Text, str]]:
-    """One row per line of the tree: (the key and its value, the source of that value)."""
+    """Returns one row per line of the tree: (key and value, source of the value)."""
     rows: list[tuple[Text, str]] = []
     _add_rows(rows, composition.config, composition.sources, "", 0)
     return rows
@@ -200,11 +200,13 @@ def _add_rows(
             _add_rows(rows, value, sources, f"{key}.", depth + 1)
         else:
             source = sources.get(key, "")
-            rows.append((label.append(f" {_shown(value)}", style="green" if is_users(source) else "cyan"), source))
+            rows.append(
+                (label.append(f" {_format_value(value)}", style="green" if is_users(source) else "cyan"), source)
+            )
 
 
-def _shown(value: Any) -> str:
-    """A leaf as one line of YAML."""
+def _format_value(value: Any) -> str:
+    """Formats a leaf as one line of YAML."""
     import yaml
     from omegaconf import OmegaConf
 

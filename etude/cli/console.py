@@ -1,6 +1,6 @@
-"""`open_console`: where commands print their tables.
+"""`open_console`: the Rich console that commands print tables to.
 
-Invariant: on a terminal lines fit its width; in a pipe or a file they are not wrapped.
+Invariant: on a terminal, lines fit its width; in a pipe or a file they are not wrapped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ _PIPE_WIDTH = 1000  # columns: a table is never wider than its content
 
 
 def open_console() -> Console:
-    """A console on standard output."""
+    """Returns a console on standard output."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)

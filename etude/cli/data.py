@@ -1,7 +1,7 @@
-"""`etude data`: makes the files that training reads, and looks into them.
+"""`etude data`: prepares and inspects data files for training.
 
-Invariant: a command writes its files completely or not at all, downloads nothing but what `--input hub:…` names, prints
-one of the rows, and leaves a data card. Their content is left to `etude.data.prepare`.
+Invariant: a command writes its files completely or not at all, downloads nothing except `--input hub:…`, prints a sample
+row, and writes a data card. `etude.data.prepare` defines the rows.
 """
 
 from __future__ import annotations
@@ -297,10 +297,10 @@ def inspect(file: Path, model: str | None, tool_config: Path | None, prompt_key:
     """
     from etude.data.inspection import inspect_file
 
-    found = inspect_file(file, model=model, tool_config=tool_config, prompt_key=prompt_key)
-    for line in found.lines(most):
+    report = inspect_file(file, model=model, tool_config=tool_config, prompt_key=prompt_key)
+    for line in report.lines(most):
         click.echo(line)
-    return 1 if found.problems else 0
+    return 1 if report.problems else 0
 
 
 def _sources(inputs: Sequence[str]) -> list[Path]:
@@ -310,7 +310,7 @@ def _sources(inputs: Sequence[str]) -> list[Path]:
 
 
 def _show(paths: dict[str, Path], title: str, sources: Sequence[Path], licence: str, *, sample: bool = True) -> None:
-    """Writes the data card, prints where each file went, with its number of rows, and one row of the first."""
+    """Writes the data card; prints each file's path and number of rows, and the first row of the first file."""
     from etude.data.files import located_rows, without_nulls
     from etude.data.prepare.card import count_rows, licence_beside, write_card
 
@@ -323,12 +323,12 @@ def _show(paths: dict[str, Path], title: str, sources: Sequence[Path], licence: 
     if sample:
         split, path = next(iter(paths.items()))
         _, row = next(located_rows(path))
-        text = json.dumps(without_nulls(row), indent=2, ensure_ascii=False, default=_shown)
+        text = json.dumps(without_nulls(row), indent=2, ensure_ascii=False, default=_to_json)
         click.echo(f"\nthe first row of {split}:\n{text[:_SAMPLE_CHARACTERS]}")
 
 
 def _command() -> str:
-    """The present command with the options that were given, in the order in which it declares them."""
+    """Returns the current command line with its non-default options, in declaration order."""
     context = click.get_current_context()
     words = ["etude", "data", str(context.info_name)]
     for parameter in context.command.params:
@@ -340,6 +340,6 @@ def _command() -> str:
     return shlex.join(words)
 
 
-def _shown(value: object) -> str:
-    """A placeholder for values that are not JSON: the bytes of an image."""
+def _to_json(value: object) -> str:
+    """JSON fallback for other values; bytes, such as an image's, become a placeholder with their size."""
     return f"({len(value)} bytes)" if isinstance(value, bytes) else str(value)

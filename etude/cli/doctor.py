@@ -1,4 +1,4 @@
-"""`etude doctor`: whether this machine can run Étude."""
+"""`etude doctor`: checks whether this machine can run Étude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude env`: environments and tool sets."""
+"""`etude env`: tests environments and tool sets."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test(
     """
     from etude.preflight.conformance import inspect_environment
 
-    found = inspect_environment(config_name, overrides, config_path, rows=rows, seed=seed, seconds=timeout)
-    return print_findings(found, as_json)
+    findings = inspect_environment(config_name, overrides, config_path, rows=rows, seed=seed, seconds=timeout)
+    return print_findings(findings, as_json)

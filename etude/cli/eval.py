@@ -1,4 +1,4 @@
-"""`etude eval`: rolls out a model on validation rows and scores it."""
+"""`etude eval`: rolls out a model on validation rows and scores the rollouts."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def evaluate(
 
 
 def _print_estimates(metrics: dict[str, Any]) -> None:
-    """`pass@k` and the like, where there are several samples per prompt."""
-    found = {name: value for name, value in metrics.items() if "@" in name}
-    for name, value in found.items() if len(found) > 1 else ():
+    """Prints `avg@n`, `pass@k` and `maj@k` if there are several samples per prompt."""
+    estimates = {name: value for name, value in metrics.items() if "@" in name}
+    for name, value in estimates.items() if len(estimates) > 1 else ():
         click.echo(f"  {name} {value['value']:.3f} ({value['low']:.3f} to {value['high']:.3f})")
 
 

@@ -1,6 +1,6 @@
-"""`etude explain ROLLOUTS.jsonl`: one trajectory, token by token, with checks that it is token-exact.
+"""`etude explain ROLLOUTS.jsonl`: prints a trajectory token by token, and checks that it is token-exact.
 
-Invariant: exit status 0 means that no check failed; 1 that one did.
+Invariant: exit status 0 means that no check failed, 1 that at least one did.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
-    made: list[Check] = []
+    checked: list[Check] = []
     weights: Weights | None = None
     for number, sequence in enumerate(sequences):
         folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
@@ -71,16 +71,16 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
             weights = None if folder is None else Weights(folder)
         checks = check_sequence(sequence, weights, tolerance)
         _print_checks(console, checks)
-        made += checks
+        checked += checks
     if (claims := check_overlap(record)) is not None:
         console.print()
         _print_checks(console, [claims])
-        made.append(claims)
-    return int(any(check.verdict is Verdict.FAILS for check in made))
+        checked.append(claims)
+    return int(any(check.verdict is Verdict.FAILS for check in checked))
 
 
 def _newest_dump(folder: Path) -> Path:
-    """The last step's dump of a run's folder, or of its folder of dumps."""
+    """Returns the dump of the last step in a run folder or a dump folder."""
     places = (folder / "rollouts", folder)
     found = [path for place in places for path in place.glob("*.jsonl") if path.stem.isdecimal()]
     if not found:
@@ -89,7 +89,8 @@ def _newest_dump(folder: Path) -> Path:
 
 
 def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
-    """The run's checkpoint of the one version that sampled the whole trajectory."""
+    """Returns the run's checkpoint of the weights that sampled the trajectory; None if several versions did, or if it was
+    not kept."""
     if len(versions) != 1:
         return None
     folder = rollouts.absolute().parents[1] / f"global_step_{versions[0]}" / "actor" / "huggingface"
@@ -97,7 +98,7 @@ def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
 
 
 def _any_checkpoint(rollouts: Path) -> Path | None:
-    """Any checkpoint of the run: all have its tokenizer."""
+    """Returns some checkpoint of the run, for the tokenizer, which is the same in all of them; None without checkpoints."""
     return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
 
 

@@ -1,4 +1,4 @@
-"""`etude export SOURCE TARGET`: a run's model as a folder for any Hugging Face program."""
+"""`etude export SOURCE TARGET`: exports a run's model to a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def export(source: Path, target: Path, dtype: str | None, trust_remote_code: boo
     """
     from etude.trainer.export import export_model  # imports torch
 
-    found = export_model(source, target, dtype, trust_remote_code=trust_remote_code)
-    click.echo(f"model: {target} (from {found})")
+    exported_from = export_model(source, target, dtype, trust_remote_code=trust_remote_code)
+    click.echo(f"model: {target} (from {exported_from})")

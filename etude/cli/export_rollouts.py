@@ -1,4 +1,4 @@
-"""`etude export-rollouts DIR`: a run's rollouts in the formats of other programs."""
+"""`etude export-rollouts DIR`: exports a run's rollouts to the formats of other programs."""
 
 from __future__ import annotations
 

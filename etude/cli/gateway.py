@@ -1,4 +1,4 @@
-"""`etude gateway MODEL`: serve a policy to agents written for OpenAI's interface, and record what they do token by token."""
+"""`etude gateway MODEL`: serves a policy through an OpenAI-compatible API, and records sessions token by token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`etude`: the group of all commands.
+"""`etude`: the root command group, and its exit statuses.
 
-Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that a
-user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where they
-stopped a run cleanly; anything else keeps its traceback. A group without a command shows its help and is 0.
+Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. A user error is one
+red line on stderr and, by default, exit status 2; Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, even after a clean stop of a
+run; any other exception keeps its traceback. A group without a command prints its help and exits with 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.registry import did_you_mean
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """Where a command lives, and its line in the list of commands."""
+    """Import path of a command, its line in the command list, and its section."""
 
     target: str
     help: str
@@ -83,10 +83,10 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they run."""
+    """A click group that imports a command only when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands of this installation, in the order of the table."""
+        """Returns the commands of this installation, in the order of the table."""
         return [name for name, command in COMMANDS.items() if _is_installed(command)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -101,13 +101,13 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's; for an unknown command it suggests the nearest."""
+        """Resolves a command like click; for an unknown one, suggests the nearest match."""
         if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             ctx.fail(f"no command '{args[0]}'{did_you_mean(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands from the table, section by section."""
+        """Writes the command list from the table, section by section, without importing the commands."""
         names = self.list_commands(ctx)
         width = max(map(len, names))
         for section in dict.fromkeys(COMMANDS[name].section for name in names):
@@ -118,7 +118,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(lines)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The names of commands from the table; click's own would import them all."""
+        """Completes command names from the table; click's implementation would import every command."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         names = self.list_commands(ctx)
@@ -137,10 +137,10 @@ def cli() -> None:
 
 
 def set_logging_level(level: str) -> None:
-    """Logs to stderr from `level` (a name of the logging module) upwards.
+    """Logs to stderr at `level` (a name of the logging module) and above.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: the level is unknown.
     """
     levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     if level.upper() not in levels:
@@ -151,17 +151,17 @@ def set_logging_level(level: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `etude` with `arguments` (default: the process's own) and exits with a status."""
+    """Runs `etude` with `arguments` (default: `sys.argv`) and exits with its status."""
     sys.exit(run(cli, arguments))
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None, name: str = "etude") -> int:
-    """Runs a command and turns every ending into an exit status."""
+    """Runs a command and returns its exit status; raises only for bugs of Étude, or with ETUDE_DEBUG=1."""
     try:
         status = command.main(
             args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False
         )
-    except click.exceptions.NoArgsIsHelpError as error:  # a group by itself is a question, not a mistake
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command asks for help: not an error
         click.echo(error.format_message())
         return 0
     except click.ClickException as error:
@@ -177,7 +177,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         _print_error("\n  ".join(" ".join(line.split()) for line in lines))
         return error.exit_status
     except Exception as error:
-        if debugging() or user_place(error) is None:  # our own bug
+        if debugging() or user_place(error) is None:  # not in user code: a bug of ours
             raise
         _print_error(f"{describe_error(error)}; ETUDE_DEBUG=1 shows the traceback")
         return EtudeError.exit_status
@@ -185,7 +185,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError):  # of a terminal that was closed
+    with suppress(OSError):  # the terminal may be closed
         click.secho(f"error: {text}", fg="red", err=True)
 
 

@@ -1,4 +1,4 @@
-"""`etude new`: begins something of the user's own."""
+"""`etude new`: scaffolds a new agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude play`: a person in the model's seat."""
+"""`etude play`: lets a person play the model's part in a rollout."""
 
 from __future__ import annotations
 

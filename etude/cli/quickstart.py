@@ -1,4 +1,4 @@
-"""`etude quickstart`: a tiny model learns to use a calculator, or the tool of another example, from nothing, on a CPU."""
+"""`etude quickstart`: trains a tiny model from scratch to use a calculator, or another example's tool, on a CPU."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tupl
     from etude.quickstart.example import find_example
     from etude.quickstart.stages import Quickstart
 
-    found = find_example(example)
-    folder = output_dir.resolve() if output_dir else found.run_folder(seed)
+    chosen = find_example(example)
+    folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
     try:
-        summary = Quickstart(found, folder, seed, overrides, _say).run()
+        summary = Quickstart(chosen, folder, seed, overrides, _say).run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
         raise click.exceptions.Exit(130) from None
-    from etude.viewer.report import write_report  # draws charts: slow to import, not needed to refuse a wrong argument
+    from etude.viewer.report import write_report  # slow to import (matplotlib): not needed to reject a wrong argument
 
-    title = f"{found.root.replace('_', ' ').capitalize()}, seed {seed}"
+    title = f"{chosen.root.replace('_', ' ').capitalize()}, seed {seed}"
     report = write_report(folder, title=title, validation=folder / "evaluation" / "sampled")
-    _print(summary, folder, report)
+    _print_summary(summary, folder, report)
 
 
 def _say(text: str) -> None:
     click.secho(f"\n== {text}", bold=True)
 
 
-def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
+def _print_summary(summary: dict[str, Any], folder: Path, report: Path) -> None:
     from rich.table import Table
 
     from etude.cli.console import open_console
@@ -53,7 +53,7 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="right" if column else "left")
     for name in summary["before"]:
-        table.add_row(name, *(_shown(summary[when][name]) for when in ("before", "after")))
+        table.add_row(name, *(_format_value(summary[when][name]) for when in ("before", "after")))
     console = open_console()
     console.print()
     console.print(table)
@@ -68,7 +68,7 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     click.echo(f"trajectories {folder / 'rollouts'}")
 
 
-def _shown(value: dict[str, float] | float) -> str:
+def _format_value(value: dict[str, float] | float) -> str:
     if isinstance(value, dict):
         return f"{value['value']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
     return f"{value:.2f}"

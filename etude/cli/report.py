@@ -1,4 +1,4 @@
-"""`etude report RUN_DIR`: writes a run's page again, from the files in its folder."""
+"""`etude report RUN_DIR`: rewrites a run's report page from the files in its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.viewer.conversations import sanitize_text
 @click.option("--why", is_flag=True, help="Print why the last step's loss may be zero instead, with examples.")
 def report(run_dir: Path, title: str | None, rollouts: Path | None, validation: Path | None, why: bool) -> None:
     """Write RUN_DIR/report.html and print its path."""
-    from etude.viewer.report import list_causes, write_report  # draws charts: kept out of `etude --help`
+    from etude.viewer.report import list_causes, write_report  # slow to import (matplotlib)
 
     if why:
         for each in list_causes(run_dir, rollouts):

@@ -1,4 +1,4 @@
-"""`etude retrieve`: build a search index, serve it, ask it by hand, or offer it to MCP clients as `query_rag`."""
+"""`etude retrieve`: builds a search index, queries it, and serves it over HTTP or, as `query_rag`, over MCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude rescore`: dumped trajectories under another reward, and `etude reward`: scorers by hand.
+"""`etude rescore`: rescores dumped trajectories with another reward; `etude reward`: runs scorers by hand.
 
 Invariant: nothing is trained, rolled out or written. Exit status 1 means that the scorer failed on a row.
 """
@@ -21,7 +21,7 @@ from etude.cli.console import open_console
 from etude.errors import ConfigError, DataError
 from etude.viewer.conversations import sanitize_text
 
-_SHOWN = 200  # characters of a dump's answer
+_SHOWN = 200  # maximum characters printed of an answer or a ground truth
 _reward_option = click.option(
     "--reward", metavar="FILE.py:NAME", help="Your function (a file or dotted module); default the built-in scorers."
 )
@@ -99,12 +99,12 @@ def rescore(
     records = (record for file in files for record in read_rollouts(file))
     scorer = _load(reward, reward_kwargs)
     decode = _decoder(model)
-    found = compare(rescore(records, scorer, timeout=timeout, score_text=score_text, decode=decode), examples)
+    comparison = compare(rescore(records, scorer, timeout=timeout, score_text=score_text, decode=decode), examples)
     if as_json:
-        click.echo(json.dumps(found, ensure_ascii=False, default=str))
+        click.echo(json.dumps(comparison, ensure_ascii=False, default=str))
     else:
-        _print_comparison(open_console(), found)
-    return int(found["failed"] > 0)
+        _print_comparison(open_console(), comparison)
+    return int(comparison["failed"] > 0)
 
 
 def _decoder(model: Path | None) -> Any:
@@ -116,18 +116,18 @@ def _decoder(model: Path | None) -> Any:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _print_comparison(console: Console, found: Mapping[str, Any]) -> None:
-    means = [found["old_mean"], found["new_mean"]]
+def _print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
+    means = [comparison["old_mean"], comparison["new_mean"]]
     table = _table("rows", "changed", "failed", "old mean", "new mean", "change")
     cells = ["–" if mean is None else f"{mean:.4f}" for mean in means]
     change = "–" if None in means else f"{means[1] - means[0]:+.4f}"
-    table.add_row(*(str(found[name]) for name in ("rows", "changed", "failed")), *cells, change)
+    table.add_row(*(str(comparison[name]) for name in ("rows", "changed", "failed")), *cells, change)
     console.print(table)
     confusion = _table("", "now right", "now wrong")
     for was in ("right", "wrong"):
-        confusion.add_row(f"was {was}", *(str(found["confusion"][f"{was}->{now}"]) for now in ("right", "wrong")))
+        confusion.add_row(f"was {was}", *(str(comparison["confusion"][f"{was}->{now}"]) for now in ("right", "wrong")))
     console.print(confusion)
-    for each in found["examples"]:
+    for each in comparison["examples"]:
         scores = f"{_number(each['old'])} → {_number(each['new'])}"
         console.print(Text(f"{each['uid']} (row {each['index']}, {each['data_source']}): {scores}", style="bold"))
         if each["error"]:
@@ -205,7 +205,7 @@ def try_scorer(
 def _answers(
     table: list[dict[str, Any]], numbers: Iterable[int], answer: str | None, dump: Path | None
 ) -> Iterable[tuple[int, str]]:
-    """(row, answer), typed or from a dump."""
+    """Yields (row, answer), from --answer, a prompt or a dump."""
     if dump is None:
         for number in numbers:
             text = sys.stdin.read() if answer == "-" else answer
@@ -226,7 +226,7 @@ def _answers(
 
 
 def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, scorer: Any, timeout: float) -> bool:
-    """Prints one score; whether the scorer failed."""
+    """Scores one answer and prints the result; returns whether the scorer failed."""
     import asyncio
 
     from etude.errors import InfrastructureError, one_line

@@ -1,4 +1,4 @@
-"""`etude runs list|show|compare|rm`, and `etude reproduce RUN`: runs as their folders have them."""
+"""`etude runs list|show|compare|rm` and `etude reproduce RUN`: manage and repeat runs from the files in their folders."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rm(run_dirs: tuple[Path, ...], yes: bool) -> None:
     for folder in run_dirs:
         if folder.is_symlink() or not is_run(folder):
             raise ConfigError(f"{folder} is no run's folder: nothing was removed")
-        for each in find_runs(folder):  # such as an evaluation
+        for each in find_runs(folder):  # includes nested runs, such as evaluations
             if read_run(each).status == "running":
                 raise ConfigError(f"{each} is running: end it first; nothing was removed")
     for folder in run_dirs:
@@ -135,13 +135,13 @@ def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, st
         kept = output or (
             Path(scratch) / "run" if steps else run_dir.resolve().with_name(f"{run_dir.resolve().name}-again")
         )
-        found = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
-    for step, name, then, now in found.differences[:20]:
+        result = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
+    for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
-    if found.differences or not found.steps:
-        click.echo(f"not reproduced: {len(found.differences)} metrics differ in {found.steps} steps", err=True)
+    if result.differences or not result.steps:
+        click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps", err=True)
         return 1
-    click.echo(f"reproduced: the metrics of {found.steps} steps are the same, bit for bit")
+    click.echo(f"reproduced: the metrics of {result.steps} steps are the same, bit for bit")
     return 0
 
 
@@ -151,7 +151,7 @@ def _brief(run: Run) -> dict[str, Any]:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
-    """What is shown of a run, by name."""
+    """Yields (name, value) of each fact that `show` and `compare` print."""
     record = run.record
     yield "run", run.folder
     yield "status", f"{run.status}: {run.why}" if run.why else run.status
@@ -185,7 +185,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _totals(folder: Path) -> str:
-    """What the run took so far."""
+    """Formats the run's total cost so far, from its metrics."""
     from etude.run_folder import METRICS_FILE, read_metrics, run_totals
 
     path = folder / METRICS_FILE
@@ -205,7 +205,7 @@ def _print_json(value: Any) -> None:
 
 
 def _safe(value: Any) -> str:
-    """As text without control characters, since a run's files may hold anything."""
+    """Formats a value as one line of limited length without control characters, since a run's files may contain anything."""
     from etude.viewer.conversations import sanitize_text
 
     text = " ".join(sanitize_text(str(value)).split())

@@ -1,4 +1,4 @@
-"""`etude sandbox`: serve the sandbox over HTTP, and verify the isolation on this machine."""
+"""`etude sandbox`: serves the sandbox over HTTP, and verifies the isolation on this machine."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def scale(
     A rank is one of the kind that RUN_DIR ran on. Needs its metrics.jsonl and
     its rollout dumps (trainer.rollout_data_dir).
     """
-    from etude.viewer.scale import measure, recommend, with_tools  # NumPy: kept out of `etude --help`
+    from etude.viewer.scale import measure, recommend, with_tools  # imports NumPy: not for `etude --help`
 
     measured = measure(run_dir, rollouts)
     if tool_seconds is not None:
@@ -63,14 +63,14 @@ def scale(
     )
     for number in _numbers(ranks, "--ranks", 1):
         for stale in _numbers(staleness, "--staleness", 0):
-            found = recommend(measured, number, stale, steps=steps)
-            if found is None:
+            prediction = recommend(measured, number, stale, steps=steps)
+            if prediction is None:
                 continue
-            place = found.placement
+            place = prediction.placement
             words = "all do both" if place.colocated else f"{place.trains} train, {place.rolls_out} roll out"
             click.echo(
-                f"{number:6d} {stale:9d}  {words:22} {found.step_seconds:9.2f} {found.samples_per_second:10.2f} "
-                f"{found.engines_busy:8.0%} {found.trainers_busy:8.0%}"
+                f"{number:6d} {stale:9d}  {words:22} {prediction.step_seconds:9.2f} {prediction.samples_per_second:10.2f} "
+                f"{prediction.engines_busy:8.0%} {prediction.trainers_busy:8.0%}"
             )
 
 

@@ -1,6 +1,7 @@
-"""The bearer token of a server that a command starts.
+"""Reads the bearer token of a server that a command starts.
 
-Invariant: it comes from option, file or environment variable; an empty one is refused, since it would protect nothing.
+Invariant: the token comes from an option, a file or an environment variable; an empty one is rejected, since it would
+protect nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from etude.errors import ConfigError
 
 
 def bearer_token(token: str | None, token_file: Path | None, variable: str) -> str | None:
-    """The token, from --token, --token-file or the environment `variable`; None where there is none.
+    """Returns the token from --token, --token-file or the environment variable `variable`; None if there is none.
 
     Raises:
-        ConfigError: it is given twice, the file cannot be read, or it is empty.
+        ConfigError: both options are given, the file cannot be read, or the token is empty.
     """
     if token is not None and token_file is not None:
         raise ConfigError("give --token or --token-file, not both")
@@ -34,6 +35,6 @@ def bearer_token(token: str | None, token_file: Path | None, variable: str) -> s
 
 
 def warn_if_open(token: str | None, host: str) -> None:
-    """Warns if a server without a token listens beyond this machine."""
+    """Warns if a server without a token is reachable from other machines."""
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)

@@ -1,8 +1,8 @@
-"""`etude tools`: shows tools, runs them by hand, and serves them, all without a model.
+"""`etude tools`: lists tools, calls them by hand, and serves them over MCP, all without a model.
 
 Invariant: `call` runs a tool exactly as a rollout does, through a `ToolSession`: create, the calls, calc_reward, release.
-Exit status of `call`: 0 every call was answered, 1 one was refused or failed, 3 infrastructure broke, 2 anything that
-the user must change. Only the answer is printed on stdout; everything else goes to stderr.
+Exit status of `call`: 0 if every call succeeded, 1 if one was refused or failed, 3 for an infrastructure failure, 2 for a
+user error. Only results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def schema(config: str, names: tuple[str, ...], plugins: tuple[str, ...]) -> Non
       etude tools schema tools.yaml search
     """
     loaded = _load(config, plugins)
-    chosen = [_named(loaded, name) for name in names] if names else loaded
+    chosen = [_find_tool(loaded, name) for name in names] if names else loaded
     schemas = [tool.get_openai_tool_schema().to_openai() for tool in chosen]
     click.echo(json.dumps(schemas, indent=2, ensure_ascii=False))
 
@@ -119,7 +119,7 @@ def call(
     }
     kwargs = {key: _mapping(text, f"--{key.replace('_', '-')}") for key, text in given.items() if text is not None}
     texts = [_text(each) for each in arguments]
-    tool = _named(_load(config, plugins), name)
+    tool = _find_tool(_load(config, plugins), name)
     try:
         report = asyncio.run(_run(tool, texts, kwargs, at_once=at_once, aloud=not as_json))
     except InfrastructureError as error:
@@ -169,7 +169,7 @@ def serve(
 def serve_mcp(
     tools: list[BaseTool], tools_kwargs: dict[str, Any], transport: str, host: str, port: int, path: str
 ) -> None:
-    """Serves `tools` to MCP clients over `transport` until they leave or a signal comes.
+    """Serves `tools` to MCP clients over `transport`, until the stdio client disconnects or a signal arrives.
 
     Raises:
         ConfigError: the path or the address is invalid.
@@ -193,7 +193,7 @@ def serve_mcp(
 
 
 async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits `work`; SIGTERM cancels it, so that tools are released, and then ends the process with status 143."""
+    """Awaits `work`. SIGTERM cancels it, so that tools are released, and the process then exits with status 143."""
     task = asyncio.ensure_future(work)
     terminated = asyncio.Event()
 
@@ -223,7 +223,7 @@ def _load(config: str, plugins: Sequence[str]) -> list[BaseTool]:
     return load_tools(config)
 
 
-def _named(loaded: Sequence[BaseTool], name: str) -> BaseTool:
+def _find_tool(loaded: Sequence[BaseTool], name: str) -> BaseTool:
     for tool in loaded:
         if tool.name == name:
             return tool
@@ -236,13 +236,13 @@ def _class_of(tool: BaseTool) -> str:
 
     code: Any = tool if isinstance(tool, FunctionTool) else type(tool)
     file = getattr(sys.modules.get(code.__module__), "__file__", None)
-    if code.__module__.startswith(USER_MODULE) and file:  # as a configuration names it
+    if code.__module__.startswith(USER_MODULE) and file:  # in the form that a configuration uses
         return f"{os.path.relpath(file)}:{code.__qualname__}"
     return f"{code.__module__}.{code.__qualname__}"
 
 
 def _text(given: str) -> str:
-    """`given`, or the content of the file that `@FILE` names."""
+    """Returns `given`, or for `@FILE` the content of the file."""
     if not given.startswith("@"):
         return given
     path = Path(given[1:])
@@ -267,7 +267,7 @@ def _mapping(given: str, option: str) -> dict[str, Any]:
 async def _run(
     tool: BaseTool, texts: Sequence[str], kwargs: dict[str, Any], *, at_once: bool, aloud: bool
 ) -> dict[str, Any]:
-    """Runs the whole lifecycle and returns a report; prints along the way if `aloud`."""
+    """Runs the whole lifecycle of a tool instance and returns a report; prints each step if `aloud`."""
     from etude.schemas import FunctionCall
     from etude.tools import ToolSession
 
@@ -275,13 +275,13 @@ async def _run(
     report: dict[str, Any] = {"tool": tool.name, "initial": [], "calls": [], "reward": None}
     async with ToolSession({tool.name: tool}, {tool.name: kwargs}, request_id="by-hand") as session:
         for response in session.initial_responses:
-            report["initial"].append(_shown(response))
-            _say(aloud, f"create     {_shown(response)['text']}")
+            report["initial"].append(_response_record(response))
+            _say(aloud, f"create     {_response_record(response)['text']}")
         turns = [calls] if at_once and calls else [[each] for each in calls]
         for turn, together in enumerate(turns):
             for outcome in await session.execute(together, turn):
-                report["calls"].append(_told(outcome))
-                _say(aloud, _line(outcome))
+                report["calls"].append(_outcome_record(outcome))
+                _say(aloud, _format_outcome(outcome))
         report["reward"] = (await session.calc_rewards()).get(tool.name)
         _say(aloud, f"reward     {report['reward']:g}")
     return report
@@ -292,15 +292,15 @@ def _say(aloud: bool, text: str) -> None:
         click.echo(text)
 
 
-def _shown(response: Any) -> dict[str, Any]:
+def _response_record(response: Any) -> dict[str, Any]:
     media = {kind: len(items) for kind in ("image", "video") if (items := getattr(response, kind))}
     return {"text": response.text or "", **media}
 
 
-def _told(outcome: ToolOutcome) -> dict[str, Any]:
+def _outcome_record(outcome: ToolOutcome) -> dict[str, Any]:
     return {
         "arguments": outcome.call.arguments,
-        "response": _shown(outcome.response),
+        "response": _response_record(outcome.response),
         "reward": outcome.reward,
         "metrics": dict(outcome.metrics),
         "seconds": round(outcome.seconds, 6),
@@ -308,8 +308,8 @@ def _told(outcome: ToolOutcome) -> dict[str, Any]:
     }
 
 
-def _line(outcome: ToolOutcome) -> str:
-    shown = _shown(outcome.response)
+def _format_outcome(outcome: ToolOutcome) -> str:
+    shown = _response_record(outcome.response)
     media = "".join(f" [{count} {kind}]" for kind, count in shown.items() if kind != "text")
     error = f" ({outcome.error})" if outcome.error else ""
     metrics = f" {json.dumps(dict(outcome.metrics), default=str)}" if outcome.metrics else ""

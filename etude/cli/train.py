@@ -1,4 +1,4 @@
-"""`etude train`: a reinforcement-learning run from a configuration."""
+"""`etude train`: starts a reinforcement-learning run from a configuration."""
 
 from __future__ import annotations
 

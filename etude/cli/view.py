@@ -1,4 +1,4 @@
-"""`etude view DIR`: a run's rollouts in the terminal; with `--web`, these and its curves in a browser."""
+"""`etude view DIR`: browses a run's rollouts in the terminal; with `--web`, rollouts and curves in a browser."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What one does before training an agent: check its configuration, try its tools, take the model's seat, begin a new one."""
+"""Steps before training: check a configuration, test its tools, play a rollout by hand, scaffold a new agent."""

@@ -1,6 +1,6 @@
-"""Names of what a user can change: tool files, code of tools, scorers. An inspection's advice is made of them.
+"""Builds the advice in findings: it names the tool file, tool code, scorer or command that the user should change or run.
 
-Invariant: a name can be looked up as it stands: a path, a key, or a command in backticks.
+Invariant: everything named can be used verbatim: a path, a configuration key, or a command in backticks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ TOOL_FILES = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 
 
 def tool_files(talks: MultiTurnOptions) -> list[str]:
-    """The files that configure tools."""
+    """Returns the files that configure tools."""
     return [*(talks.tool_config_path or ()), *(talks.function_tool_path or ())]
 
 
 def tool_file(talks: MultiTurnOptions, name: str) -> str:
-    """The file that configures a tool; the key of such files if none names it, as with an MCP server's tools."""
+    """Returns the file that configures a tool; if none mentions it (as for an MCP server's tools), the key of tool files."""
     files = tool_files(talks)
-    paths = {file: Path(file).expanduser() for file in files}  # a dotted module is no file
+    paths = {file: Path(file).expanduser() for file in files}  # an entry may also be a dotted module
     naming = (file for file, path in paths.items() if path.is_file() and name in path.read_text("utf-8", "replace"))
     return files[0] if len(files) == 1 else next(naming, TOOL_FILES)
 
 
 def try_tools(talks: MultiTurnOptions) -> str:
-    """How to look at what tools are configured."""
+    """Advice on how to inspect the configured tools."""
     files = tool_files(talks)
     if not files:
         return f"set {TOOL_FILES}, or correct actor_rollout_ref.env"
@@ -43,28 +43,28 @@ def try_tools(talks: MultiTurnOptions) -> str:
 
 
 def try_alone(talks: MultiTurnOptions) -> str:
-    """How to find out how to run one of the tools alone."""
+    """Advice on how to learn to run a single tool."""
     return f"`etude tools call {shlex.quote([*tool_files(talks), 'CONFIG'][0])} --help` says how to run a tool alone"
 
 
 def try_tool(talks: MultiTurnOptions, name: str, arguments: Mapping[str, Any]) -> str:
-    """The command that runs a tool alone."""
+    """Advice with the command that runs this tool call on its own."""
     given = shlex.quote(json.dumps(arguments, ensure_ascii=False)[:200])
     return f"`etude tools call {shlex.quote(tool_file(talks, name))} {shlex.quote(name)} {given}` runs it alone"
 
 
 def code_of(tool: BaseTool, talks: MultiTurnOptions) -> str:
-    """The user's file in which a tool's code stands, else the one that configures it."""
+    """Returns the user's file that defines the tool, else the one that configures it."""
     code = getattr(tool, "_function", type(tool))
     try:
         found = user_file(inspect.getsourcefile(inspect.unwrap(code)) or "")
-    except TypeError:  # made in C, or without a source
+    except TypeError:  # built-in, or without source
         found = None
     return found or tool_file(talks, tool.name)
 
 
 def scorer(custom: CustomRewardOptions) -> str:
-    """The function that scores."""
+    """Describes the scoring function."""
     if custom.path:
         return f"{custom.name} in {custom.path}"
     if custom.rewards:
@@ -73,6 +73,6 @@ def scorer(custom: CustomRewardOptions) -> str:
 
 
 def try_scorer(custom: CustomRewardOptions, rows: str) -> str:
-    """How to run the scorer alone."""
+    """Advice with the command that runs the scorer on its own."""
     own = f" --reward {shlex.quote(f'{custom.path}:{custom.name}')}" if custom.path else ""
     return f"`etude reward try {shlex.quote(rows)}{own}` runs {scorer(custom)}"

@@ -1,7 +1,7 @@
-"""`inspect_run`: whether a configuration would train: everything that can be known in seconds, without a GPU or the model.
+"""`inspect_run`: checks in seconds, without a GPU or the model's weights, whether a configuration would train.
 
-Invariant: every step is the code that a run uses, on the run's own options; all findings are collected. No weights are
-loaded and nothing is written. Tools and scorers are really called: each tool once, each data source's scorer twice.
+Invariant: every check runs the same code as a real run, on the run's own options; all findings are collected. No weights
+are loaded and nothing is written. Tools and scorers are actually called: each tool once, each data source's scorer twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_SOURCES = 8
-_LISTED = 5  # kinds of invalid rows, for each split
+_LISTED = 5  # kinds of invalid rows listed per split
 _ENDINGS = {
     "response_length": "raise data.max_response_length",
     "tool_response_overflow": "raise data.max_response_length, or lower the tool's config.max_response_chars",
@@ -45,7 +45,7 @@ _ENDINGS = {
     "max_assistant_turns": f"raise {_ROLLOUT}.multi_turn.max_assistant_turns to 2 or more",
     "max_user_turns": f"raise {_ROLLOUT}.multi_turn.max_user_turns",
 }
-"""Endings after which the model has not seen a tool's answer, and what to do."""
+"""Stop reasons that mean the model never saw the tool's response → advice."""
 
 
 def inspect_run(
@@ -58,13 +58,13 @@ def inspect_run(
     rolls_out: bool = True,
     sft: bool = False,
 ) -> Findings:
-    """Inspects the run that `etude train` with these arguments would start, or `etude sft`, whose configuration it is.
+    """Inspects the run that `etude train` or, for an SFT configuration, `etude sft` would start with these arguments.
 
     Args:
-        sft: a YAML that names no root of its own is one of `etude sft`.
-        rows: of each data file list, the first so many are read.
-        seconds: limit of a trial rollout, and of a scorer.
-        rolls_out: whether tools are called.
+        sft: treat a YAML that names no root configuration as one of `etude sft`.
+        rows: number of rows to read of each split.
+        seconds: time limit of a trial rollout, and of a scorer call.
+        rolls_out: whether to run trial rollouts, which call each tool once.
     """
     run = _Inspection(rows, seconds)
     run.configuration(config_name, overrides, config_path, sft)
@@ -76,7 +76,7 @@ def inspect_run(
 
 
 class _Inspection:
-    """The steps, and what each leaves to the next; absent where it failed."""
+    """The checks. Each stores its result as an attribute for later checks; if it failed, the attribute is missing."""
 
     options: TrainOptions
     _composition: Composition
@@ -93,7 +93,7 @@ class _Inspection:
     def configuration(
         self, config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, sft: bool
     ) -> None:
-        """Composes it; every wrong key and value is a finding."""
+        """Composes the configuration; every invalid key or value is a finding."""
 
         def step() -> str:
             root = "sft" if sft else DEFAULT_ROOT
@@ -111,13 +111,13 @@ class _Inspection:
         self.findings.run("configuration", step, fix="mend the file")
 
     def fine_tuning(self) -> None:
-        """What supervised training checks before it loads a model: the template, tools, and every row."""
+        """Runs the checks of supervised training before it loads a model: template, tools, and every row."""
 
         def step() -> str:
             from etude.trainer.sft import SFTTrainer
 
             config = self._composition.config.copy()
-            config.trainer.backend = "local"  # the checks are the same, and no cluster starts
+            config.trainer.backend = "local"  # same checks, without starting a Ray cluster
             trainer = SFTTrainer(config)
             with closing(trainer.groups):
                 return f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
@@ -135,7 +135,7 @@ class _Inspection:
         return str([*self.options.data.train_files, "ROWS"][0])
 
     def parts(self, rolls_out: bool) -> None:
-        """Everything after the configuration."""
+        """Runs every check after the configuration's."""
         data, policy = self.options.data, self.options.actor_rollout_ref
         model, talks = policy.model.path or "MODEL", policy.rollout.multi_turn
 
@@ -160,7 +160,7 @@ class _Inspection:
         if hasattr(self, "_worker"):
             self._worker.end()
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def _names(self) -> str:
         from etude.config.checks import check_records, effective_keys
@@ -170,7 +170,7 @@ class _Inspection:
         options, broken = self.options, len(self.findings.all)
         try:
             resolve_device(options.trainer.device)
-        except ConfigError as error:  # all else can be looked at without it
+        except ConfigError as error:  # the other checks can go on with the CPU
             self.findings.add_line(Level.ERROR, "machine", str(error), "`etude doctor` lists this machine's devices")
             options = replace(options, trainer=replace(options.trainer, device="cpu"))
             broken += 1
@@ -207,7 +207,7 @@ class _Inspection:
         from etude.preflight.trial import TrialRollouts, load_setup
 
         worker = TrialRollouts(self._roles, self._seconds)
-        worker.__dict__["bundle"] = self._bundle  # loaded already
+        worker.__dict__["bundle"] = self._bundle  # presets the cached property: loaded already
         self._setup = load_setup(self.options, self._roles, self._bundle, worker)
 
         def load_scorer() -> None:
@@ -231,7 +231,7 @@ class _Inspection:
 
         setup, said = self._setup, []
         for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
-            if not files or any(line.startswith(f"{key}=") for line in self._composition.faults):  # told already
+            if not files or any(line.startswith(f"{key}=") for line in self._composition.faults):  # already reported
                 continue
             problems: list[DataError] = []
             dataset: RLDataset = setup.dataset(files, self._rows, problems)
@@ -247,7 +247,7 @@ class _Inspection:
         return "; ".join(said)
 
     def _list_problems(self, key: str, file: str, problems: Sequence[Exception]) -> None:
-        """One finding for each kind of problem, with its first row."""
+        """Adds one finding per kind of problem, naming the first affected row."""
         kinds: dict[str, list[str]] = {}
         for error in problems:
             kinds.setdefault(str(error).partition(": ")[2], []).append(str(error))
@@ -263,7 +263,7 @@ class _Inspection:
         from etude.data import ResumableLoader
 
         options, data = self.options, self.options.data
-        if len(self._train) < self._rows:  # all were read
+        if len(self._train) < self._rows:  # the whole data set was read
             ResumableLoader(self._train, data.train_batch_size, seed=data.seed)
         n, size, mini = options.actor_rollout_ref.rollout.n, data.train_batch_size, options.actor.ppo_mini_batch_size
         if mini < size and size % mini:
@@ -295,19 +295,19 @@ class _Inspection:
         said = []
         for source, row in firsts.items():
             truth = (row.get("reward_model") or {}).get("ground_truth")
-            found = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
-            said.append(f"{source}: the ground truth alone earns {found[1]:g}")
-            if found[0] > 0:
+            scores = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
+            said.append(f"{source}: the ground truth alone earns {scores[1]:g}")
+            if scores[0] > 0:
                 self.findings.add(
                     Level.WARNING,
                     "reward",
-                    f"{source}: an empty answer earns {found[0]:g}",
+                    f"{source}: an empty answer earns {scores[0]:g}",
                     f"let {advice.scorer(self._custom)} return 0 for an answer that is not there",
                 )
         return "; ".join(said)
 
     async def _scored(self, row: Mapping[str, Any], text: str) -> float:
-        """The manager's score of an answer that says `text`."""
+        """Returns the reward manager's score of an answer consisting of `text`."""
         from etude.trajectory import Provenance, Trajectory
 
         trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
@@ -346,7 +346,7 @@ class _Inspection:
         return ""
 
     def _roll_out(self) -> str:
-        """A trajectory for each tool: its call, then an answer; without tools, an answer."""
+        """Rolls out one trajectory per tool (a call, then an answer), or without tools a single answer."""
         from etude.preflight.trial import example_arguments, rollouts_of, row_number
 
         worker, tools = self._worker, [*self._worker.context.tools]
@@ -369,7 +369,7 @@ class _Inspection:
         return f"{'every tool was called and answered' if tools else 'an answer was rolled out'}; rewards {scores}"
 
     def _row_for(self, tool: str) -> dict[str, Any] | None:
-        """The first row that may use the tool, with its `tools_kwargs` where any has them."""
+        """Returns a row that may use the tool: the first with `tools_kwargs` for it, else the first; None if no row may."""
         from etude.data import active_tools
 
         usable: dict[str, Any] | None = None
@@ -392,7 +392,7 @@ class _Inspection:
             line = f"{where}: {rollout.cause or ending or 'dropped'}"
             self.findings.add_line(Level.ERROR, "rollout", line, _ENDINGS.get(ending, alone))
             return
-        calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed one has no name
+        calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed call has no name
         ending = trajectory.stop_reason.value
         if tool and not calls:
             line = f"{where}: a call of it was not run ({ending})"

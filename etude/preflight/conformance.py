@@ -1,11 +1,11 @@
-"""`inspect_environment`: the conformance test of a tool set or environment: scripted agents play the run's own rows.
+"""`inspect_environment`: conformance test of a tool set or environment, with scripted agents on the run's own rows.
 
-An agent that says nothing, one that copies what it sees, one that guesses at everything and one that calls at random must
-not be paid; trajectories must not see each other; what begins must end, also where a call is cancelled or never ends; the
-same seed must give the same trajectory.
+Agents that say nothing, copy their input, guess everything or call tools at random must earn no reward. Trajectories must
+be isolated from each other; resources must be released, even if a call is cancelled or hangs; the same seed must give the
+same trajectory.
 
-Invariant: an agent's turns are a function of (seed, row, turn) alone, so that what differs between two plays is the
-environment's doing. Tools are really called, some of them with arguments that no sane model writes.
+Invariant: an agent's turn is a function of (seed, row, turn) and of its context, so that any difference between two plays
+comes from the environment. Tools are actually called, sometimes with arguments that no sane model would write.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from etude.tools.runtime import overrides
 from etude.trajectory import Rollout, ToolCallRecord
 
 _METHODS = ("create", "execute", "calc_reward", "release")
-_TURNS = 3  # of the random agent, before it answers
+_TURNS = 3  # tool-call turns of an agent before it answers
 _NONSENSE = ("zorp", "quibble", "flum", "drast", "ookle", "vinth")
 _GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false", "987654321")
-"""The last one is no plausible answer: a scorer that reads the last one is not fooled."""
+"""The last guess is implausible, so that a scorer that reads only the last number is not fooled."""
 _ODD: tuple[Any, ...] = (
     "",
     None,
@@ -53,8 +53,8 @@ _ODD: tuple[Any, ...] = (
 )
 _DUST = 1e-9
 _OURS = ("etude", "asyncio_", "MainThread")
-"""Names of threads that are pooled, and kept."""
-_ROUNDS = 3  # of plays between two counts of what is left behind
+"""Name prefixes of pooled threads, which do not count as leaks."""
+_ROUNDS = 3  # plays between two counts of leaked resources
 
 
 def inspect_environment(
@@ -66,7 +66,7 @@ def inspect_environment(
     seed: int = 0,
     seconds: float = 10.0,
 ) -> Findings:
-    """Plays the first `rows` rows of `data.train_files`; a trajectory has `seconds`.
+    """Plays the first `rows` rows of `data.train_files`; `seconds` is the time limit of a trajectory.
 
     Raises:
         ConfigError, DataError: the run could not start.
@@ -84,27 +84,27 @@ def inspect_environment(
 
 
 class Spy:
-    """Counts and times what the tools, and the environment of a trajectory, are asked; `hangs` makes each call wait for
-    ever."""
+    """Wraps the lifecycle methods of tools and of the environment to count successful calls; with `hangs`, every tool call
+    blocks forever."""
 
     def __init__(self, worker: TrialRollouts) -> None:
-        self.calls: Counter[str] = Counter()  # of those that succeeded
+        self.calls: Counter[str] = Counter()  # successful calls only
         self.executing = asyncio.Event()
         self.hangs = False
         for tool in worker.context.tools.values():
             for method in _METHODS:
                 if overrides(tool, method):
-                    spied = self._spied(getattr(type(tool), method), f"{tool.name}.{method}")
+                    spied = self._wrap(getattr(type(tool), method), f"{tool.name}.{method}")
                     setattr(tool, method, MethodType(spied, tool))
         environment = worker.context.environment
         if environment is not None and inspect.isclass(environment.target):
             target = type(environment.target.__name__, (environment.target,), {})
             for method in ("reset", "close"):
                 if hasattr(target, method):
-                    setattr(target, method, self._spied(getattr(target, method), f"{environment.name}.{method}"))
+                    setattr(target, method, self._wrap(getattr(target, method), f"{environment.name}.{method}"))
             worker.__dict__["context"] = replace(worker.context, environment=replace(environment, target=target))
 
-    def _spied(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         executes = name.endswith(".execute")
 
         @functools.wraps(function)
@@ -126,7 +126,7 @@ class Spy:
         return awaited if inspect.iscoroutinefunction(function) else called
 
     def unbalanced(self) -> Iterator[tuple[str, int, int]]:
-        """(name, begun, ended) where these differ."""
+        """Yields (name, begun, ended) where the counts differ."""
         for begin, end in (("create", "release"), ("reset", "close")):
             for name in {key.rpartition(".")[0] for key in self.calls if key.endswith((begin, end))}:
                 begun, ended = self.calls[f"{name}.{begin}"], self.calls[f"{name}.{end}"]
@@ -145,9 +145,9 @@ class _Conformance:
         ):
             worker.read_plain_calls()
         self._spy = Spy(worker)
-        self._first: list[object] = []  # what each row gives alone
+        self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
-        self._records: list[ToolCallRecord] = []  # of all plays
+        self._records: list[ToolCallRecord] = []  # tool calls of all plays
         talks, env = worker.options.rollout.multi_turn, worker.options.env
         self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
         self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
@@ -156,38 +156,38 @@ class _Conformance:
         self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
 
     def run(self) -> None:
-        """All tests, in an order in which an earlier failure does not disturb the later ones."""
+        """Runs all tests, ordered so that an earlier failure does not affect later ones."""
         tests: dict[str, Callable[[], str]] = {
-            "empty agent": lambda: self._unpaid("empty agent", self._silent, "return 0 without an answer"),
-            "copying agent": lambda: self._unpaid("copying agent", self._copies, _COPIED),
-            "guessing agent": lambda: self._unpaid("guessing agent", self._guesses, _GUESSED),
-            "random agent": self._random_agent,
-            "ground truth": self._hidden,
-            "determinism": self._deterministic,
-            "isolation": self._isolated,
-            "leaks": self._leaks,
-            "time": self._times,
-            "cancelled call": self._cancelled,
-            "late call": self._late,
+            "empty agent": lambda: self._test_unpaid("empty agent", self._silent_agent, "return 0 without an answer"),
+            "copying agent": lambda: self._test_unpaid("copying agent", self._copying_agent, _COPIED),
+            "guessing agent": lambda: self._test_unpaid("guessing agent", self._guessing_agent, _GUESSED),
+            "random agent": self._test_random_agent,
+            "ground truth": self._test_truth_hidden,
+            "determinism": self._test_determinism,
+            "isolation": self._test_isolation,
+            "leaks": self._test_leaks,
+            "time": self._test_times,
+            "cancelled call": self._test_cancelled_call,
+            "late call": self._test_late_call,
         }
         for name, test in tests.items():
             self.findings.run(name, test, fix=self._fix)
-        self._balance()
+        self._check_balance()
 
     # -- agents --------------------------------------------------------------------------------------------------
 
-    def _cut(self, text: str) -> list[int]:
+    def _say_truncated(self, text: str) -> list[int]:
         ids = self._worker.say(text)
         return ids if len(ids) <= self._budget else [*ids[: self._budget - 1], ids[-1]]
 
-    def _silent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+    def _silent_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         return self._worker.say("")
 
-    def _guesses(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return self._cut(" ".join(_GUESSES))
+    def _guessing_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        return self._say_truncated(" ".join(_GUESSES))
 
-    async def _copies(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        """Calls each tool once, as its schema's examples say, then repeats the end of all that it has seen."""
+    async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""
         names = [*self._tools][:_TURNS]
         if turn < len(names):
             arguments = example_arguments(self._worker.context, names[turn])
@@ -199,15 +199,15 @@ class _Conformance:
         ]
         copied = [
             self._worker.say(re.sub(r'[<>"|`\[\]]', " ", part)) for part in parts
-        ]  # copied calls must not be calls
+        ]  # a copied call must not be parsed as a call
         return [*copied[0][-self._budget : -1], *copied[1][-self._budget :]]
 
-    async def _at_random(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        """Mostly calls, with valid, odd and missing arguments, then nonsense."""
+    async def _random_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        """Mostly calls tools, with valid, odd or missing arguments; then answers nonsense."""
         draw = random.Random(f"{self._seed}/{row_number(request_id)}/{turn}")
         words = " ".join(draw.choices(_NONSENSE, k=draw.randint(1, 4)))
         if turn >= _TURNS or not self._tools or draw.random() < 0.1:
-            return self._cut(words)
+            return self._say_truncated(words)
         name = draw.choice([*self._tools])
         arguments = example_arguments(self._worker.context, name)
         for key in [*arguments]:
@@ -216,10 +216,10 @@ class _Conformance:
             elif chance < 0.4:
                 del arguments[key]
         ids = await self._worker.call_ids(name, arguments)
-        return self._cut(words) if ids is None else ids
+        return self._say_truncated(words) if ids is None else ids
 
     def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
-        """Rows together, in the order of their numbers."""
+        """Plays rows concurrently; returns their rollouts in row order."""
         numbers = range(len(self._rows)) if rows is None else rows
         batch = self._worker.roll_out([self._rows[n] for n in numbers], script, seed=self._seed, first=numbers[0])
         rollouts = rollouts_of(batch)
@@ -228,9 +228,9 @@ class _Conformance:
 
     # -- tests ---------------------------------------------------------------------------------------------------
 
-    def _unpaid(self, name: str, script: Script, fix: str) -> str:
+    def _test_unpaid(self, name: str, script: Script, fix: str) -> str:
         rollouts = self._play(script)
-        self._dropped(name, rollouts)
+        self._report_dropped(name, rollouts)
         paid = {n: total for n, total in self._totals(rollouts) if total > _DUST}
         for number, total in [*paid.items()][:1]:
             line = f"it earns {total:g} in row {number}{f', and in {len(paid) - 1} others' if len(paid) > 1 else ''}"
@@ -238,7 +238,7 @@ class _Conformance:
         return f"earns at most {max((total for _, total in self._totals(rollouts)), default=0.0):g}"
 
     def _payer(self, rollout: Rollout) -> str:
-        """Who paid for a trajectory, as advice names it."""
+        """Names the code that rewarded a trajectory, for advice."""
         assert rollout.trajectory is not None
         rewards = rollout.trajectory.rewards
         if (rewards.score or 0.0) > 0:
@@ -247,7 +247,8 @@ class _Conformance:
         return f"calc_reward of {paying[0]}" if paying else self._environment
 
     def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> list[tuple[int, float]]:
-        """(row, reward) of those that were not dropped; a tool's step rewards only with `steps`: they may pay for a call."""
+        """Returns (row, reward) of rollouts that were not dropped. Tools' step rewards count only with `steps`, since a tool
+        may legitimately reward a call."""
         found, weight = [], self._worker.options.reward.tool_reward_weight
         for number, rollout in enumerate(rollouts):
             total = self._worker.total(rollout)
@@ -256,7 +257,7 @@ class _Conformance:
                 found.append((number, total if steps else total - weight * paid))
         return found
 
-    def _dropped(self, name: str, rollouts: Sequence[Rollout]) -> None:
+    def _report_dropped(self, name: str, rollouts: Sequence[Rollout]) -> None:
         lost = [each for each in rollouts if each.trajectory is None]
         if lost:
             line = f"{len(lost)} of {len(rollouts)} trajectories were dropped: {lost[0].cause or lost[0].dropped}"
@@ -265,9 +266,9 @@ class _Conformance:
             fix = f"a failure drops the trajectory: see {fix}"
             self.findings.add_line(Level.ERROR, name, line, fix)
 
-    def _random_agent(self) -> str:
-        rollouts = self._play(self._at_random)
-        self._dropped("random agent", rollouts)
+    def _test_random_agent(self) -> str:
+        rollouts = self._play(self._random_agent)
+        self._report_dropped("random agent", rollouts)
         records = [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
         raised = {call.name: call for call in records if call.error == "exception"}
         for name, call in raised.items():
@@ -287,8 +288,8 @@ class _Conformance:
             self.findings.add(Level.WARNING, "random agent", line, fix)
         return f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
 
-    def _times(self) -> str:
-        """How long calls took, and whether they let others run."""
+    def _test_times(self) -> str:
+        """Checks that calls stay below their timeout and do not block the event loop."""
         for name in {call.name for call in self._records if call.blocked_loop}:
             line = f"'{name}' blocks the event loop: all other trajectories wait for it"
             fix = f"await what {self._code[name]} waits for, or use asyncio.to_thread"
@@ -302,8 +303,8 @@ class _Conformance:
         slowest = max((call.seconds for call in self._records), default=0.0)
         return f"{len(self._records)} calls, the slowest took {slowest:.3f} s"
 
-    def _hidden(self) -> str:
-        """The ground truth does not stand in the prompt."""
+    def _test_truth_hidden(self) -> str:
+        """Checks that no prompt contains the ground truth."""
         for number, row in enumerate(self._rows):
             truth = (row.get("reward_model") or {}).get("ground_truth")
             if isinstance(truth, str) and len(truth.strip()) > 3 and truth.strip() in str(row["full_prompts"]):
@@ -313,11 +314,11 @@ class _Conformance:
                 return ""
         return f"not in the prompts of {len(self._rows)} rows"
 
-    def _alone(self) -> list[object]:
-        return [_trace(self._play(self._at_random, [number])[0]) for number in range(len(self._rows))]
+    def _play_alone(self) -> list[object]:
+        return [_trace(self._play(self._random_agent, [number])[0]) for number in range(len(self._rows))]
 
-    def _deterministic(self) -> str:
-        self._first, again = self._alone(), self._alone()
+    def _test_determinism(self) -> str:
+        self._first, again = self._play_alone(), self._play_alone()
         self._repeats = self._first == again
         if not self._repeats:
             number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
@@ -330,10 +331,10 @@ class _Conformance:
             self.findings.add(Level.WARNING, "determinism", line, fix)
         return "the same seed gives the same trajectories"
 
-    def _isolated(self) -> str:
+    def _test_isolation(self) -> str:
         if not self._repeats:
             return "not known: a trajectory does not repeat even alone"
-        together = [_trace(each) for each in self._play(self._at_random)]
+        together = [_trace(each) for each in self._play(self._random_agent)]
         for number, (one, two) in enumerate(zip(self._first, together)):
             if one != two:
                 line = f"row {number} sees the others: {_difference(one, two)}"
@@ -342,11 +343,11 @@ class _Conformance:
                 break
         return "trajectories that run together answer as each does alone"
 
-    def _leaks(self) -> str:
-        self._play(self._at_random)  # what is opened once and kept is no leak
+    def _test_leaks(self) -> str:
+        self._play(self._random_agent)  # warm-up: resources that are opened once and kept are not leaks
         before = self._left_behind()
         for _ in range(_ROUNDS):
-            self._play(self._at_random)
+            self._play(self._random_agent)
         fixes = {
             "processes": "end them, and wait for them,",
             "files": "close files, sockets and sessions",
@@ -368,15 +369,15 @@ class _Conformance:
             "tasks": len(asyncio.all_tasks(self._worker._loop)),
         }
 
-    def _cancelled(self) -> str:
-        """What is released where a rollout is cancelled in the middle of a call."""
+    def _test_cancelled_call(self) -> str:
+        """Checks that tools are released when a rollout is cancelled during a call."""
         if not self._tools:
             return "no tools"
         before = self._spy.calls.copy()
 
         async def cancel_in_a_call() -> None:
             self._spy.executing.clear()
-            playing = asyncio.ensure_future(self._worker.play([self._rows[0]], self._calls_first, self._seed))
+            playing = asyncio.ensure_future(self._worker.play([self._rows[0]], self._calling_agent, self._seed))
             waiting = asyncio.ensure_future(self._spy.executing.wait())
             await asyncio.wait({playing, waiting}, return_when=asyncio.FIRST_COMPLETED)
             for task in (playing, waiting):
@@ -390,8 +391,8 @@ class _Conformance:
             self._spy.hangs = False
         return self._released_since(before, "cancelled call")
 
-    def _late(self) -> str:
-        """What is released where a call takes longer than it may."""
+    def _test_late_call(self) -> str:
+        """Checks that a call that times out is not answered, and that tools are released."""
         if not self._tools:
             return "no tools"
         before, kept = self._spy.calls.copy(), {}
@@ -401,7 +402,7 @@ class _Conformance:
             runtime.policy = runtime.policy.model_copy(update={"timeout": 0.2, "max_retries": 0})
         self._spy.hangs = True
         try:
-            [rollout] = self._play(self._calls_first, [0])
+            [rollout] = self._play(self._calling_agent, [0])
         finally:
             self._spy.hangs = False
             for runtime, policy in kept.items():
@@ -414,7 +415,7 @@ class _Conformance:
             self.findings.add(Level.ERROR, "late call", "a call that never ended was answered", fix)
         return self._released_since(before, "late call")
 
-    async def _calls_first(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+    async def _calling_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         name = next(iter(self._tools))
         ids = await self._worker.call_ids(name, example_arguments(self._worker.context, name)) if turn == 0 else None
         return ids or self._worker.say("")
@@ -430,7 +431,7 @@ class _Conformance:
                 self.findings.add(Level.ERROR, subject, line, fix)
         return "what was created is released"
 
-    def _balance(self) -> None:
+    def _check_balance(self) -> None:
         for name, begun, ended in self._spy.unbalanced():
             line = f"'{name}': {begun} trajectories begun, {ended} ended"
             what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
@@ -442,7 +443,7 @@ _GUESSED = "read one answer, such as the last number or what stands in \\boxed{}
 
 
 def _trace(rollout: Rollout) -> object:
-    """What a trajectory was answered, and what it earned."""
+    """Everything that must be reproducible in a trajectory: calls, messages, rewards and stop reason."""
     trajectory = rollout.trajectory
     if trajectory is None:
         return rollout.cause, str(rollout.dropped)
@@ -458,7 +459,7 @@ def _trace(rollout: Rollout) -> object:
 
 
 def _difference(one: object, two: object) -> str:
-    """The first pair of parts that differ."""
+    """Describes the first pair of nested elements that differ."""
     while isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)) and len(one) == len(two):
         pair = next(((a, b) for a, b in zip(one, two) if a != b), None)
         if pair is None:

@@ -1,7 +1,7 @@
-"""`inspect_machine`: whether this machine can run Étude: versions, processors, sandbox modes, extras, Ray, disk, limits.
+"""`inspect_machine`: checks whether this machine can run Étude: versions, CPU, GPU, sandbox, extras, Ray, disk, limits.
 
-Invariant: what is said to work was tried (a sandbox mode runs its proofs, a GPU multiplies a matrix), and nothing is started
-that does not end here: no cluster, no server.
+Invariant: whatever is reported to work was actually tried (a sandbox mode runs its proofs, a GPU multiplies a matrix), and
+nothing outlives the check: no cluster, no server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from etude.config.nodes import versions
 from etude.errors import one_line
 from etude.findings import Findings, Level
 
-_MIN_FILES = 4096  # open files that many tools, sessions and connections may need
+_MIN_FILES = 4096  # open-file limit that many tools, sessions and connections may need
 _MIN_FREE = 5 * 2**30
-_MIN_SHARED = 2**30  # of /dev/shm, where Ray and vLLM exchange tensors
+_MIN_SHARED = 2**30  # size of /dev/shm, where Ray and vLLM exchange tensors
 GIB = 2**30
 _OTHER_SANDBOX = "run `etude sandbox serve` on another machine, and name it in ETUDE_SANDBOX_URL here"
 _NAMESPACES = (
@@ -35,8 +35,8 @@ _NAMESPACES = (
 
 
 def inspect_machine() -> Findings:
-    """Looks at everything; only a base dependency that is missing, or torch that does not compute, is an error."""
-    found = Findings()
+    """Runs every check. Errors are unmet base requirements, GPUs that compute wrongly and checks that raise."""
+    findings = Findings()
     steps = {
         "python": (_python, "`python --version`: 3.10 or newer is needed"),
         "packages": (_packages, "pip install --upgrade etude"),
@@ -49,16 +49,16 @@ def inspect_machine() -> Findings:
         "limits": (_limits, "`ulimit -a` lists them"),
     }
     for subject, (step, fix) in steps.items():
-        found.run(subject, lambda step=step: step(found), fix=fix)  # type: ignore[misc]
-    return found
+        findings.run(subject, lambda step=step: step(findings), fix=fix)  # type: ignore[misc]
+    return findings
 
 
-def _python(found: Findings) -> str:
+def _python(findings: Findings) -> str:
     return f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
 
 
 def _requirements(extra: str = "") -> Iterator[Requirement]:
-    """Of the base install, or those that an extra adds."""
+    """Yields the requirements of the base install, or those that an extra adds."""
     for line in requires("etude") or ():
         needed = Requirement(line)
         conditional = "extra" in str(needed.marker or "")
@@ -67,7 +67,7 @@ def _requirements(extra: str = "") -> Iterator[Requirement]:
 
 
 def _fault(needed: Requirement) -> str:
-    """What is wrong with an installed package; empty if nothing is."""
+    """Returns what is wrong with an installed package; empty if nothing is."""
     try:
         have = version(needed.name)
     except PackageNotFoundError:
@@ -77,14 +77,14 @@ def _fault(needed: Requirement) -> str:
     )
 
 
-def _packages(found: Findings) -> str:
+def _packages(findings: Findings) -> str:
     for needed in _requirements():
         if fault := _fault(needed):
-            found.add(Level.ERROR, "packages", fault, f"run  pip install '{needed.name}{needed.specifier}'")
+            findings.add(Level.ERROR, "packages", fault, f"run  pip install '{needed.name}{needed.specifier}'")
     return ", ".join(f"{name} {have}" for name, have in versions().items() if have and name != "python")
 
 
-def _processors(found: Findings) -> str:
+def _processors(findings: Findings) -> str:
     import psutil
     import torch
 
@@ -93,33 +93,33 @@ def _processors(found: Findings) -> str:
     if load > 2 * usable:
         line = f"{load:.0f} processes compete for {usable} CPUs"
         fix = "wait for the others (`top`): time-outs, such as a tool's config.timeout, are in seconds of the clock"
-        found.add(Level.WARNING, "processors", line, fix)
+        findings.add(Level.WARNING, "processors", line, fix)
     return (
         f"{usable} of {os.cpu_count()} CPUs, {torch.get_num_threads()} torch threads, "
         f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     )
 
 
-def _gpu(found: Findings) -> str:
+def _gpu(findings: Findings) -> str:
     import torch
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
             fix = "`nvidia-smi` says which CUDA the driver has; install the torch that pytorch.org names for it"
-            found.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
+            findings.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
         return "none: runs train on the CPU (trainer.device=auto)"
     said = []
     for number in range(torch.cuda.device_count()):
         square = torch.eye(64, device=f"cuda:{number}")
         if float((square @ square).sum()) != 64.0:
             fix = f"leave it out of CUDA_VISIBLE_DEVICES, and see `nvidia-smi -q -i {number}`"
-            found.add(Level.ERROR, "gpu", f"cuda:{number} multiplies wrongly", fix)
+            findings.add(Level.ERROR, "gpu", f"cuda:{number} multiplies wrongly", fix)
         free, total = torch.cuda.mem_get_info(number)
         said.append(f"{torch.cuda.get_device_name(number)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
     return ", ".join(said)
 
 
-def _sandbox(found: Findings) -> str:
+def _sandbox(findings: Findings) -> str:
     from etude.sandbox import Executor, Isolation, SandboxUnavailableError
 
     async def prove(mode: Isolation) -> str:
@@ -133,17 +133,17 @@ def _sandbox(found: Findings) -> str:
         except SandboxUnavailableError as error:
             missing = mode is Isolation.BUBBLEWRAP and not shutil.which("bwrap")
             fix = "apt-get install bubblewrap" if missing else _NAMESPACES
-            found.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
+            findings.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
     if not works:
         line = "no mode isolates: model-written code cannot run here"
-        found.add(Level.WARNING, "sandbox", line, f"see above, or {_OTHER_SANDBOX}")
+        findings.add(Level.WARNING, "sandbox", line, f"see above, or {_OTHER_SANDBOX}")
     said = "; ".join(f"{mode}: every guarantee holds ({languages})" for mode, languages in works.items())
     if said:
-        found.add(Level.OK, "sandbox", said)
+        findings.add(Level.OK, "sandbox", said)
     return ""
 
 
-def _extras(found: Findings) -> str:
+def _extras(findings: Findings) -> str:
     lines = requires("etude") or ()
     names = dict.fromkeys(
         part.split("'")[1]
@@ -156,14 +156,14 @@ def _extras(found: Findings) -> str:
         faults = [fault for needed in _requirements(extra) if needed.name != "etude" and (fault := _fault(needed))]
         if faults and extra != "dev":
             fix = f"if you need it: pip install 'etude[{extra}]'"
-            found.add(Level.SKIPPED, "extras", f"{extra}: {'; '.join(faults)}", fix)
+            findings.add(Level.SKIPPED, "extras", f"{extra}: {'; '.join(faults)}", fix)
         elif not faults:
             have.append(extra)
-    found.add(Level.OK, "extras", f"installed: {', '.join(have) or 'none'}")
+    findings.add(Level.OK, "extras", f"installed: {', '.join(have) or 'none'}")
     return ""
 
 
-def _ray(found: Findings) -> str:
+def _ray(findings: Findings) -> str:
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     try:
         have = version("ray")
@@ -171,12 +171,12 @@ def _ray(found: Findings) -> str:
         return "not installed: runs train in one process (trainer.backend=local)"
     if shared < _MIN_SHARED:
         line = f"/dev/shm has {shared / 2**20:.0f} MiB: Ray's object store falls back to the disk"
-        found.add(Level.WARNING, "ray", line, "mount a larger one (docker run --shm-size=8g)")
+        findings.add(Level.WARNING, "ray", line, "mount a larger one (docker run --shm-size=8g)")
     address = os.environ.get("RAY_ADDRESS")
     return f"{have}; a run starts its own cluster" if not address else f"{have}; runs join the cluster at {address}"
 
 
-def _disk(found: Findings) -> str:
+def _disk(findings: Findings) -> str:
     places = {
         "here": (Path.cwd(), "trainer.default_local_dir"),
         "temporary files": (Path(tempfile.gettempdir()), "TMPDIR"),
@@ -189,7 +189,7 @@ def _disk(found: Findings) -> str:
         said.append(f"{name} {free / GIB:.1f} GiB ({folder})")
         if free < _MIN_FREE:
             line = f"{name}: only {free / GIB:.1f} GiB are free at {there}"
-            found.add(Level.WARNING, "disk", line, f"free space, or set {key} to a folder on another disk")
+            findings.add(Level.WARNING, "disk", line, f"free space, or set {key} to a folder on another disk")
     return "free: " + ", ".join(said)
 
 
@@ -198,11 +198,11 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
-def _limits(found: Findings) -> str:
+def _limits(findings: Findings) -> str:
     files, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     if 0 <= files < _MIN_FILES:
         line = f"{files} open files: many tool connections at once fail"
-        found.add(Level.WARNING, "limits", line, f"ulimit -n {_MIN_FILES * 16}")
+        findings.add(Level.WARNING, "limits", line, f"ulimit -n {_MIN_FILES * 16}")
     proxies = ", ".join(sorted(getproxies()))
     shown = ["unlimited" if each < 0 else str(each) for each in (files, processes)]
     return f"{shown[0]} open files, {shown[1]} processes" + (f"; proxies for {proxies}" if proxies else "")

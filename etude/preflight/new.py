@@ -1,6 +1,6 @@
-"""`write_agent`: a new folder with an agent that runs as it is; its files are those of `scaffold/`.
+"""`write_agent`: creates a folder with a new agent that runs out of the box, from the templates in `scaffold/`.
 
-Invariant: the folder is written whole or not at all, and nothing that exists is touched.
+Invariant: the folder is written completely or not at all, and existing files are never touched.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TAKEN = frozenset({"etude", "test", "tests", "runs", "data", "model", "models"}
 
 
 def write_agent(name: str, parent: Path) -> list[Path]:
-    """Writes the agent `name` to the folder of that name in `parent`, and returns its files.
+    """Writes the agent to `parent/name` and returns the paths of its files.
 
     Raises:
-        ConfigError: the name is invalid, something of that name exists, or the folder cannot be written.
+        ConfigError: the name is invalid, the path exists, or the folder cannot be written.
     """
     if not _NAME.fullmatch(name) or keyword.iskeyword(name) or name in _TAKEN:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""`play`: a person takes the model's seat: the same prompt, tools, loop and reward; the trajectory is kept as a dump.
+"""`play`: a person types the model's turns in a real rollout, with the run's prompt, tools, loop and reward; the trajectory
+is dumped.
 
-Invariant: what is shown is the text of the ids that the model would get, special tokens included, and what is typed becomes
-ids as a model would have sampled them: a call is written in the format that the run's parser reads.
+Invariant: the text shown is decoded from the ids that the model would get, special tokens included. Typed text becomes ids
+as if the model had sampled them: a tool call is written in the format that the run's parser reads.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _keyboard = BlockingCalls("etude-keyboard", limit=1)
 
 
 class Left(EtudeError):
-    """The player left before the end."""
+    """Raised when the player leaves before the end."""
 
 
 class Seat:
-    """Reads what the person types as the ids of turns; a script of `ScriptedEngine`."""
+    """Turns typed lines into token ids; its `turn` is a script for `ScriptedEngine`."""
 
     def __init__(self, worker: TrialRollouts, typed: TextIO, echo: Echo) -> None:
         self._worker, self._typed, self._echo = worker, typed, echo
         self._seen: list[int] = []
 
     async def turn(self, request_id: str, prompt_ids: list[int], number: int) -> list[int]:
-        """Shows what is new to the model, and the ids of what is typed."""
+        """Prints the part of the context that is new, and returns the ids of the typed turn."""
         known = len(self._seen) if prompt_ids[: len(self._seen)] == self._seen else 0
         self._echo(sanitize_text(self._worker.tokenizer.decode(prompt_ids[known:])))
         ids = None
@@ -51,7 +52,7 @@ class Seat:
         return ids
 
     async def _read(self) -> list[int] | None:
-        """The ids of the next lines; None if they were a command or could not be used."""
+        """Reads one input and returns its ids; None if it was a command or invalid."""
         line = await self._line()
         command, _, rest = line.partition(" ")
         if command == "/quit":
@@ -85,17 +86,17 @@ class Seat:
             line = await _keyboard.run(self._typed.readline)
             if not line:
                 raise Left("the input ended before the conversation: nothing is scored")
-            line = line.rstrip("\n").encode(errors="replace").decode()  # what is no UTF-8 comes as lone surrogates
+            line = line.rstrip("\n").encode(errors="replace").decode()  # invalid UTF-8 arrives as lone surrogates
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 return "\n".join(lines)
 
 
 def read_call(line: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """(tool, arguments) of a typed call; None for an answer. Unknown tools are called as they are: a model may, too.
+    """Parses a typed line into (tool, arguments); None if it is an answer. Unknown tools are allowed, as for a model.
 
     Raises:
-        DataError: it looks like a call, and is none.
+        DataError: it looks like a call but is malformed.
     """
     text = line.strip()
     if text.startswith("{"):
@@ -142,11 +143,11 @@ def play(
     typed: TextIO,
     echo: Echo,
 ) -> bool:
-    """Plays one row to its end, and prints its score and where that comes from. Whether it was scored.
+    """Plays one row to its end, prints its score in parts, and dumps the trajectory; returns whether it was scored.
 
     Raises:
         DataError: there is no such row.
-        ConfigError: the folder cannot be written; before anything is asked.
+        ConfigError: the run could not start, or the folder cannot be written; raised before the first prompt.
         Left: the player left.
     """
     worker, setup = open_trial(config_name, overrides, config_path, _SECONDS)
@@ -167,7 +168,7 @@ def play(
         if rollout.trajectory is None:
             echo(f"dropped: {rollout.cause or (rollout.dropped and rollout.dropped.value)}")
             return False
-        _tell_score(worker, rollout, rollout.trajectory, echo)
+        _print_score(worker, rollout, rollout.trajectory, echo)
         step = max(list_dump_steps(place), default=-1) + 1
         worker.dump(place, batch, step)
         echo(f"kept in {place / f'{step}.jsonl'}")
@@ -177,7 +178,7 @@ def play(
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ConfigError if no file can be written into `folder`, which is made."""
+    """Creates `folder`; raises ConfigError if no file can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -186,7 +187,7 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"cannot write into {folder}: {one_line(error)}; give another --output-dir") from error
 
 
-def _tell_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:
+def _print_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:
     rewards, weights = trajectory.rewards, worker.options.reward
     echo(f"ended: {trajectory.stop_reason.value}, {trajectory.assistant_turns} turns of yours")
     echo(f"reward {worker.total(rollout) or 0.0:g}")

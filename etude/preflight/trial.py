@@ -1,7 +1,8 @@
-"""`TrialRollouts`: rolls out rows exactly as a run would, with somebody else in the model's place: a script, or a person.
+"""`TrialRollouts`: rolls out rows exactly as a run would, with a script or a person in place of the model.
 
-Invariant: only the engine differs. Prompts, loop, tools, parser and scorer are the run's; what is played is ids, and calls
-are written so that the run's own parser reads them. A failure of infrastructure is not retried: it is what one wants to see.
+Invariant: only the engine differs. Prompts, loop, tools, parser and scorer are the run's; the stand-in plays token ids, and
+its tool calls are encoded so that the run's own parser reads them. Infrastructure failures are not retried, so that they
+are visible.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from etude.workers.engine_link import EngineLink
 from etude.workers.tokenizer_bundle import TokenizerBundle
 
 LABEL = "trial"
-_MAX_DEPTH = 8  # of an example's nested objects
+_MAX_DEPTH = 8  # of nested schemas in an example
 
 
 class TrialRollouts(RolloutWorker):
-    """A rollout worker whose engine is set for each batch; `seconds` is the limit of a trajectory."""
+    """A rollout worker whose engine is a script, set for each batch; `seconds` caps the time of a trajectory."""
 
     def __init__(self, options: RoleOptions, seconds: float) -> None:
         rollout = replace(
@@ -44,46 +45,46 @@ class TrialRollouts(RolloutWorker):
         super().__init__(replace(options, rollout=rollout, streams=False), rank=0, world_size=1)
 
     def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
-        """Each row once, scored; they are numbered from `first`: see `row_number`."""
+        """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`."""
         prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
-        self._seat(script)
+        self._use_script(script)
         return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
 
     async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:
-        """`roll_out`, within the event loop, scored by its manager, without columns of a batch."""
+        """Async form of `roll_out`, for use inside the event loop; returns rollouts instead of a batch."""
         work = self._asked("", rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True))
-        return await self._seat(script).generate(work.rows, work.sampling)
+        return await self._use_script(script).generate(work.rows, work.sampling)
 
-    def _seat(self, script: Script) -> AgentLoopManager:
-        """Puts `script` in the model's place."""
+    def _use_script(self, script: Script) -> AgentLoopManager:
+        """Replaces the engine by `script`."""
         engine = ScriptedEngine(script)
         self._manager = AgentLoopManager(self.context, engine, self.scorer)
-        self._manager._logged = True  # rollouts have their cause: no warning beside it
+        self._manager._logged = True  # no warnings: the rollouts record the cause of a failure
         self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.options.model.dtype)
         return self._manager
 
     def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:
-        """Writes a batch of `roll_out` as a run dumps its rollouts."""
+        """Dumps a batch returned by `roll_out`, in the format of a run's rollout dumps."""
         dump(self.context.chat, folder, step, batch, self.options.reward)
 
     def total(self, rollout: Rollout) -> float | None:
-        """The weighted reward; None for a rollout that was dropped."""
+        """Returns the weighted total reward; None for a dropped rollout."""
         reward, trajectory = self.options.reward, rollout.trajectory
         return None if trajectory is None else trajectory.rewards.total(reward.tool_reward_weight, reward.score_weight)
 
     def say(self, text: str) -> list[int]:
-        """The ids of a turn that says `text` and ends."""
+        """Returns the ids of a turn with `text` and the end-of-turn token."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return [*ids, self.context.chat.end_of_turn_id]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
-        """The ids of a turn that calls a tool; None if the run's parser reads no format that is known here."""
+        """Returns the ids of a turn that calls a tool; None if no known format is readable by the run's parser."""
         work = self.call_ids(name, arguments)
-        found: list[int] | None = self._run(work)
-        return found
+        ids: list[int] | None = self._run(work)
+        return ids
 
     async def call_ids(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
-        """`call`, within the event loop."""
+        """Async form of `call`, for use inside the event loop."""
         context, kwargs = self.context, self.options.chat_template_kwargs
         ids = await write_call(context.parser, self.tokenizer, self.schemas, name, arguments, **kwargs)
         if ids is None:
@@ -94,16 +95,16 @@ class TrialRollouts(RolloutWorker):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools."""
+        """OpenAI schemas of all tools."""
         return [tool.get_openai_tool_schema().to_openai() for tool in self.context.tools.values()]
 
     def read_plain_calls(self) -> None:
-        """Makes the run's loop read calls in Hermes' format: for a parser whose own format nobody here can write."""
+        """Switches the loop to the Hermes parser, for a run whose parser's format cannot be written here."""
         parser = ToolParser.get_tool_parser("hermes", self.tokenizer)
-        self.__dict__["context"] = replace(self.context, parser=parser)  # the cached property's value
+        self.__dict__["context"] = replace(self.context, parser=parser)  # overwrites the cached property
 
     def end(self) -> None:
-        """Ends the event loop and what tools keep in it."""
+        """Closes the worker, its tools and its event loop."""
         self.close()
         if not self._loop.is_closed():
             self._loop.close()
@@ -112,33 +113,34 @@ class TrialRollouts(RolloutWorker):
 def open_trial(
     config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, seconds: float
 ) -> tuple[TrialRollouts, LoadedSetup]:
-    """The worker of the run that `etude train` with these arguments would start, its tools loaded, and its setup.
+    """Returns the trial worker, with tools loaded, and the setup of the run that `etude train` would start with these
+    arguments.
 
     Raises:
-        ConfigError: it could not start.
+        ConfigError: the run could not start.
     """
     config = compose(config_name, overrides, config_path, command="train")
     options, roles, bundle = check(config)
     worker = TrialRollouts(roles, seconds)
-    worker.__dict__["bundle"] = bundle  # loaded already
+    worker.__dict__["bundle"] = bundle  # presets the cached property: loaded already
     return worker, load_setup(options, roles, bundle, worker)
 
 
 def load_setup(
     options: TrainOptions, roles: RoleOptions, bundle: TokenizerBundle, worker: TrialRollouts
 ) -> LoadedSetup:
-    """The run's setup, with what `worker` loads."""
+    """Returns the run's setup, with the tools that `worker` loads."""
     catalogue = ToolCatalogue.of(worker.context)
     return LoadedSetup(options.data, options.algorithm, options.needs, options.trainer, roles, bundle, catalogue)
 
 
 def row_number(request_id: str) -> int:
-    """Which of the rows a scripted engine's request belongs to."""
+    """Returns the number of the row that a request to a scripted engine belongs to."""
     return int(request_id.split("/")[1])
 
 
 def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """A value that a JSON Schema allows: its own example or default if it has one, else the simplest."""
+    """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one."""
     root = schema if root is None else root
     for key in ("default", "const"):
         if key in schema:
@@ -176,7 +178,7 @@ def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None,
 
 
 def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
-    """Arguments that the tool's schema allows."""
+    """Returns arguments that are valid under the tool's schema."""
     function = context.tools[name].get_openai_tool_schema().to_openai()["function"]
     made = example_of(function.get("parameters") or {"type": "object"})
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}

@@ -1,4 +1,4 @@
-"""The quickstart and other examples: data and configuration; the work is done by the same code as any run's."""
+"""Runs the quickstart and the other examples: provides data and configuration, and uses the same code as any run."""
 
 from etude.quickstart.service import run_service
 

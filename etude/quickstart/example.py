@@ -1,11 +1,12 @@
-"""`Example`: a folder that a tiny model learns from, and what is claimed of it.
+"""`Example`: a folder with an example to train a tiny model on, and its expected result.
 
     example.yaml   the fields of `ExampleOptions`: what it shows, its claim, numbers of rows
-    agent.yaml     the run; data, model, folders and seed are given by the quickstart
-    agent.py       `prepare(folder, seed, rows)` → table name → rows: train, val, test and demonstrations; where a
-                   service is needed, the context manager `serve(folder)` → environment variables; plug-ins
+    agent.yaml     the run's configuration; the quickstart sets data, model, folders and seed
+    agent.py       `prepare(folder, seed, rows)` → {table name: rows} for train, val, test and demonstrations; if it needs
+                   a service, the context manager `serve(folder)` → environment variables; plug-ins
 
-Invariant: reading an example runs nothing of it but the import of its `agent.py`; one line names a faulty file.
+Invariant: loading an example executes nothing of it except the import of its `agent.py`. An invalid file raises a one-line
+error that names it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
 
 CALCULATOR = "calculator"
-"""The quickstart's own example, which comes with the package."""
+"""The quickstart's own example, shipped with the package."""
 _BUILT_IN = Path(__file__).parent / CALCULATOR
-_GALLERY = Path(__file__).parents[2] / "examples"  # of a checkout
+_GALLERY = Path(__file__).parents[2] / "examples"  # exists in a checkout only
 
 Tables: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 @options
 class Rows:
-    """How many rows `agent.py` is asked for."""
+    """Numbers of rows that `agent.py` should make."""
 
     train: int = key("Questions to train on.", default=1024)
     val: int = key("Questions that the warm-up and the run are watched on.", default=64)
@@ -43,7 +44,7 @@ class Rows:
 
 @options
 class ExampleOptions:
-    """`example.yaml`."""
+    """The schema of `example.yaml`."""
 
     shows: str = key("What the example shows, in a line.")
     metric: Literal["success", "tool_use", "reward", "turns"] = key("What the claim is about.", default="success")
@@ -70,7 +71,11 @@ class Example:
 
     @classmethod
     def read(cls, folder: Path) -> Example:
-        """Raises ConfigError: `example.yaml` is missing or faulty."""
+        """Reads the example in `folder`.
+
+        Raises:
+            ConfigError: `example.yaml` is missing or invalid.
+        """
         path = folder / "example.yaml"
         try:
             given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -85,16 +90,16 @@ class Example:
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The folder's name."""
         return self.folder.name
 
     @property
     def prepare(self) -> Callable[[Path, int, Rows], Tables] | None:
-        """Makes the tables, and whatever else the example needs in the folder, from a seed."""
+        """Function that makes the tables, and any other files that the example needs, from a seed; None if not defined."""
         return getattr(self._code, "prepare", None)
 
     def serve(self, folder: Path) -> AbstractContextManager[Mapping[str, str]]:
-        """Keeps the example's service running; yields the environment variables that lead to it."""
+        """Runs the example's service, if any; yields the environment variables that clients need to find it."""
         served = getattr(self._code, "serve", None)
         return nullcontext({}) if served is None else served(folder)
 
@@ -105,16 +110,16 @@ class Example:
 
     @property
     def root(self) -> str:
-        """What `runs/` calls it."""
+        """Name of its folder in `runs/`."""
         return "quickstart" if self.folder == _BUILT_IN else self.name
 
     def run_folder(self, seed: int) -> Path:
-        """The default folder of a run, which those of other examples find."""
+        """Default run folder, where other examples look for its models."""
         return (Path("runs") / self.root / f"seed-{seed}").resolve()
 
 
 def find_example(given: str) -> Example:
-    """The example of a folder, or of that name in the `examples/` of a checkout.
+    """Finds an example by folder, or by name in a checkout's `examples/`.
 
     Raises:
         ConfigError: there is none.

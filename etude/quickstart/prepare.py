@@ -1,6 +1,6 @@
-"""What an example starts from: the tables that its `prepare` makes, and an untrained model with a tokenizer for their texts.
+"""Creates an example's inputs: the tables made by its `prepare`, and an untrained model with a tokenizer trained on them.
 
-Invariant: everything follows from the seed. A folder `model` that `prepare` wrote itself is left as it is.
+Invariant: everything follows from the seed. A `model` folder that `prepare` wrote itself is kept.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from pathlib import Path
 from etude.errors import ConfigError
 from etude.quickstart.example import CALCULATOR, Example, Rows, find_example
 
-TOOLS = Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"  # as quickstart.yaml says
+TOOLS = (
+    Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"
+)  # the one in quickstart.yaml
 TABLES = ("train", "val", "test", "demonstrations")
-_READ = 3000  # demonstrations that the tokenizer is made for
+_READ = 3000  # demonstrations to train the tokenizer on
 
 
 def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
     """Writes `folder/data/*.parquet`.
 
     Raises:
-        ConfigError: `prepare` returned something else.
+        ConfigError: `prepare` did not return the expected tables.
     """
     from etude.data import write_parquet
 
@@ -32,7 +34,7 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
 
 
 def write_model(folder: Path, tool_files: list[str], seed: int, vocabulary: int) -> None:
-    """Writes `folder/model`: untrained, its tokenizer made for the demonstrations and the tools' schemas."""
+    """Writes `folder/model`: an untrained model whose tokenizer is trained on the demonstrations and the tool schemas."""
     from etude.data import SFTDataset
     from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
     from etude.tools import load_tools
@@ -41,14 +43,14 @@ def write_model(folder: Path, tool_files: list[str], seed: int, vocabulary: int)
         return
     schemas = [tool.get_openai_tool_schema().to_openai() for file in tool_files for tool in load_tools(file)]
     rows = [row["messages"] for row in SFTDataset(str(folder / "data" / "demonstrations.parquet"))][:_READ]
-    template = build_tiny_tokenizer([], vocabulary)  # knows the chat template, and nothing else yet
+    template = build_tiny_tokenizer([], vocabulary)  # only for its chat template
     texts = [template.apply_chat_template(messages, tools=schemas or None, tokenize=False) for messages in rows]
     tokenizer = build_tiny_tokenizer(texts, vocabulary)
     save_pretrained(build_tiny_model(TinyModelSpec(seed=seed), tokenizer), tokenizer, folder / "model")
 
 
 def prepare(folder: Path, seed: int, rows: Rows | None = None) -> None:
-    """What the quickstart itself starts from."""
+    """Writes the tables and the untrained model of the quickstart itself."""
     calculator = find_example(CALCULATOR).options
     write_tables(find_example(CALCULATOR), folder, seed, rows or calculator.rows)
     write_model(folder, [str(TOOLS)], seed, calculator.vocabulary)

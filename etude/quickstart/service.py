@@ -1,4 +1,4 @@
-"""`run_service`: a server, such as a search service or a judge, for as long as an example runs."""
+"""`run_service`: runs a server, such as a search service or a judge, for the duration of an example."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from etude.errors import EtudeError
 
 @contextmanager
 def run_service(*arguments: str) -> Iterator[str]:
-    """Runs `python ARGUMENTS` in a process of its own, and yields the address that it prints first.
+    """Runs `python ARGUMENTS` in a separate process, and yields the address that it prints first.
 
     Raises:
-        EtudeError: it ended before it was ready; what it said is on stderr.
+        EtudeError: it exited before it was ready; its own message is on stderr.
     """
     with subprocess.Popen((sys.executable, *arguments), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

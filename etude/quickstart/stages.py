@@ -1,7 +1,8 @@
-"""The stages of an example, each the same call that a command makes: data, `etude sft`, `etude eval`, `etude train`.
+"""`Quickstart`: runs the stages of an example: data, warm-up (as `etude sft`), evaluation (`etude eval`) and training
+(`etude train`).
 
-Invariant: a stage that finished left a file that says so, and is not run again; the folder of an interrupted example
-continues where it stopped, and ends as it would have ended. Two processes never work in one folder: the second waits.
+Invariant: finished stages are recorded in `quickstart.json` and not repeated, so that an interrupted example resumes where
+it stopped and gives the same result. Two processes never work in one folder at once: the second waits for a lock.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Note = Callable[[str], None]
 
 
 class Quickstart:
-    """An example in `folder`; `overrides` go to `etude train`, for instance trainer.total_training_steps=5, and
-    `warm_up_overrides` to `etude sft`. `rows`: other numbers of rows than the example's."""
+    """Runs an example in `folder`. `overrides` go to the training run, for instance trainer.total_training_steps=5, and
+    `warm_up_overrides` to the warm-up; `rows` replaces the example's numbers of rows."""
 
     def __init__(
         self,
@@ -39,16 +40,16 @@ class Quickstart:
         rows: Rows | None = None,
         warm_up_overrides: tuple[str, ...] = (),
     ) -> None:
-        """Raises ConfigError where the folder holds another example or seed, or something else."""
+        """Raises ConfigError if the folder belongs to another example or seed, or its `quickstart.json` is malformed."""
         self.example, self.folder, self.seed, self.overrides, self._note = example, folder, seed, overrides, note
         self.rows, self.warm_up_overrides = rows or example.options.rows, warm_up_overrides
-        self._start = self._other(example.options.start)
-        self._teacher = self._other(example.options.teacher)
+        self._start = self._find_other(example.options.start)
+        self._teacher = self._find_other(example.options.teacher)
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / "quickstart.json"
         self._times = self._read_ledger()
 
-    def _other(self, name: str | None) -> Quickstart | None:
+    def _find_other(self, name: str | None) -> Quickstart | None:
         if name is None:
             return None
         example = find_example(name)
@@ -58,8 +59,8 @@ class Quickstart:
         if not self._ledger.exists():
             return {}
         try:
-            held = json.loads(self._ledger.read_text())
-            name, seed, stages = held["example"], held["seed"], dict(held["stages"])
+            ledger = json.loads(self._ledger.read_text())
+            name, seed, stages = ledger["example"], ledger["seed"], dict(ledger["stages"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._ledger} is no quickstart's record: give another --output-dir") from error
         if (name, seed) != (self.example.root, self.seed):
@@ -67,7 +68,7 @@ class Quickstart:
         return stages
 
     def run(self) -> dict[str, Any]:
-        """All stages; returns the summary, which also stands in `summary.json`."""
+        """Runs all stages; returns the summary, which is also written to `summary.json`."""
         with self._open(), self._serve():
             if self._teacher is not None:
                 self._teacher.run()
@@ -78,14 +79,14 @@ class Quickstart:
         return self._summary()
 
     def warm_up(self) -> None:
-        """The first stages only: data, and the model that reinforcement learning starts from."""
+        """Runs the first stages only: data, and the warmed-up model that reinforcement learning starts from."""
         with self._open(), self._serve():
             self._warm_up_stages()
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Makes the data, in a folder that no other process works in."""
-        self._config()  # a wrong key is told before anything is made, a wrong value before the warm-up
+        """Locks the folder and makes the data."""
+        self._config()  # reports an unknown key before anything is written; `_check` reports invalid values
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "quickstart.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -96,7 +97,7 @@ class Quickstart:
 
     @contextmanager
     def _serve(self) -> Iterator[None]:
-        """The example's service, its address in the environment; what it took is a stage of its own."""
+        """Runs the example's service with its address in the environment; its CPU time is recorded as a separate stage."""
         began = os.times()
         with self.example.serve(self.folder) as variables:
             before = {name: os.environ.get(name) for name in variables}
@@ -188,7 +189,7 @@ class Quickstart:
     def _config(self, *overrides: str) -> Any:
         from etude.config import compose
 
-        teacher = self._teacher and (self._teacher.trained_model() or "teacher")  # its place, before it is there
+        teacher = self._teacher and (self._teacher.trained_model() or "teacher")  # a placeholder until it is trained
         return compose(
             "agent",
             [
@@ -213,7 +214,7 @@ class Quickstart:
         train(self._config(), Display())
 
     def trained_model(self) -> Path | None:
-        """The model of the last checkpoint; None before the first."""
+        """Returns the model folder of the last checkpoint; None before the first."""
         from etude.trainer.checkpoints import Checkpoints
 
         latest = Checkpoints(self._config().trainer.default_local_dir, None).latest()
@@ -235,10 +236,10 @@ class Quickstart:
             turns = _count_turns(folder / how / f"{step}.jsonl")
             write_json(folder / f"{how}_{when}.json", json_safe(result | turns))
 
-    # -- what came of it -----------------------------------------------------------------------------------------
+    # -- summary -------------------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
-        found = {
+        results = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
             for how in ("sampled", "greedy")
             for when in ("before", "after")
@@ -246,7 +247,7 @@ class Quickstart:
         claim = self.example.options
         summary: dict[str, Any] = {"example": self.example.name, "seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = found["sampled", when], found["greedy", when]
+            sampled, greedy = results["sampled", when], results["greedy", when]
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
@@ -254,9 +255,9 @@ class Quickstart:
                 "success, greedy": _interval(greedy, "success"),
                 "tool use, sampled": _interval(sampled, "tool_use"),
             }
-            if claim.metric in ("reward", "turns"):  # numbers, and no shares as the report draws intervals of
+            if claim.metric in ("reward", "turns"):  # means, not proportions: only if the claim is about them
                 summary[when][f"{claim.metric}, sampled"] = sampled[claim.metric]
-        before, after = (_interval(found["sampled", when], claim.metric) for when in ("before", "after"))
+        before, after = (_interval(results["sampled", when], claim.metric) for when in ("before", "after"))
         rise = after["value"] - before["value"]
         held = rise >= claim.margin if claim.margin > 0 else rise <= claim.margin
         summary["claim"] = {
@@ -266,7 +267,7 @@ class Quickstart:
             "after": after,
             "held": held,
         }
-        summary["samples"] = found["sampled", "after"]["samples"]
+        summary["samples"] = results["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self.trained_model())
@@ -275,7 +276,7 @@ class Quickstart:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its ended children."""
+    """Returns the CPU time of this process and its terminated children, in seconds."""
     times = os.times()
     return times.user + times.system + _children(times)
 
@@ -285,7 +286,7 @@ def _children(times: os.times_result) -> float:
 
 
 def _count_turns(dump: Path) -> dict[str, float]:
-    """`turns`: how often the model spoke, on average, with a bootstrapped 95 % interval."""
+    """Returns `turns`, the mean number of assistant turns, with a bootstrapped 95 % interval."""
     from etude.trainer.estimates import estimate
 
     turns = estimate([record["assistant_turns"] for record in read_rollouts(dump)], proportion=False)

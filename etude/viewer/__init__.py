@@ -1,1 +1,1 @@
-"""The live display, a run's report, a trajectory explained. Reads events and files, never a trainer."""
+"""Live display, run report, trajectory inspection and the viewers. Reads events and files, never a trainer."""

@@ -1,7 +1,7 @@
-"""The charts of a run's report: records of `metrics.jsonl` in, inline SVG out.
+"""Charts of the run report: takes records of `metrics.jsonl`, returns inline SVG.
 
-Invariant: an SVG made here holds no link, no script, no font and no fixed colour: its colours are CSS variables of the page,
-so that it is readable in light and dark mode and in print; its identifiers are unique within the page.
+Invariant: the SVG contains no link, script, font or fixed colour. Colours are CSS variables of the page, so that it is
+readable in light and dark mode and in print; ids are unique within the page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from etude.viewer.panel import is_number, validation_label
 from etude.viewer.subjects import SUBJECTS, Records, Subject, find_lines, series, time_parts, validation_keys
 
-MAX_POINTS = 600  # a chart is about as many pixels wide
-# Placeholder colours that matplotlib accepts, replaced by the page's variables afterwards.
+MAX_POINTS = 600  # about the width of a chart in pixels
+# Placeholder colours that matplotlib accepts; `_inline` replaces them with the page's CSS variables.
 _INK, _GRID = "#010101", "#020202"
 _SERIES = tuple(f"#0300{number:02x}" for number in range(8))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {
@@ -49,7 +49,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: `legend` pairs labels with colour numbers, `caption` describes the chart."""
+    """A rendered chart; `legend` pairs labels with colour numbers."""
 
     title: str
     caption: str
@@ -58,22 +58,22 @@ class Chart:
 
 
 def draw_charts(records: Records) -> list[Chart]:
-    """The charts that the records have data for, in reading order."""
+    """Draws the charts that the records have data for, in page order."""
     drawn = [_subject_chart(number, subject, records) for number, subject in enumerate(SUBJECTS)]
     return [chart for chart in [*drawn, _time_chart(records)] if chart is not None]
 
 
 def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | None:
-    found = find_lines(subject, records)[: len(_SERIES)]
+    lines = find_lines(subject, records)[: len(_SERIES)]
     checks = validation_keys(records) if subject.title == "Success" else []
-    checks = checks[: len(_SERIES) - len(found)]
-    if not found and not checks:
+    checks = checks[: len(_SERIES) - len(lines)]
+    if not lines and not checks:
         return None
 
     def draw(axes: Axes) -> None:
-        for colour, (_, steps, values) in zip(_SERIES, found):
+        for colour, (_, steps, values) in zip(_SERIES, lines):
             _draw_line(axes, steps, values, colour)
-        for colour, key in zip(_SERIES[len(found) :], checks):
+        for colour, key in zip(_SERIES[len(lines) :], checks):
             _draw_validation(axes, records, key, colour)
         if subject.band is not None:
             _draw_band(axes, records, subject.band)
@@ -81,9 +81,9 @@ def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | N
             axes.set_ylim(-0.02, 1.02)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
-    labels = [label for label, _, _ in found] + [f"validation: {validation_label(key)}" for key in checks]
+    labels = [label for label, _, _ in lines] + [f"validation: {validation_label(key)}" for key in checks]
     legend = tuple((label, colour) for colour, label in enumerate(labels)) if len(labels) > 1 else ()
-    summary = _summary(found[0][2], subject.percent) if found else ""
+    summary = _summary(lines[0][2], subject.percent) if lines else ""
     return Chart(
         subject.title, f"{subject.note} {summary}".strip(), _svg(f"chart{number}", subject.title, draw), legend
     )
@@ -97,13 +97,13 @@ def _summary(values: Sequence[float], percent: bool) -> str:
 
 
 def _thin(steps: Sequence[int], *columns: Sequence[float]) -> tuple[np.ndarray, ...]:
-    """Downsamples each column to at most `MAX_POINTS` means of equal windows, so that long runs give small files."""
+    """Downsamples each column to at most `MAX_POINTS` means over equal windows, so that long runs give small files."""
     runs = np.array_split(np.arange(len(steps)), min(len(steps), MAX_POINTS))
     return tuple(np.array([np.mean(np.asarray(c, dtype=float)[run]) for run in runs]) for c in (steps, *columns))
 
 
 def _draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
-    """The values, faint where they are many, and their moving average over a twentieth of the run."""
+    """Plots the values; in a long run faintly, with a moving average (half-width: a twentieth of the run) on top."""
     x, y = _thin(steps, values)
     window = len(y) // 20
     if window < 2:
@@ -149,7 +149,7 @@ def _time_chart(records: Records) -> Chart | None:
 
 
 def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:
-    """Draws a chart and returns it as an inline `<svg>`; `name` makes its identifiers unique."""
+    """Draws a chart and returns it as an inline `<svg>`; `name` makes its ids unique."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(5.4, 2.5), layout="constrained")
         axes = figure.add_subplot()
@@ -166,7 +166,8 @@ def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """The bare `<svg>` element: no prologue, metadata, fonts or size; colours and identifiers replaced by the page's."""
+    """Reduces matplotlib's output to a bare `<svg>` without prologue, metadata, fonts or size; substitutes the page's
+    colours and makes ids unique."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)

@@ -1,8 +1,8 @@
-"""Trajectories of a dump as conversations to read: blocks of text by provenance, with the rewards between them.
+"""Renders dumped trajectories as readable conversations: text blocks by provenance, with the rewards in between.
 
-Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text is
-labelled as the model's only if its segment was sampled by the policy; if segments carry no text, the whole response is one
-block without an author.
+Invariant: for any record, the result is bounded in blocks and characters and free of control characters. Text is labelled
+as the model's only if the policy sampled its segment; if segments carry no text, the whole response is one block without an
+author.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from etude.viewer.rows import as_list
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
-MAX_SCANNED = 5000  # records searched for a prompt's second appearance
+MAX_SCANNED = 5000  # records read from the last dump
 
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
 PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
-"""Of text in a terminal, as Rich names them."""
+"""Rich colour names, for text in a terminal."""
 _BIDI = [0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
 HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
@@ -34,8 +34,8 @@ _CONTROL = dict.fromkeys(HIDDEN, "\N{REPLACEMENT CHARACTER}")
 
 
 def sanitize_text(text: str) -> str:
-    """`text` with control characters and those that change the writing direction replaced; a special token repeated many
-    times in a row, such as an image's placeholder, is written once with its count."""
+    """Replaces control characters and bidirectional overrides in `text`; collapses a repeated special token, such as an
+    image placeholder, into one with its count."""
     return _REPEATED.sub(_counted, text).translate(_CONTROL)
 
 
@@ -45,7 +45,7 @@ def _counted(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A run of text of one writer: `kind` is a provenance, prompt or reward; `omitted` characters were truncated."""
+    """A span of text from one source: `kind` is a provenance, "prompt" or "reward"; `omitted` characters were truncated."""
 
     kind: str
     label: str
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One trajectory: its blocks, its score and `facts` (name, value) about the run."""
+    """One trajectory: its blocks, its score, and `facts` about it as (name, value)."""
 
     step: int
     score: float | None
@@ -65,7 +65,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Samples:
-    """Trajectories of the first and last dump, pair by pair; the second is None where the prompt does not occur again."""
+    """Pairs of trajectories from the first and the last dump; the second is None where the prompt does not recur."""
 
     folder: str
     first_step: int
@@ -74,10 +74,10 @@ class Samples:
 
 
 def load_samples(folder: Path, count: int = 3) -> Samples | None:
-    """The first `count` records of the first dump, each with the same prompt's first record of the last dump.
+    """Pairs the first `count` records of the first dump with the same prompts' first records in the last dump.
 
-    If no prompt occurs again (training batches differ), the last dump's first records are used. Scores do not affect the
-    choice. None if the folder holds no dump.
+    If no prompt recurs (training batches differ), the last dump's first records are used. The choice does not depend on
+    scores. Returns None if the folder has no dump.
 
     Raises:
         DataError: a dump cannot be read; names file and line.
@@ -101,7 +101,7 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
 
 
 def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
-    """The first `count` records of the last dump that went wrong: cut off, with a failed call, or without reward.
+    """Returns the first `count` failures in the last dump: truncated or aborted, with a failed tool call, or score ≤ 0.
 
     Raises:
         DataError: the dump cannot be read; names file and line.
@@ -110,8 +110,8 @@ def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
     if not steps:
         return ()
     records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
-    found = (parse_conversation(record) for record in records if _has_failed(record))
-    return tuple(one for one in islice(found, count) if one is not None)
+    conversations = (parse_conversation(record) for record in records if _has_failed(record))
+    return tuple(one for one in islice(conversations, count) if one is not None)
 
 
 def _has_failed(record: Mapping[str, Any]) -> bool:
@@ -126,7 +126,7 @@ def _prompt_key(record: Mapping[str, Any]) -> str:
 
 
 def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Prompt → its first record, for the prompts of `wanted`."""
+    """Prompt → its first record, for the prompts in `wanted`."""
     missing = {_prompt_key(record) for record in wanted}
     found: dict[str, dict[str, Any]] = {}
     for record in islice(records, MAX_SCANNED):
@@ -140,7 +140,7 @@ def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[st
 
 
 def parse_conversation(record: Mapping[str, Any] | None, max_text: int = MAX_TEXT) -> Conversation | None:
-    """A dump's record as readable blocks of at most `max_text` characters."""
+    """Turns a dumped record into readable blocks of at most `max_text` characters each; None for None."""
     if record is None:
         return None
     blocks = _segment_blocks(record, max_text) or _flat_blocks(record, max_text)
@@ -163,7 +163,7 @@ def _block(kind: str, text: object, label: str = "", max_text: int = MAX_TEXT) -
 
 
 def _segment_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
-    """Exact text by provenance, the reward of a turn after its tools; empty where segments carry no text."""
+    """Blocks of exact text by provenance, each turn's rewards after its tool results; empty if segments carry no text."""
     segments = [item for item in as_list(record.get("segments")) if isinstance(item, Mapping) and "text" in item]
     if not segments:
         return []

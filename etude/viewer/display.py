@@ -1,8 +1,8 @@
-"""`Display` and `RolloutBar`: the live view of a run and of an evaluation, from its events.
+"""`Display` and `RolloutBar`: event sinks that show a run or an evaluation live in the terminal.
 
-Invariant: watching a run never changes it: neither sink raises, and after an error the display goes quiet with one log line.
-On a terminal it is a live panel with log records scrolling above; elsewhere one line of text per step. Nothing is displayed
-unless `trainer.logger` includes `console`. The panel itself is drawn in `panel`.
+Invariant: watching a run never affects it: neither sink raises, and after an error the display shuts itself off with one
+log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step. Nothing
+is displayed unless `trainer.logger` includes `console`. The panel itself is rendered in `panel`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_li
 
 logger = logging.getLogger(__name__)
 
-_LINE_SECONDS = 5.0  # between two lines of steps without rewards, such as those of a warm-up
-_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that training needs
+_LINE_SECONDS = 5.0  # minimum interval between lines for steps without rewards, such as a warm-up's
+_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of a core that training needs
 
 
 class RunConsole(Console):
-    """A console whose reader may go away (`etude train | head`): it goes quiet, where Rich would end the process."""
+    """A console that survives a broken pipe (`etude train | head`), where Rich would exit the process."""
 
     def on_broken_pipe(self) -> None:
-        """Goes quiet, with one log line."""
+        """Stops printing, and logs it once."""
         if not self.quiet:
             self.quiet = True
             logger.warning("the output is no longer read; training continues")
 
 
 class Display:
-    """A sink that displays a run's events, and writes the run's report at the end (`trainer.report`)."""
+    """Event sink that displays a run, and writes its report at the end (`trainer.report`)."""
 
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole()
@@ -54,7 +54,7 @@ class Display:
         self._options = RunOptions()
 
     def __call__(self, event: Event) -> None:
-        """Displays an event; an error in the view silences the view instead of ending the training."""
+        """Displays an event; an error in the view disables the view and never stops training."""
         if isinstance(event, RunStarted):
             self._options = event.options
         if isinstance(event, RunEnded) and isinstance(self._options, TrainerOptions) and self._options.report:
@@ -63,7 +63,7 @@ class Display:
             try:
                 self._show(event)
             except Exception as error:
-                self._give_up(error)
+                self._disable(error)
 
     def _show(self, event: Event) -> None:
         match event:
@@ -85,7 +85,7 @@ class Display:
         options = self._console.options
         if not self._enabled or not self._console.is_terminal or options.ascii_only or self._console.is_dumb_terminal:
             return
-        self._redirect_logging()  # before the view replaces standard output and error
+        self._redirect_logging()  # before the live view replaces stdout and stderr
         self._live = Live(self, console=self._console, refresh_per_second=_REFRESHES_A_SECOND)
         self._live.start(refresh=True)
 
@@ -97,7 +97,7 @@ class Display:
         self._step_began = now
         if self._live is not None:
             self._live.refresh()
-        elif self._enabled and (_is_telling(event) or now - self._line_printed >= _LINE_SECONDS):
+        elif self._enabled and (_is_always_printed(event) or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
             self._print(format_line(self._state))
 
@@ -111,11 +111,11 @@ class Display:
         try:
             with self._lock:
                 return render_panel(self._state, self._console.width)
-        except Exception as error:  # nothing else would catch it in the refresh thread
+        except Exception as error:  # this runs in Rich's refresh thread, where nothing else would catch it
             return Text(f"(the view failed: {type(error).__name__})", style="dim")
 
     def _redirect_logging(self) -> None:
-        """Routes the root logger's terminal output through the live view, which keeps the panel intact."""
+        """Routes the root logger's terminal output through the live view, so that log lines do not break the panel."""
         root = logging.getLogger()
         streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         for handler in list(root.handlers):
@@ -136,7 +136,7 @@ class Display:
         if live is not None:
             live.stop()
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         self._broken = True
         try:
             self._close()
@@ -148,16 +148,16 @@ class Display:
         self._console.print(Text(line), soft_wrap=True)
 
 
-def _is_telling(event: StepFinished) -> bool:
-    """Whether a step is always printed: it has rewards or a validation, or is the last."""
+def _is_always_printed(event: StepFinished) -> bool:
+    """Whether a step is always printed: it has rewards or a validation, or is the last one."""
     names = event.metrics
     return event.step >= event.total_steps or any(key in names for key in REWARD_KEYS) or any(map(is_validation, names))
 
 
 def write_run_report(options: TrainerOptions) -> str:
-    """Writes the report of a run that has ended; returns a notice of success or failure: a failing report must not hide the
-    error that ended the run."""
-    from etude.viewer.report import write_report  # draws charts: not needed before the end
+    """Writes the report of a finished run and returns a notice of success or failure. Never raises: a failing report must
+    not hide the error that ended the run."""
+    from etude.viewer.report import write_report  # imports matplotlib: not needed until the end
 
     try:
         page = write_report(
@@ -171,8 +171,7 @@ def write_run_report(options: TrainerOptions) -> str:
 
 
 class RolloutBar:
-    """A sink that shows the progress of an evaluation: a bar on a terminal, elsewhere a line every few seconds, both on
-    stderr."""
+    """Event sink that shows an evaluation's progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole(stderr=True)
@@ -181,7 +180,7 @@ class RolloutBar:
         self._live: Progress | None = None
 
     def __call__(self, event: Event) -> None:
-        """Displays an event; a closed output is ignored."""
+        """Displays an event; ignores a closed output."""
         with suppress(OSError):
             match event:
                 case RunStarted():
@@ -206,5 +205,5 @@ class RolloutBar:
         elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
             self._line_printed = now
             left = (now - self._began) * (total - done) / max(done, 1)
-            eta = f" · {format_duration(left)} left" if 10 * done >= total else ""  # the first few predict little
+            eta = f" · {format_duration(left)} left" if 10 * done >= total else ""  # too noisy before 10 %
             self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)

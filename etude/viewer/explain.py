@@ -1,7 +1,7 @@
-"""One trajectory of a dump, token by token, and checks that it is what the policy saw and sampled.
+"""Lists a dumped trajectory token by token, and verifies that it is exactly what the policy saw and sampled.
 
-Invariant: checks use ids, never text: a check passes, fails with the first wrong position, or says why it was skipped. Torch
-is imported only to score a trajectory again.
+Invariant: checks compare token ids, never text. A check passes, fails with the first wrong position, or says why it was
+skipped. Torch is imported only to recompute log-probs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.viewer.panel import is_number
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOLERANCE = 1e-4  # nats; float32 forward passes over different batches differ by far less
+TOLERANCE = 1e-4  # nats; float32 forward passes with different batch shapes differ by far less
 
 
 class Verdict(str, Enum):
@@ -36,7 +36,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One claim about a trajectory, its verdict, and the evidence in words."""
+    """A statement about a trajectory, its verdict, and the evidence as text."""
 
     statement: str
     verdict: Verdict
@@ -45,8 +45,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Token:
-    """One response token; `log_prob` and `version` are None where the policy did not sample it. `values` are the
-    trainer's of it, by name (`etude.dumps.TOKEN_VALUES`), if the dump has them."""
+    """One response token. `log_prob` and `version` (of the weights) are None unless the policy sampled it. `values` are the
+    trainer's per-token values by name (`etude.dumps.TOKEN_VALUES`), if the dump has them."""
 
     position: int
     id: int
@@ -60,12 +60,12 @@ class Token:
 
     @property
     def mask(self) -> int:
-        """1 where the token is trained on."""
+        """1 if the token is trained on, else 0."""
         return int(self.provenance is Provenance.SAMPLED)
 
 
 def read_row(path: Path, row: int) -> dict[str, Any]:
-    """Record number `row` (from 0) of a dump file.
+    """Reads record number `row` (from 0) of a dump file.
 
     Raises:
         DataError: there is no such row, or the file cannot be read; names the file.
@@ -79,7 +79,7 @@ def read_row(path: Path, row: int) -> dict[str, Any]:
 
 
 def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
-    """The response, token by token; without a tokenizer a segment's text stands at its first token."""
+    """Yields the response tokens; without a tokenizer, each segment's text is attached to its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
     values = token_values(record)
@@ -102,14 +102,14 @@ def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | 
 
 
 class Weights:
-    """The model in a folder, to score sequences with; loaded once, on first use."""
+    """The model in a folder, used to recompute log-probs; loaded once, on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
     def network(self) -> PreTrainedModel:
-        """In float32 on the CPU.
+        """The model in float32 on the CPU, in eval mode.
 
         Raises:
             ConfigError: it cannot be loaded.
@@ -122,9 +122,9 @@ class Weights:
 def check_sequence(
     record: Mapping[str, Any], model: Path | Weights | None = None, tolerance: float = TOLERANCE
 ) -> list[Check]:
-    """Checks every sequence; with `model` (the weights that sampled it or their folder), the log-probs too.
+    """Verifies one sequence; with `model` (the weights that sampled it, or their folder), its log-probs too.
 
-    A rollout's main sequence has its rewards checked as well. `check_overlap` has what must hold between sequences.
+    Rewards are checked only for a rollout's main sequence. See `check_overlap` for the check across sequences.
 
     Raises:
         DataError: the record lacks parts of a trajectory.
@@ -136,15 +136,15 @@ def check_sequence(
         _mask_is_provenance(record, trajectory),
         _log_probs_where_sampled(trajectory),
         *([_rewards_add_up(record, trajectory)] if "score" in record else []),
-        _scored_again(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
+        _log_probs_match(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
     ]
 
 
 def check_overlap(record: Mapping[str, Any]) -> Check | None:
-    """Checks that no token is trained on twice if a rollout has several sequences.
+    """Checks that no token is trained on twice in a rollout with several sequences; None if there is only one.
 
-    Two of them may hold the same sampled tokens after the same ids only if the engine drew them twice, which ids alone
-    cannot prove: the check is then skipped, and says where.
+    Two sequences can share sampled tokens after an identical prefix only if the engine sampled them twice. Ids alone cannot
+    prove that, so the check is then skipped and says where.
     """
     sequences = [trajectory_from_record(sequence) for sequence in sequences_of(record)]
     if len(sequences) < 2:
@@ -152,15 +152,15 @@ def check_overlap(record: Mapping[str, Any]) -> Check | None:
     statement = "no sampled token is in two sequences"
     for second, one in enumerate(sequences):
         for first, other in enumerate(sequences[:second]):
-            if shared := _sampled_alike(other, one):
+            if shared := _count_shared_samples(other, one):
                 alike = f"sequences {first} and {second} hold the same {shared} sampled tokens after the same ids"
                 return Check(statement, Verdict.SKIPPED, f"{alike}: drawn twice, which ids alone cannot prove")
     tokens = sum(sum(sequence.response_mask) for sequence in sequences)
     return Check(statement, Verdict.HOLDS, f"{tokens} sampled tokens in {len(sequences)} sequences")
 
 
-def _sampled_alike(one: Trajectory, other: Trajectory) -> int:
-    """How many tokens are sampled in both, after the same ids."""
+def _count_shared_samples(one: Trajectory, other: Trajectory) -> int:
+    """Number of sampled tokens in the common prefix of two sequences."""
     contexts = [trajectory.prompt_ids + trajectory.response_ids for trajectory in (one, other)]
     masks = [[0] * len(trajectory.prompt_ids) + trajectory.response_mask for trajectory in (one, other)]
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(*contexts))
@@ -168,7 +168,7 @@ def _sampled_alike(one: Trajectory, other: Trajectory) -> int:
 
 
 def weight_versions_of(trajectory: Trajectory) -> list[int]:
-    """The versions of the weights that sampled the trajectory, ascending."""
+    """Returns the versions of the weights that sampled the trajectory, sorted."""
     return sorted({version for segment in trajectory.segments for version in segment.weight_versions or ()})
 
 
@@ -180,10 +180,10 @@ def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase |
 
 def _weights(record: Mapping[str, Any]) -> tuple[float, float]:
     weights = record.get("reward_weights") or {}
-    found = [weights.get(name, 1.0) for name in ("tool", "score")] if isinstance(weights, Mapping) else []
-    if not found or not all(map(is_number, found)):
+    values = [weights.get(name, 1.0) for name in ("tool", "score")] if isinstance(weights, Mapping) else []
+    if not values or not all(map(is_number, values)):
         raise DataError(f"rollout record: 'reward_weights' is malformed: {str(weights)[:100]}")
-    return float(found[0]), float(found[1])
+    return float(values[0]), float(values[1])
 
 
 def _check(statement: str, wrong: str | None, evidence: str) -> Check:
@@ -233,7 +233,9 @@ def _rewards_add_up(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
     return _check(statement, wrong, f"{score:g}")
 
 
-def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Weights | None, tolerance: float) -> Check:
+def _log_probs_match(
+    record: Mapping[str, Any], trajectory: Trajectory, model: Weights | None, tolerance: float
+) -> Check:
     statement = "a full forward pass gives the engine's log-probs"
     versions = ", ".join(map(str, weight_versions_of(trajectory))) or "unknown"
     if model is None:
@@ -251,9 +253,9 @@ def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Weig
 
 
 def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Weights) -> tuple[float, int]:
-    """(largest |log-prob of the engine - log-prob of a float32 forward pass|, its response position).
+    """Returns (max |engine log-prob - log-prob of a float32 forward pass|, its response position).
 
-    The distribution is the one sampled from: after temperature, top-k and top-p as `sampling` gives them.
+    Log-probs are of the distribution that was sampled from, after the temperature, top-k and top-p in `sampling`.
     """
     import torch
 

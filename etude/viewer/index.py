@@ -1,9 +1,9 @@
-"""`RolloutIndex`: the trajectories of a run folder, a folder of dumps or one dump, without their texts.
+"""`RolloutIndex`: indexes the trajectories of a run folder, a folder of dumps or a single dump.
 
-Invariant: memory holds one `Row` per trajectory and no text; a trajectory is read from its file by offset when asked for.
-A line that is no trajectory is named in `bad` and never ends the reading. `refresh` reads only what was written since:
-dumps that appeared, lines that were appended, files that were replaced. Reads Étude's dumps and verl's. Searches and reads
-are bounded in time and bytes. `refresh` takes a lock; all else may run beside it.
+Invariant: memory holds one `Row` per trajectory and no text; the full record is read from its file, by offset, on demand.
+A line that is not a trajectory is listed in `bad` and never aborts the scan. `refresh` is incremental: it reads new dumps,
+appended lines and replaced files only. Étude's and verl's dumps are supported. Searches and reads are bounded in time and
+bytes. `refresh` takes a lock; every other method may run concurrently with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from etude.viewer.rows import Row, as_dict, parse_light, parse_line, parse_row, 
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_PATTERN = 500  # characters
-MAX_BAD = 1000  # named per file; the rest are counted
-_PATTERN_SECONDS = 0.5  # per text: a pattern that needs more is refused
-_TAIL = 64  # bytes before the end of what was read: tell an appended file from a rewritten one
+MAX_BAD = 1000  # bad lines listed per file; the rest are only counted
+_PATTERN_SECONDS = 0.5  # regex timeout per text; a slower pattern is rejected
+_TAIL = 64  # bytes kept before the last read position, to tell an appended file from a rewritten one
 _SPLITS = {"rollouts": "train", "validation": "validation"}
 _NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
 
@@ -50,7 +50,7 @@ SORTS: dict[str, Callable[[Row], Any]] = {
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no trajectory, or a file that cannot be read (line 0)."""
+    """A line that is not a trajectory, or an unreadable file (line 0)."""
 
     place: str
     reason: str
@@ -58,9 +58,9 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Filter:
-    """What rows must satisfy; None and "" do not restrict. Ranges include their ends; a row without score fails them.
+    """Conditions on rows; None and "" mean no restriction. Ranges are inclusive; a row without a score fails a score range.
 
-    `text` is searched for in prompts and responses, ignoring case; with `regex` it is a pattern, as written.
+    `text` is matched against prompts and responses, ignoring case; with `regex` it is a regular expression, case-sensitive.
     """
 
     min_score: float | None = None
@@ -76,7 +76,7 @@ class Filter:
     regex: bool = False
 
     def accepts(self, row: Row) -> bool:
-        """Whether `row` satisfies everything but `text`."""
+        """Whether `row` meets every condition except `text`."""
         return (
             _within(row.score, self.min_score, self.max_score)
             and _within(row.step, self.min_step, self.max_step)
@@ -90,7 +90,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows in the order asked for; of `total` candidates `searched` were searched for the text before time was up."""
+    """The selected rows, sorted; `searched` of `total` candidates were searched for the text before the time limit."""
 
     rows: list[Row]
     searched: int
@@ -104,7 +104,7 @@ class Selection:
 
 @dataclass
 class _File:
-    """What is known of one dump. `end` is the offset of the first byte not yet read."""
+    """Read state of one dump. `end` is the offset of the first unread byte."""
 
     name: str
     split: str
@@ -115,8 +115,8 @@ class _File:
     end: int = 0
     lines: int = 0
     tail: bytes = b""
-    cut: bool = False  # the last line has no end yet
-    seen: tuple[int, int, int] | None = None  # inode, size, mtime; None until read to the end
+    cut: bool = False  # the last line is incomplete
+    seen: tuple[int, int, int] | None = None  # (inode, size, mtime); None until read to the end
 
     def add_bad(self, line: int, reason: str) -> None:
         self.bad_lines += 1
@@ -125,10 +125,10 @@ class _File:
 
 
 class RolloutIndex:
-    """The rows of `path`, ascending by step; empty until the first `refresh`.
+    """The rows of `path`, sorted by step; empty until the first `refresh`.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: `path` does not exist.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -138,33 +138,33 @@ class RolloutIndex:
         self.path = path
         self.root = path if path.is_dir() else path.parent
         self.rows: list[Row] = []
-        self.version = 0  # changes with the rows
-        self.complete = False  # whether the last refresh read all there was
+        self.version = 0  # incremented whenever the rows change
+        self.complete = False  # whether the last refresh read everything
         self._files: dict[str, _File] = {}
         self._lock = threading.Lock()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def refresh(self, seconds: float | None = None) -> bool:
-        """Reads what was written since the last call, for at most about `seconds`; True if rows changed.
+        """Reads what was written since the last call for at most about `seconds`; returns whether rows or bad lines changed.
 
-        If time was up first, `complete` is False and the next call goes on.
+        If the time ran out, `complete` is False and the next call continues.
         """
         with self._lock:
             deadline = math.inf if seconds is None else time.monotonic() + seconds
-            found = {name: (split, path) for split, name, path in _list_dumps(self.path)}
+            dumps = {name: (split, path) for split, name, path in _list_dumps(self.path)}
             changed = read = False
-            for name in [name for name in self._files if name not in found]:
+            for name in [name for name in self._files if name not in dumps]:
                 changed |= bool(self._files.pop(name).rows)
             self.complete = True
-            for name, (split, path) in found.items():
+            for name, (split, path) in dumps.items():
                 if read and time.monotonic() > deadline:
                     self.complete = False
                     break
                 file = self._files.setdefault(name, _File(name, split, path))
                 end = file.end
                 changed |= self._read_file(file, deadline)
-                read |= self._files[name].end != end  # each call reads something
+                read |= self._files[name].end != end  # each call makes progress, even if the deadline has passed
             if changed:
                 rows = [row for file in self._files.values() for row in file.rows]
                 self.rows = sorted(rows, key=lambda row: (row.step, split_order(row.split)))
@@ -173,12 +173,12 @@ class RolloutIndex:
 
     @property
     def bad(self) -> list[BadLine]:
-        """Lines that are no trajectories: of each file the first `MAX_BAD`."""
+        """Lines that are not trajectories, at most `MAX_BAD` per file."""
         return [line for file in list(self._files.values()) for line in file.bad]
 
     @property
     def bad_lines(self) -> int:
-        """Their number."""
+        """Number of bad lines, including those not listed in `bad`."""
         return sum(file.bad_lines for file in list(self._files.values()))
 
     def _read_file(self, file: _File, deadline: float) -> bool:
@@ -207,15 +207,15 @@ class RolloutIndex:
         return replaced or before != (len(file.rows), file.bad_lines)
 
     def read(self, row: Row) -> dict[str, Any]:
-        """The whole record of `row`.
+        """Reads the full record of `row`.
 
         Raises:
-            DataError: its file was replaced or cannot be read; names it.
+            DataError: the file was replaced or cannot be read; names it.
         """
         return parse_line(self._read_bytes(row), row.place)
 
     def texts(self, row: Row) -> tuple[str, str]:
-        """Its decoded prompt and response, without parsing token ids; errors as `read`."""
+        """Reads the decoded prompt and response of `row`, without parsing token ids; raises like `read`."""
         record, _ = parse_light(self._read_bytes(row), row.place)
         return str(record.get("input") or ""), str(record.get("output") or "")
 
@@ -227,16 +227,16 @@ class RolloutIndex:
         except OSError as error:
             raise DataError(f"{row.place}: cannot be read: {one_line(error)}") from error
 
-    # -- choosing ------------------------------------------------------------------------------------------------
+    # -- selecting -----------------------------------------------------------------------------------------------
 
     def find(self, place: str) -> Row | None:
-        """The row at `place`, such as `rollouts/12.jsonl:3`."""
+        """Returns the row at `place`, such as `rollouts/12.jsonl:3`; None if there is none."""
         name, _, line = place.rpartition(":")
         file = self._files.get(name)
         return next((row for row in file.rows if str(row.line) == line), None) if file else None
 
     def siblings(self, row: Row) -> list[Row]:
-        """The rollouts of the same prompt in the same step, `row` included."""
+        """Returns the rollouts of the same prompt in the same step, including `row`."""
         return [each for each in self.rows if each.group == row.group]
 
     def select(
@@ -248,12 +248,12 @@ class RolloutIndex:
         seconds: float = 10.0,
         stop: Callable[[], bool] = lambda: False,
     ) -> Selection:
-        """The rows that `wanted` accepts, by one of `SORTS`; rows without the value come last either way.
+        """Returns the rows that `wanted` accepts, sorted by one of `SORTS`; rows without the sort value always come last.
 
-        A search for text ends after `seconds`, or once `stop()` says so; `Selection.complete` tells.
+        A text search stops after `seconds`, or once `stop()` returns True; see `Selection.complete`.
 
         Raises:
-            ConfigError: the sort is unknown, or the pattern malformed, too long or too slow.
+            ConfigError: the sort is unknown, or the pattern is malformed, too long or too slow.
         """
         if sort not in SORTS:
             raise ConfigError(f"no sort '{sort}'; known: {', '.join(SORTS)}")
@@ -269,27 +269,27 @@ class RolloutIndex:
         self, rows: Sequence[Row], wanted: Filter, deadline: float, stop: Callable[[], bool]
     ) -> tuple[list[Row], int]:
         matches = _matcher(wanted.text, wanted.regex)
-        found: list[Row] = []
+        matching: list[Row] = []
         hint = b"" if wanted.regex else max(_PLAIN_RUN.findall(wanted.text), key=len, default="").lower().encode()
         for searched, row in enumerate(rows):
             if time.monotonic() > deadline or stop():
-                return found, searched
+                return matching, searched
             try:
                 line = self._read_bytes(row)
                 if hint in line.lower() and any(map(matches, texts_of(parse_light(line, row.place)[0]))):
-                    found.append(row)
-            except DataError:  # replaced since; the next refresh finds it
+                    matching.append(row)
+            except DataError:  # the file was replaced meanwhile; the next refresh picks it up
                 continue
-        return found, len(rows)
+        return matching, len(rows)
 
 
 def split_order(split: str) -> tuple[bool, str]:
-    """What sorts splits: training before all others."""
+    """Sort key for splits: training comes first."""
     return split not in ("", "train"), split
 
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
-    """The rows by prompt and step, in order of first appearance."""
+    """Groups rows by (split, step, prompt), in order of first appearance."""
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -297,7 +297,7 @@ def group_rows(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
 
 
 def count_values(rows: Iterable[Row]) -> dict[str, Counter[str]]:
-    """How often each stop reason, data source, tool, flag and split occurs: what filters can offer."""
+    """Counts the stop reasons, data sources, tools, flags and splits of `rows`, for filter menus."""
     counts: dict[str, Counter[str]] = {
         name: Counter() for name in ("stop_reason", "data_source", "tool", "flag", "split")
     }
@@ -311,7 +311,7 @@ def count_values(rows: Iterable[Row]) -> dict[str, Counter[str]]:
 
 
 def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
-    """(split, name, file) of the dumps of `path`, ascending by step in each folder."""
+    """Yields (split, name, file) for each dump of `path`, sorted by step within a folder."""
     if not path.is_dir():
         yield "", path.name, path
         return
@@ -331,7 +331,7 @@ def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def _run_folders(path: Path) -> dict[Path, str]:
-    """The folders of a run's dumps: those in it, else where its configuration says they are; those of evaluations."""
+    """Dump folder → split: the run's own folders (or those its configuration names), plus evaluations."""
     folders = {path / name: split for name, split in _SPLITS.items()}
     for (default, split), named in zip(list(folders.items()), _configured_folders(path / CONFIG_FILE)):
         if named and not default.is_dir():
@@ -341,7 +341,7 @@ def _run_folders(path: Path) -> dict[Path, str]:
 
 
 def _configured_folders(config: Path) -> tuple[str | None, str | None]:
-    """What a configuration says of the dumps of training and of validation."""
+    """(rollout dump folder, validation dump folder) as the configuration sets them."""
     return _parse_folders(config, config.stat().st_mtime_ns) if config.is_file() else (None, None)
 
 
@@ -356,14 +356,14 @@ def _parse_folders(config: Path, _modified: int) -> tuple[str | None, str | None
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file without waiting: a pipe of that name would block."""
+    """Opens a regular file; refuses anything else, since opening a named pipe would block."""
     if not path.is_file():
         raise OSError(f"{path} is no regular file")
     return path.open("rb")
 
 
 def _continues(file: _File, stream: BinaryIO, now: tuple[int, int, int]) -> bool:
-    """Whether what was read of `file` still stands before `end`: lines can only have been added."""
+    """Whether the part already read is unchanged, so that the file was only appended to."""
     if file.seen is not None and (file.seen[0] != now[0] or now[1] <= file.seen[1]):
         return False
     stream.seek(file.end - len(file.tail))
@@ -371,7 +371,7 @@ def _continues(file: _File, stream: BinaryIO, now: tuple[int, int, int]) -> bool
 
 
 def _read_lines(file: _File, stream: BinaryIO, deadline: float) -> bool:
-    """Adds the rows of the lines from `end` on; False if time was up first."""
+    """Reads lines from `end` on; returns False if the deadline passed first."""
     while line := stream.readline(MAX_LINE_BYTES + 1):
         offset, ended, fault = file.end, line.endswith(b"\n"), ""
         if not ended and len(line) > MAX_LINE_BYTES:
@@ -387,9 +387,9 @@ def _read_lines(file: _File, stream: BinaryIO, deadline: float) -> bool:
                 file.cut = not ended
         if fault:
             file.add_bad(file.lines + 1, fault)
-        if file.cut:  # read again once it has grown
+        if file.cut:  # an incomplete line: read again when the file has grown
             return True
-        file.lines += line.endswith(b"\n")  # a line whose end is yet to come is counted then
+        file.lines += line.endswith(b"\n")  # a line is counted when its newline is read
         file.end = stream.tell()
         file.tail = line[-_TAIL:]
         if time.monotonic() > deadline:
@@ -403,7 +403,7 @@ def _matcher(text: str, is_regex: bool) -> Callable[[str], bool]:
     if not is_regex:
         folded = text.casefold()
         return lambda other: folded in other.casefold()
-    import regex  # a requirement of transformers; unlike `re`, it can be timed out
+    import regex  # installed with transformers; unlike `re`, it supports timeouts
 
     try:
         pattern = regex.compile(text)

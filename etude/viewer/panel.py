@@ -1,7 +1,7 @@
-"""The panel of a live run, drawn with Rich, and its one-line form.
+"""Renders the live panel of a run with Rich, and its one-line form.
 
-Invariant: pure functions of a `RunState`. Every metric is optional, its row left out if absent; any finite values can be
-drawn; no curve is wider than requested. When to draw is decided in `display`.
+Invariant: pure functions of a `RunState`. Every metric is optional: its row is left out if absent. Any finite value can be
+drawn; no curve is wider than requested. `display` decides when to draw.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rich.text import Text
 from etude.problems import count_tool_calls, find_problems
 
 _CURVE_ROWS = 5
-_RECENT = 50  # steps to estimate the time left from: more than between two trials of a supervised run
+_RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run
 _MAX_PROBLEMS = 4
 _TIME_COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
-_BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # by column, from the bottom dot up
+_BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # per column, bottom dot first
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: the first of `keys` that a step has, shown with `form`."""
+    """One table row: the first of `keys` that a step logged, formatted by `form`."""
 
     label: str
     short: str
@@ -72,7 +72,7 @@ ROWS = (
 
 
 def format_duration(seconds: float) -> str:
-    """`4.2 s`, `3 min 20 s` or `2 h 05 min`."""
+    """Formats a duration as `4.2 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -83,7 +83,7 @@ def format_duration(seconds: float) -> str:
 
 @dataclass
 class RunState:
-    """The state that is drawn; `history` maps a row's label to its finite values, oldest first."""
+    """Everything the panel shows; `history` maps a row's label to its finite values, oldest first."""
 
     title: str
     total_steps: int
@@ -95,10 +95,10 @@ class RunState:
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     notice: str = ""
-    validated: str = "greedy"  # how validations sample; training always draws
+    validated: str = "greedy"  # how validations decode; training always samples
 
     def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Adds a finished step that took `seconds` of wall time."""
+        """Records a finished step that took `seconds` of wall time."""
         finite = {name: float(value) for name, value in metrics.items() if is_number(value)}
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
@@ -106,37 +106,37 @@ class RunState:
         for row in ROWS:
             if (value := first_value(finite, row.keys)) is not None:
                 self.history.setdefault(row.label, []).append(value)
-        found = {name: value for name, value in finite.items() if is_validation(name)}
-        self.validation = found or self.validation
+        means = {name: value for name, value in finite.items() if is_validation(name)}
+        self.validation = means or self.validation
 
     def eta(self) -> float | None:
-        """Seconds until the last step, from the mean of the last 50; None before the first."""
+        """Estimated seconds left, from the mean of the last 50 steps; None before the first step ends."""
         recent = self.seconds[-_RECENT:]
         return sum(recent) / len(recent) * max(self.total_steps - self.step, 0) if recent else None
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number within a float's range; booleans are not numbers."""
+    """Whether `value` is a finite number in the range of a float; booleans do not count."""
     return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 
 def is_validation(name: str) -> bool:
-    """Whether a metric is the mean of a validation, `val-core/{source}/reward/mean@N`."""
+    """Whether a metric is a validation mean, `val-core/{source}/reward/mean@N`."""
     return name.startswith("val-core/") and name.rpartition("/")[2].startswith("mean@")
 
 
 def validation_label(key: str) -> str:
-    """`val-core/gsm8k/reward/mean@1` as `gsm8k`."""
+    """Shortens `val-core/gsm8k/reward/mean@1` to `gsm8k`."""
     return key.removeprefix("val-core/").rpartition("/reward/")[0]
 
 
 def first_value(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
-    """The value of the first key present."""
+    """Returns the value of the first of `keys` present, else None."""
     return next((metrics[key] for key in keys if key in metrics), None)
 
 
 def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(activity, share of the step's time), largest first; what `timing_s/step` has beyond its parts is `other`."""
+    """Returns (activity, share of the step's time), largest first; time not covered by an activity is `other`."""
     parts = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     known = {name: value for name, value in parts.items() if name != "step" and value > 0}
     total = max(parts.get("step", 0.0), sum(known.values()))
@@ -148,7 +148,7 @@ def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def format_line(state: RunState) -> str:
-    """The newest step as one line of text."""
+    """Formats the latest step as one line of text."""
     parts = [f"step {state.step}/{state.total_steps}"]
     for row in ROWS:
         if (value := first_value(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
@@ -164,7 +164,7 @@ def format_line(state: RunState) -> str:
 
 
 def render_panel(state: RunState, width: int) -> RenderableType:
-    """The whole panel for a terminal of `width` columns."""
+    """Renders the whole panel for a terminal of `width` columns."""
     inner = max(min(width, 110) - 6, 30)
     blocks: list[RenderableType] = [_progress(state, inner)]
     if curves := _curves(state, inner):
@@ -177,8 +177,8 @@ def render_panel(state: RunState, width: int) -> RenderableType:
         blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
-    found = list(find_problems(state.metrics).values())
-    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_MAX_PROBLEMS]]
+    problems = list(find_problems(state.metrics).values())
+    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in problems[:_MAX_PROBLEMS]]
     if state.notice:
         blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble((" Étude", "bold"), (f" · {state.title} ", "default"))
@@ -256,7 +256,7 @@ def _table(state: RunState, width: int) -> Table:
 
 
 def _time_bar(split: Sequence[tuple[str, float]], width: int) -> Text:
-    """One bar a step's time wide, and its legend."""
+    """A stacked bar of a step's time by activity, and its legend."""
     shown = list(split[: len(_TIME_COLOURS) - 1])
     if rest := sum(share for _, share in split[len(shown) :]):
         shown.append(("other", rest))
@@ -287,7 +287,7 @@ def _validation_line(validation: Mapping[str, float], how: str) -> Text:
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values: means of equal runs of `values`."""
+    """Downsamples `values` to at most `count` means over equal windows."""
     if len(values) <= count:
         return list(values)
     edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -295,33 +295,33 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as one row of at most `width` bars between their minimum and maximum; flat for a constant."""
+    """Draws `values` as one row of at most `width` bars, scaled between their minimum and maximum; flat for a constant."""
     shown = resample(values, width)
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     return "".join(_BARS[round(_share(value, low, high) * 7) if high > low else 3] for value in shown)
 
 
 def braille_curve(values: Sequence[float], width: int, rows: int, low: float, high: float) -> list[str]:
-    """`values` as a curve of `rows` lines of `width` cells, each cell 2 x 4 dots, between `low` and `high`."""
+    """Draws `values` between `low` and `high` as `rows` lines of `width` Braille cells, each 2 x 4 dots."""
     dots_high, dots_wide = rows * 4, width * 2
     cells = [[0] * width for _ in range(rows)]
     previous: int | None = None
-    for x, value in enumerate(_stretched(resample(values, dots_wide), dots_wide)):
+    for x, value in enumerate(_interpolate(resample(values, dots_wide), dots_wide)):
         y = round(_share(value, low, high) * (dots_high - 1)) if high > low else round(0.5 * (dots_high - 1))
         start = y if previous is None else previous + (y > previous) - (y < previous)
-        for dot in range(min(start, y), max(start, y) + 1):  # connects the dots of a steep line
+        for dot in range(min(start, y), max(start, y) + 1):  # fills the gap of a steep segment
             cells[rows - 1 - dot // 4][x // 2] |= _BRAILLE_DOTS[x % 2][dot % 4]
         previous = y
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """The position of a value between `low` and `high`, 0 to 1; float overflow must not end the view."""
+    """Position of `value` between `low` and `high`, clamped to 0–1, so that float overflow cannot break the view."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
-def _stretched(values: Sequence[float], count: int) -> Iterator[float]:
-    """`values` interpolated linearly to `count` points; nothing for no values."""
+def _interpolate(values: Sequence[float], count: int) -> Iterator[float]:
+    """Interpolates `values` linearly to `count` points; yields nothing if there are none."""
     for i in range(count if values else 0):
         position = i * (len(values) - 1) / max(count - 1, 1)
         left = int(position)

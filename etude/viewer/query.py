@@ -1,7 +1,8 @@
-"""`parse_query`: what a user types to choose trajectories, as a `Filter`.
+"""`parse_query`: parses a search query for trajectories into a `Filter`.
 
-`score>0.5 stop:completed tool:search source:gsm8k step:3..5 flag:truncated split:train` restrict, all of them at once; the
-other words are searched for as one text, between slashes (`/\\d+ apples/`) as a pattern. A value with spaces is quoted.
+Terms such as `score>0.5 stop:completed tool:search source:gsm8k step:3..5 flag:truncated split:train` are combined with
+AND. The remaining words are searched for as one string, or between slashes (`/\\d+ apples/`) as a regular expression.
+Values with spaces must be quoted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TERM = re.compile(
 
 
 def parse_query(query: str) -> Filter:
-    """The filter that `query` describes; an empty one accepts everything.
+    """Parses `query`; an empty one accepts everything.
 
     Raises:
         ConfigError: a range is malformed; quotes it.
@@ -42,12 +43,12 @@ def parse_query(query: str) -> Filter:
 
 
 def quote_term(kind: str, value: str) -> str:
-    """`tool:search`: the term that accepts `value`."""
+    """Returns the query term that matches `value`, such as `tool:search`."""
     return f'{kind}:"{value}"' if re.search(r"\s", value) or not value else f"{kind}:{value}"
 
 
 def _range(sign: str, value: str, term: str) -> tuple[float | None, float | None]:
-    """`3`, `3..5`, `3..` and `..5` after a colon; a number after a comparison."""
+    """Parses `3`, `3..5`, `3..` or `..5` after a colon, or a number after a comparison, into (low, high)."""
     parts = value.split("..") if sign == ":" else [value]
     try:
         numbers = [float(part) if part else None for part in parts]

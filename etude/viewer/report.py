@@ -1,12 +1,12 @@
-"""`report.html`: one self-contained page that says what a run did.
+"""Writes `report.html`, a single self-contained page that summarizes a run.
 
-Invariant: the page makes no request, runs no script (its own policy forbids both), and escapes all text from models, tools
-and files; its size is bounded by the limits of the modules it uses. If a file is absent, a sentence says so; a broken file
-is an error that names it.
+Invariant: the page makes no request and runs no script (its content security policy forbids both), and all text from
+models, tools and files is escaped. Its size is bounded by the limits of the modules it uses. If a file is absent, a
+sentence says so; a malformed file raises an error that names it.
 
 Reads `metrics.jsonl`, `summary.json`, `run.json`, `config.yaml` and the dumps of a run folder; writes nothing else.
 `summary.json` is an object: `before` and `after` map a quantity's name to a number, or for a proportion to
-`{"value", "low", "high"}` (a 95 % interval); other scalars are listed as facts. Without it the first and last
+`{"value", "low", "high"}` (a 95 % interval); other scalars are listed as facts. Without it, the first and the last
 validation are compared.
 """
 
@@ -45,7 +45,7 @@ MAX_HEADLINES = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and its 95 % interval where it is a proportion."""
+    """A number, with its 95 % interval if it is a proportion."""
 
     value: float
     low: float | None = None
@@ -53,17 +53,17 @@ class Estimate:
 
     @property
     def is_proportion(self) -> bool:
-        """Whether it has an interval, and so is rendered as a percentage."""
+        """Whether it has an interval and is therefore rendered as a percentage."""
         return self.low is not None and self.high is not None
 
     @property
     def text(self) -> str:
-        """As rendered: `93 %` or `0.93`."""
+        """The value as rendered, such as `93.0 %` or `0.93`."""
         return f"{100 * self.value:.1f}\N{NO-BREAK SPACE}%" if self.is_proportion else f"{self.value:.4g}"
 
     @property
     def interval(self) -> str:
-        """`88.1–96.0 %`, empty without an interval."""
+        """The interval as rendered, such as `88.1–96.0 %`; empty if there is none."""
         return (
             f"{100 * (self.low or 0.0):.1f}–{100 * (self.high or 0.0):.1f}\N{NO-BREAK SPACE}%"
             if self.is_proportion
@@ -82,7 +82,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Contents:
-    """The page's contents."""
+    """The variables of the page template."""
 
     title: str
     subtitle: str
@@ -108,13 +108,13 @@ def write_report(
     """Writes `{run_dir}/report.html` and returns its path.
 
     Args:
-        run_dir: the folder that a run wrote.
-        title: default the folder's name.
-        rollouts, validation: the dump folders, default those names inside `run_dir`; sample trajectories come from the
-            validation's if there are any, since its prompts recur.
+        run_dir: a run folder.
+        title: defaults to the folder's name.
+        rollouts, validation: the dump folders; default to those names inside `run_dir`. Sample trajectories come from
+            validation dumps if there are any, since their prompts recur.
 
     Raises:
-        DataError: the folder does not exist or holds nothing of a run, or one of its files is malformed.
+        DataError: the folder does not exist or is not a run folder, or one of its files is malformed.
         EtudeError: the page cannot be written.
     """
     run_dir = Path(run_dir)
@@ -133,15 +133,15 @@ def write_report(
 
 
 def render_page(contents: Contents) -> str:
-    """The page as text; everything in `contents` but the charts' SVG is escaped."""
+    """Renders the page; everything in `contents` except the charts' SVG is escaped."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_readable, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, undefined=StrictUndefined, finalize=_sanitize_value, trim_blocks=True, lstrip_blocks=True
     )
     template = Path(__file__).with_name("report_template.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(vars(contents))
 
 
-def _readable(value: object) -> object:
+def _sanitize_value(value: object) -> object:
     return sanitize_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -175,7 +175,7 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
 
 
 def _ending(record: Mapping[str, Any]) -> str:
-    """Why the run is not complete; empty if it is, or if unknown."""
+    """Why the run is incomplete; empty if it is complete, or if unknown."""
     if not record or record.get("ended") == COMPLETED:
         return ""
     return str(record.get("ended") or "it is still running, or was killed")[:300]
@@ -187,7 +187,7 @@ def _causes(rollouts: Path, records: Records) -> list[Cause]:
 
 
 def list_causes(run_dir: Path, rollouts: Path | None = None) -> list[Cause]:
-    """Why the loss of a run's last step may be zero; see `find_causes`.
+    """Lists why the loss of a run's last step may be zero; see `find_causes`.
 
     Raises:
         DataError: a file is malformed.
@@ -257,18 +257,18 @@ def _validation_estimate(record: Mapping[str, Any], key: str) -> Estimate:
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Scalars; those ending in _before or _after are among the headlines already."""
+    """Formats the summary's scalars, except those ending in _before or _after, which are already headlines."""
     plain = [
         (name, value)
         for name, value in summary.items()
         if isinstance(value, (str, int, float)) and not name.endswith(("_before", "_after"))
     ]
-    shown = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in plain]
-    return [(name.replace("_", " ")[:80], value[:300]) for name, value in shown[:MAX_FACTS]]
+    formatted = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in plain]
+    return [(name.replace("_", " ")[:80], value[:300]) for name, value in formatted[:MAX_FACTS]]
 
 
 def _read_config(path: Path) -> tuple[str, int]:
-    """The configuration's text and the number of characters left out of it."""
+    """Reads the configuration; returns (its text, the number of characters truncated)."""
     if not path.is_file():
         return "", 0
     try:

@@ -1,7 +1,7 @@
-"""`Row`: what the index holds of a trajectory, parsed from its line in a dump.
+"""`Row`: the index entry of a trajectory, parsed from its line in a dump.
 
-Invariant: whatever a line holds, it gives a row of bounded size or a `DataError`. Étude's dumps and verl's (`input, output,
-gts, score, step`) are read; what a dump does not tell is 0 or empty.
+Invariant: any line yields a row of bounded size or a `DataError`. Étude's and verl's dumps (`input, output, gts, score,
+step`) are supported; fields that a dump lacks are 0 or empty.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _ARRAY = re.compile(
     rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
     rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
 )
-"""A key in unescaped quotes is never inside a JSON string, so these arrays, nine tenths of a dump, need not be parsed."""
+"""Token arrays, about 90 % of a dump, are cut out before JSON parsing. This is safe: a key in unescaped quotes is never
+inside a JSON string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a trajectory is, and what lists and filters need of it. Unknown numbers are 0, unknown names empty.
+    """Location of a trajectory, and the fields that lists and filters use. Unknown numbers are 0, unknown names empty.
 
-    `name` is its file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
-    one step, and `prompt`, a digest of the input, by those of all steps and runs. Tokens are summed over a rollout's
-    sequences. `rewards` are by source, unweighted: "score" is the manager's, the others are tools'. `flags` are of `FLAGS`.
+    `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
+    one step; `prompt` is a digest of the input, equal across steps and runs. Response tokens are summed over a rollout's
+    sequences. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are
+    keys of `FLAGS`.
     """
 
     name: str
@@ -63,12 +65,12 @@ class Row:
 
     @property
     def place(self) -> str:
-        """`rollouts/12.jsonl:3`: names the row in messages and addresses."""
+        """Identifies the row in messages and URLs, such as `rollouts/12.jsonl:3`."""
         return f"{self.name}:{self.line}"
 
     @property
     def group(self) -> tuple[str, int, str]:
-        """Equal for the rollouts of one prompt in one step."""
+        """Group key: equal for the rollouts of one prompt in one step."""
         return self.split, self.step, self.uid
 
 
@@ -82,7 +84,7 @@ FLAGS = {
 
 
 def parse_line(line: bytes, place: str = "") -> dict[str, Any]:
-    """The record of a line; raises DataError if it is no JSON object, naming `place`."""
+    """Parses a line; raises a DataError that names `place` if it is not a JSON object."""
     where = f"{place}: " if place else ""
     try:
         record = json.loads(line)
@@ -94,7 +96,7 @@ def parse_line(line: bytes, place: str = "") -> dict[str, Any]:
 
 
 def parse_light(line: bytes, place: str = "") -> tuple[dict[str, Any], dict[str, list[tuple[int, int]]]]:
-    """The record without its arrays of tokens, and of each of these (length, ones) by key."""
+    """Parses a line without its token arrays; also returns (length, number of ones) of each mask and prompt, by key."""
     arrays: dict[str, list[tuple[int, int]]] = {}
 
     def count(found: re.Match[bytes]) -> bytes:
@@ -107,10 +109,10 @@ def parse_light(line: bytes, place: str = "") -> tuple[dict[str, Any], dict[str,
 
 
 def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -> Row:
-    """The row of line `number` of the dump `name`, which begins at `offset`.
+    """Parses line `number` of the dump `name`, which starts at byte `offset`.
 
     Raises:
-        DataError: the line is no rollout; says why.
+        DataError: the line is not a rollout; says why.
     """
     record, arrays = parse_light(line)
     if "input" not in record and "output" not in record and "segments" not in record:
@@ -172,7 +174,7 @@ def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
-    """The prompts and responses of all its sequences."""
+    """Yields the prompt and response text of every sequence of a record."""
     for each in [record, *as_list(record.get("earlier"))]:
         if isinstance(each, dict):
             yield from (text for key in ("input", "output") if isinstance(text := each.get(key), str))

@@ -1,7 +1,7 @@
-"""Runs in folders: finds them, says how each stands, and compares their configurations.
+"""Finds run folders, reads the status of each run, and compares configurations.
 
-Invariant: reads files only, whatever they hold; a walk, and what is read of a file, are bounded; looking at a run never
-changes it, nor whether another process may write into it.
+Invariant: only reads files, and tolerates any content; the directory walk and the bytes read per file are bounded. Reading
+a run never changes it and never blocks another process from writing to it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Status: TypeAlias = Literal["running", "ended", "failed", "killed", "unknown"]
 
 @dataclass(frozen=True)
 class Run:
-    """How a run stands. `ended`: it completed; `failed`: it stopped with an error or a signal (`why`); `killed`: it left no
-    word; `unknown`: it has no `run.json`. `step` and `reward` are its last training step's, `validation` the last
-    validation's means by data source."""
+    """Status of a run. `ended`: completed; `failed`: stopped with an error or a signal (`why`); `killed`: died without
+    recording an end; `unknown`: no `run.json`. `step` and `reward` are from the last training step, `validation` holds the
+    last validation's mean per data source."""
 
     folder: Path
     status: Status
@@ -49,13 +49,12 @@ class Run:
 
     @property
     def model(self) -> str:
-        """The model that it began with, or evaluated: a folder, a hub's name or what a server was asked for; empty if
-        unknown."""
+        """The initial or evaluated model: a folder, a hub name or the name requested from a server; empty if unknown."""
         return str(self.record.get("model") or "")[:200]
 
     @property
     def started(self) -> datetime | None:
-        """When it, or its last continuation, began."""
+        """Start time of the run, or of its last resumption."""
         try:
             return datetime.fromisoformat(str(self.record.get("started")))
         except ValueError:
@@ -63,8 +62,8 @@ class Run:
 
 
 def find_runs(folder: Path | str) -> Iterator[Path]:
-    """The run folders in `folder`, itself included, by name; symbolic links, dumps, checkpoints, anything deeper than 6
-    levels and what follows the first 20,000 folders are left out."""
+    """Yields the run folders in `folder`, including itself, sorted by name. Skips symbolic links, dumps and checkpoints;
+    descends at most `MAX_DEPTH` levels and stops after `MAX_FOLDERS` folders."""
     seen, waiting = 0, [(Path(folder), 0)]
     while waiting and seen < MAX_FOLDERS:
         place, depth = waiting.pop()
@@ -76,7 +75,7 @@ def find_runs(folder: Path | str) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote into `folder`: it has a `run.json` of ours, or metrics and a configuration."""
+    """Whether `folder` belongs to a run: it has an Étude `run.json`, or both metrics and a configuration."""
     if (folder / RUN_FILE).is_file() and "ended" in read_run_record(folder):
         return True
     return all((folder / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
@@ -85,19 +84,19 @@ def is_run(folder: Path) -> bool:
 def _folders(place: Path) -> list[Path]:
     try:
         with os.scandir(place) as entries:
-            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
     return [
-        place / name for name in sorted(found) if not name.startswith((".", "global_step_")) and name not in _NOT_RUNS
+        place / name for name in sorted(names) if not name.startswith((".", "global_step_")) and name not in _NOT_RUNS
     ]
 
 
 def read_run(folder: Path | str) -> Run:
-    """How the run in `folder` stands.
+    """Reads the status of the run in `folder`.
 
     Raises:
-        DataError: no run wrote into it.
+        DataError: it is not a run folder.
     """
     folder = Path(folder)
     if not is_run(folder):
@@ -133,7 +132,7 @@ def _status(folder: Path, record: Mapping[str, Any]) -> tuple[Status, str]:
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """The metrics of the last steps, each name's newest value, from the end of the file; `step` is the last one's."""
+    """Merges the metrics records at the end of the file: the newest value of each name, and the last `step`."""
     last: dict[str, Any] = {}
     try:
         with path.open("rb") as file:
@@ -154,7 +153,7 @@ def _last_metrics(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose values differ; `MISSING` where one side does not have it."""
+    """A key whose values differ; a side that lacks it has `MISSING`."""
 
     key: str
     left: Any
@@ -165,7 +164,7 @@ MISSING = "(none)"
 
 
 def diff_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Difference]:
-    """The keys in which two configurations differ, in the order of `right`, then those that only `left` has."""
+    """Returns the keys in which two configurations differ, in the order of `right`, then those only in `left`."""
     before, after = dict(flatten(left)), dict(flatten(right))
     pairs = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in dict.fromkeys([*after, *before])]
     return [Difference(*each) for each in pairs if each[1] != each[2]]

@@ -1,19 +1,20 @@
-"""How fast a run would be on other numbers of ranks: a discrete-event simulation of rollout, scoring, training and sync.
+"""Predicts a run's throughput on other numbers of ranks: a discrete-event simulation of rollout, scoring, training and
+weight sync.
 
-What it knows it reads from the folder of a finished run: from the rollout dumps how long turns, tools and scoring took
-(trajectories are drawn from them whole, so that long turns and slow tools stay together), from `metrics.jsonl` what an
-engine step, a trained token and a weight sync cost. A simulated rank is one of that run's kind; ranks wait for each other,
-for tools and for weights as the real ones do.
+All inputs come from the folder of a finished run. The rollout dumps give the lengths of turns and the latencies of tools
+and scoring (whole trajectories are sampled, so that long turns and slow tools stay correlated); `metrics.jsonl` gives the
+cost of an engine step, of a trained token and of a weight sync. A simulated rank has the same hardware as that run's;
+ranks wait for each other, for tools and for weights as real ones do.
 
-An engine takes t₀ + t₁·b seconds to decode a token for each of b running sequences, and t₂ seconds per prompt token, during
-which they stand still. Training takes c₀ + c₁·tokens/ranks, plus a ring all-reduce of the gradients, 2·bytes·(ranks-1)/ranks
-/ bandwidth; handing over the weights takes what it took, plus bytes / bandwidth.
+An engine takes t₀ + t₁·b seconds to decode one token for each of b running sequences, and t₂ seconds per prefilled token,
+during which decoding stalls. Training takes c₀ + c₁·tokens/ranks, plus a ring all-reduce of the gradients,
+2·bytes·(ranks-1)/ranks / bandwidth. A weight sync takes its measured time, plus bytes / bandwidth.
 
-Invariant: groups begin and are trained on by the rules of `trainer.max_staleness` (docs/async.md): 1 + ⌈staleness / 2⌉
-batches are in flight, a step takes the groups that finished, in the order in which they began, and waits for one that would
-be too old for a later step. Staleness 0 is the synchronous loop.
+Invariant: groups are started and trained on by the rules of `trainer.max_staleness` (docs/async.md): 1 + ⌈staleness / 2⌉
+batches are in flight; a step takes finished groups in the order in which they started, and waits for a group that would be
+too stale for a later step. Staleness 0 is the synchronous loop.
 
-Left out: memory, failures, network contention, and the driver's own time beyond what the run measured.
+Not modelled: memory, failures, network contention, and driver time beyond what the run measured.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from etude.run_folder import CONFIG_FILE, METRICS_FILE, read_metrics
 
 _TRAINING = ("old_log_prob", "ref", "teacher", "values", "update_critic", "update_actor")
 _ENGINE = ("prefill", "decode", "sampling", "scheduling")
-_MAX_DUMPS = 50  # steps whose dumps are read: the last ones
-_SPLITS = 8  # placements tried for separate ranks: this many even shares of them train
+_MAX_DUMPS = 50  # dumps read: those of the last steps
+_SPLITS = 8  # with separate ranks, 1/8 to 7/8 of them are tried as trainers
 
 
 class Turn(NamedTuple):
-    """One turn: prompt tokens new to the engine, tokens sampled, seconds until its tools have answered."""
+    """One turn: tokens prefilled, tokens sampled, seconds until its tool calls return."""
 
     prefilled: int
     sampled: int
@@ -48,22 +49,22 @@ class Turn(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """A rollout as the simulator sees it; `scoring` in seconds."""
+    """A rollout as simulated; `scoring` is in seconds."""
 
     turns: tuple[Turn, ...]
     scoring: float
 
     @property
     def tokens(self) -> int:
-        """Prompt and response."""
+        """Number of prompt and response tokens."""
         return sum(turn.prefilled + turn.sampled for turn in self.turns)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an engine step (`step`, and `row` for each sequence in it), of a prefilled token, of training (`train`, and
-    `token` for each on one rank), of a weight sync, and of what else a step takes on the driver. `weights`, `gradients`:
-    bytes; `bandwidth`: bytes per second between two ranks (None: what crosses costs nothing)."""
+    """Costs in seconds: an engine step (`step`, plus `row` per sequence in it), a prefilled token, a training step (`train`,
+    plus `token` per token on one rank), a weight sync, and the rest of a step on the driver. `weights` and `gradients` are
+    in bytes, `bandwidth` is in bytes per second between two ranks (None: transfers are free)."""
 
     step: float
     row: float
@@ -77,23 +78,23 @@ class Costs:
     bandwidth: float | None = None
 
     def slowed(self, factor: float) -> Costs:
-        """Of ranks that share processors."""
+        """Scales the compute costs by `factor`, for ranks that share processors."""
         names = ("step", "row", "prefill", "train", "token")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def training(self, tokens: float, ranks: int) -> float:
-        """Seconds to train on `tokens`, evenly divided."""
+        """Seconds to train on `tokens` divided evenly among `ranks`."""
         reduced = 2 * self.gradients * (ranks - 1) / ranks / self.bandwidth if self.bandwidth else 0.0
         return self.train + self.token * tokens / ranks + reduced
 
     def syncing(self) -> float:
-        """Seconds to hand the weights to the engines."""
+        """Seconds to send the weights to the engines."""
         return self.sync + (self.weights / self.bandwidth if self.bandwidth else 0.0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run tells: costs, trajectories to draw from, and its own batch and speed."""
+    """Measurements of a run: costs, trajectories to sample from, batch size and step time."""
 
     costs: Costs
     trajectories: Sequence[Trajectory]
@@ -105,7 +106,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks that train and ranks that roll out; `colocated`: the same ranks do both in turn."""
+    """How many ranks train and how many roll out; if `colocated`, the same ranks alternate between both."""
 
     trains: int
     rolls_out: int
@@ -114,13 +115,13 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """Total number of ranks."""
         return self.trains if self.colocated else self.trains + self.rolls_out
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a placement: seconds per step, rollouts trained on per second, shares of time that engines and trainers work."""
+    """Predicted speed of a placement: seconds per step, rollouts per second, and utilization of engines and trainers."""
 
     placement: Placement
     step_seconds: float
@@ -129,17 +130,17 @@ class Prediction:
     trainers_busy: float
 
 
-# -- from a run ----------------------------------------------------------------------------------------------------------
+# -- measuring a run -----------------------------------------------------------------------------------------------------
 
 
 def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured:
-    """What the run in `run_dir` measured.
+    """Reads the measurements of the run in `run_dir`.
 
     Args:
-        rollouts: the folder of its dumps; by default RUN_DIR/rollouts.
+        rollouts: its dump folder; defaults to RUN_DIR/rollouts.
 
     Raises:
-        DataError: no metrics, no dumps, or too few of them; says what is missing.
+        DataError: there are no dumps, or metrics of fewer than 3 training steps.
     """
     from omegaconf import OmegaConf
 
@@ -157,7 +158,7 @@ def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured
             f"no rollouts in {folder}: run with trainer.rollout_data_dir={run_dir / 'rollouts'}, or name theirs"
         )
     return Measured(
-        fit_costs(records[1:]),  # the first step compiles, allocates and fills caches
+        fit_costs(records[1:]),  # without the first step, which compiles, allocates and warms up caches
         [trajectory for trajectory in drawn if trajectory.turns],
         prompts=int(config.data.train_batch_size),
         n=int(rollout.n),
@@ -167,13 +168,13 @@ def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured
 
 
 def fit_costs(records: Sequence[dict[str, Any]]) -> Costs:
-    """Costs by least squares over training steps, none of them negative."""
+    """Fits the costs to training steps by non-negative least squares."""
 
     def column(*names: str) -> np.ndarray:
         return np.array([sum(float(record.get(name) or 0.0) for name in names) for record in records])
 
     engine = column(*(f"engine/seconds_{part}" for part in _ENGINE))
-    if not engine.any():  # a server's engine: its steps are not known, nor what else its seconds go to
+    if not engine.any():  # a remote engine does not report its own timings: use the wall time of generation
         engine = column("timing_s/gen")
     steps, sampled, prefilled = (column(f"engine/{name}") for name in ("steps", "sampled_tokens", "prefilled_tokens"))
     step, row, prefill = _nonnegative_fit([steps, sampled, prefilled], engine)
@@ -185,22 +186,22 @@ def fit_costs(records: Sequence[dict[str, Any]]) -> Costs:
 
 
 def _nonnegative_fit(features: Sequence[np.ndarray], target: np.ndarray) -> list[float]:
-    """Least squares without negative coefficients: the best of all subsets of the few features."""
+    """Non-negative least squares, by trying every subset of the few features."""
     best, error = [0.0] * len(features), float((target**2).sum())
     for size in range(1, len(features) + 1):
         for chosen in itertools.combinations(range(len(features)), size):
             matrix = np.stack([features[i] for i in chosen], axis=1)
-            found = np.linalg.lstsq(matrix, target, rcond=None)[0]
-            residual = float(((matrix @ found - target) ** 2).sum())
-            if (found >= 0).all() and residual < error * (1 - 1e-9):
+            coefficients = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            residual = float(((matrix @ coefficients - target) ** 2).sum())
+            if (coefficients >= 0).all() and residual < error * (1 - 1e-9):
                 best, error = [0.0] * len(features), residual
-                for i, value in zip(chosen, found.tolist()):
+                for i, value in zip(chosen, coefficients.tolist()):
                     best[i] = value
     return best
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
-    """From a dump's record: the calls of a turn run at once, so that its tools take as long as the longest."""
+    """Parses a dumped record. The calls of a turn run concurrently, so its tool time is that of the slowest call."""
     tools: dict[int, float] = {}
     for call in record["tool_calls"]:
         tools[call["turn"]] = max(tools.get(call["turn"], 0.0), float(call["seconds"]))
@@ -220,7 +221,7 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
 
 
 def with_tools(measured: Measured, seconds: float) -> Measured:
-    """With tool latencies scaled so that turns which call tools wait `seconds` on average.
+    """Scales tool latencies so that turns with tool calls wait `seconds` on average.
 
     Raises:
         DataError: no turn of the run waited for a tool.
@@ -241,29 +242,29 @@ def with_tools(measured: Measured, seconds: float) -> Measured:
 
 
 class Engine:
-    """Continuous batching: every running sequence gets one token per engine step, so that all advance at one pace."""
+    """Continuous batching: each engine step decodes one token for every running sequence."""
 
     def __init__(self, env: Any, costs: Costs, slots: int) -> None:
         self._env, self._costs, self._slots = env, costs, slots
-        self._decoded = 0.0  # tokens that a sequence which runs since the beginning has
-        self._running: list[tuple[float, int, Any]] = []  # (decoded when it ends, order of arrival, its event)
+        self._decoded = 0.0  # engine steps so far: the tokens of a sequence running from the start
+        self._running: list[tuple[float, int, Any]] = []  # heap of (`_decoded` at its end, arrival order, its event)
         self._waiting: deque[tuple[int, int, Any]] = deque()
         self._stalled = 0.0  # seconds of prefill and weight sync before the next token
         self._order = itertools.count()
         self._woken = env.event()
         self.busy = 0.0
-        self.groups = 0  # that its rank rolls out
+        self.groups = 0  # groups in flight on this rank
         env.process(self._run())
 
     def generate(self, prefilled: int, sampled: int) -> Any:
-        """An event that occurs when `sampled` tokens have followed a context with `prefilled` new ones."""
+        """Queues a turn; returns the event that fires when its `prefilled` and `sampled` tokens are done."""
         done = self._env.event()
         self._waiting.append((prefilled, sampled, done))
         self._wake()
         return done
 
     def stall(self, seconds: float) -> None:
-        """Decoding stands still: new weights arrive."""
+        """Stops decoding for `seconds`, while new weights arrive."""
         self._stalled += seconds
         self._wake()
 
@@ -286,7 +287,7 @@ class Engine:
             if self._stalled:
                 self._stalled, spent = 0.0, self._stalled
                 yield env.timeout(spent)
-            else:
+            else:  # decode until the next sequence ends, or a new one arrives
                 pace = costs.step + costs.row * len(self._running)
                 left = self._running[0][0] - self._decoded
                 yield env.timeout(left * pace) | self._woken
@@ -298,7 +299,7 @@ class Engine:
 
 @dataclass
 class _Group:
-    """A prompt in flight: the last step that may train it, and its tokens once it has finished."""
+    """A group in flight: the last step that may train on it, and its token count once it has finished."""
 
     deadline: int
     tokens: int | None = None
@@ -317,12 +318,12 @@ class _Run:
         self.engines = [Engine(self.env, measured.costs, measured.slots) for _ in range(placement.rolls_out)]
         self.draw = random.Random(seed)
         self.version = 0
-        self.groups: list[_Group] = []  # in flight, in the order in which they began
+        self.groups: list[_Group] = []  # in flight, in start order
         self.group_ended = self.env.event()
         self.trained = 0.0  # busy seconds
         self.ends: list[
             tuple[float, float, float]
-        ] = []  # of each step: now, and how long engines and trainers were busy
+        ] = []  # at the end of each step: (time, busy seconds of the engines, of the trainers)
 
     def run(self) -> None:
         self.env.run(self.env.process(self._train()))
@@ -336,7 +337,7 @@ class _Run:
             self.env.process(self._roll_out(group, number))
 
     def _choose(self) -> list[_Group] | None:
-        """The groups that the next step trains on; None: it must wait."""
+        """Takes the groups that the next step trains on; None if it must wait."""
         batch, step = self.measured.prompts, self.version + 1
         chosen = [group for group in self.groups if group.tokens is not None][:batch]
         if len(chosen) < batch:
@@ -345,7 +346,7 @@ class _Run:
         left = [group for group in self.groups if id(group) not in taken]
         for place, group in enumerate(left, start=1):
             if group.tokens is None and place > (group.deadline - step) * batch:
-                return None  # it would miss its last step
+                return None  # this group would miss its deadline
         self.groups = left
         return chosen
 
@@ -353,7 +354,7 @@ class _Run:
         drawn = [self.draw.choice(self.measured.trajectories) for _ in range(self.measured.n)]
         if self.placement.staleness:
             engine = min(self.engines, key=lambda engine: engine.groups)
-        else:  # whole groups, in order, as a batch is divided among ranks
+        else:  # contiguous chunks of whole groups, as the trainer divides a batch among ranks
             engine = self.engines[number * len(self.engines) // self.measured.prompts]
         engine.groups += 1
         yield self.env.all_of([self.env.process(self._trajectory(engine, each)) for each in drawn])
@@ -387,10 +388,10 @@ class _Run:
 
 
 def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: int = 0) -> Prediction:
-    """Speed and use of a placement over `steps` steps, after those in which the first rollouts fill the pipeline.
+    """Simulates a placement for `steps` steps, after the warm-up steps that fill the pipeline.
 
     Raises:
-        ValueError: no step, or a group without ranks.
+        ValueError: `steps` is below 1, or no rank trains or rolls out.
         MissingExtraError: SimPy is not installed.
     """
     if min(steps, placement.trains, placement.rolls_out) < 1:
@@ -399,7 +400,7 @@ def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: i
     run.run()
     before, after = run.ends[placement.staleness], run.ends[-1]
     seconds, engines, trainers = (end - start for start, end in zip(before, after))
-    stalled = run.costs.syncing() * steps  # counted as busy by the engines, but nothing is generated then
+    stalled = run.costs.syncing() * steps  # engines count weight syncs as busy, but generate nothing then
     return Prediction(
         placement,
         step_seconds=seconds / steps,
@@ -410,7 +411,7 @@ def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: i
 
 
 def placements(ranks: int, staleness: int) -> Iterator[Placement]:
-    """Ways to use `ranks`: all for both, where rollouts wait for weights; otherwise shares of them that train."""
+    """Yields the placements to try: colocated for staleness 0, otherwise separate ranks in several proportions."""
     if not staleness:
         yield Placement(ranks, ranks, colocated=True)
     else:
@@ -420,6 +421,6 @@ def placements(ranks: int, staleness: int) -> Iterator[Placement]:
 
 
 def recommend(measured: Measured, ranks: int, staleness: int, *, steps: int = 6) -> Prediction | None:
-    """The fastest placement of `ranks`; None where there is none (one rank, and rollouts that do not wait)."""
-    found = [predict(measured, placement, steps=steps) for placement in placements(ranks, staleness)]
-    return max(found, key=lambda prediction: prediction.samples_per_second, default=None)
+    """Returns the fastest placement of `ranks`; None if there is none (one rank cannot be split for asynchronous runs)."""
+    predictions = [predict(measured, placement, steps=steps) for placement in placements(ranks, staleness)]
+    return max(predictions, key=lambda prediction: prediction.samples_per_second, default=None)

@@ -1,7 +1,7 @@
-"""Why is my loss zero? What took the signal to learn from out of a run's last step, with rollouts to look at.
+"""Why is my loss zero? Finds what removed the learning signal from a run's last step, with example rollouts.
 
-Invariant: computed from files alone, the last dump and the last metrics; a cause without data is left out. A dump lacks the
-rollouts that were dropped, so that the share of failures is the metric's.
+Invariant: computed from files only: the last dump and the last metrics. A cause without data is left out. Dropped rollouts
+are not in the dump, so the share of infrastructure failures comes from the metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READ = ("uid", "request_id", "score", "stop_reason", "attempt", "rewards")
 
 @dataclass(frozen=True)
 class Cause:
-    """`count` of `total` things (`what`); `examples` are uids of prompts, or request ids of rollouts, in `folder/step`."""
+    """A cause that affects `count` of `total` groups or rollouts; `examples` are prompt uids or rollout request ids."""
 
     what: str
     share: float
@@ -36,13 +36,13 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """`75 % (6 of 8)`."""
+        """The share as text, such as `75 % (6 of 8)`."""
         share = f"{100 * self.share:.0f}\N{NO-BREAK SPACE}%"
         return share if self.count is None else f"{share} ({self.count} of {self.total})"
 
 
 def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = None) -> list[Cause]:
-    """The causes in a step's dump of `folder`, by default the last one, and that step's `metrics`.
+    """Finds the causes in the dump of `step` in `folder` (default: the last one) and in that step's `metrics`.
 
     Raises:
         DataError: the dump cannot be read; names file and line.
@@ -51,7 +51,7 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
     found = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED) if steps else ()
     records = [
         {name: record.get(name) for name in _READ} for record in found
-    ]  # a step's texts and tokens are gigabytes
+    ]  # not the full records: a step's texts and tokens are gigabytes
     groups: dict[str, set[float]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)
     for record in records:
@@ -77,10 +77,10 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
     ]
 
 
-def _cause(what: str, all_of: list[Any], found: list[str]) -> list[Cause]:
+def _cause(what: str, all_of: list[Any], affected: list[str]) -> list[Cause]:
     if not all_of:
         return []
-    return [Cause(what, len(found) / len(all_of), len(found), len(all_of), tuple(found[:_EXAMPLES]))]
+    return [Cause(what, len(affected) / len(all_of), len(affected), len(all_of), tuple(affected[:_EXAMPLES]))]
 
 
 def _failures(share: float, examples: list[str]) -> Cause:
@@ -92,7 +92,7 @@ def _ids(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each kind of problem that a run's metrics show, with its number of steps and the last step's message."""
+    """Summarizes each kind of problem in a run's metrics: the number of affected steps, and the last message."""
     steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
     last: dict[str, tuple[str, int]] = {}
     count: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""What a run's charts show: the subjects, and the lines that records of `metrics.jsonl` have for them.
+"""Chart definitions: which metrics each chart plots, and how to extract its lines from the records of `metrics.jsonl`.
 
-Invariant: pure functions of records; only finite numbers count. The report (`charts`) and the web pages draw the same
-subjects.
+Invariant: pure functions of the records; non-finite values are ignored. The report (`charts`) and the web pages draw the
+same subjects.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from etude.viewer.panel import is_number, is_validation
 Records = Sequence[Mapping[str, Any]]
 
 MAX_TIME_PARTS = 7
-MAX_LINES = 8  # of a pattern
+MAX_LINES = 8  # per key pattern
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: the first of `keys` that a run has. A key with `*` stands for a line per match, `{}` in the label
-    for what matched."""
+    """One line of a chart: the first of `keys` that the run logged. A key with `*` gives one line per match, with `{}` in
+    the label replaced by the matched part."""
 
     label: str
     keys: tuple[str, ...]
@@ -30,8 +30,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Subject:
-    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; there is no
-    chart where all values are `usual`."""
+    """Definition of one chart. `band` is a pair of keys drawn as a shaded range, `note` the caption. A line whose values
+    all equal `usual` is not drawn."""
 
     title: str
     lines: tuple[Line, ...]
@@ -129,17 +129,17 @@ SUBJECTS = (
 
 
 def find_lines(subject: Subject, records: Records) -> list[tuple[str, list[int], list[float]]]:
-    """(label, steps, values) of each line of `subject` that the records have; a line that repeats another, or is 0
-    throughout beside others, is left out."""
-    found: list[tuple[str, list[int], list[float]]] = []
+    """Returns (label, steps, values) for each line of `subject` found in the records. Skips lines that duplicate another,
+    that are 0 throughout next to others, or that never leave `usual`."""
+    drawn: list[tuple[str, list[int], list[float]]] = []
     for line in subject.lines:
         for label, keys in _expand(line, records):
             steps, values = next(((s, v) for s, v in (series(records, key) for key in keys) if s), ([], []))
-            repeats = any(values == known for _, _, known in found)  # a source that equals the total
+            repeats = any(values == known for _, _, known in drawn)  # e.g. the only source, which equals the total
             unusual = any(value != subject.usual for value in values)
-            if unusual and not repeats and (any(values) or not found):
-                found.append((label, steps, values))
-    return found
+            if unusual and not repeats and (any(values) or not drawn):
+                drawn.append((label, steps, values))
+    return drawn
 
 
 def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
@@ -151,18 +151,18 @@ def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric where it is a finite number."""
+    """Returns (steps, values) of one metric, finite values only."""
     points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def validation_keys(records: Records) -> list[str]:
-    """The `val-core/{source}/reward/mean@N` metrics that the records hold, sorted."""
+    """Returns the sorted names of the `val-core/{source}/reward/mean@N` metrics in the records."""
     return sorted({name for record in records for name in record if is_validation(name)})
 
 
 def time_parts(records: Records) -> tuple[list[int], dict[str, list[float]]]:
-    """(steps, seconds of each by activity), the largest first; untimed activities are `other`."""
+    """Returns (steps, activity → seconds per step), largest activity first; the remainder of the step is `other`."""
     timed = [record for record in records if is_number(record.get("timing_s/step"))]
     names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
     if not timed or not names:
@@ -171,7 +171,7 @@ def time_parts(records: Records) -> tuple[list[int], dict[str, list[float]]]:
     largest = sorted(parts, key=lambda name: -sum(parts[name]))[:MAX_TIME_PARTS]
     shown = {name.removeprefix("timing_s/"): parts[name] for name in largest}
     rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in largest), 0.0) for r in timed]
-    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may lie outside `timing_s/step`
+    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may not be included in `timing_s/step`
     if sum(rest) > 0.005 * total:
         shown["other"] = rest
     return [record["step"] for record in timed], shown

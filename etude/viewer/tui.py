@@ -1,7 +1,7 @@
-"""`ViewApp`: the rollouts of a run in a terminal: steps, trajectories, search, filters, groups, live.
+"""`ViewApp`: browses the rollouts of a run in a terminal: steps, trajectories, search, filters, groups, live updates.
 
-Invariant: the app reads files through `RolloutIndex` and writes nothing. Reading and searching happen in threads; the lists
-render only the lines on the screen, so that a run of any size opens at once. Every key is in `BINDINGS`, hence in the help.
+Invariant: the app reads files through `RolloutIndex` and writes nothing. Reading and searching run in threads, and lists
+render only the visible lines, so that a run of any size opens instantly. Every key is in `BINDINGS`, hence in the help.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from etude.viewer.tui_lines import LineView, clean_line
 from etude.viewer.tui_pages import GroupPage, Pick, TextPage, TrajectoryPage
 
 _SEARCH_SECONDS = 60.0
-_READ_SECONDS = 0.3  # per turn of the thread that reads new dumps
-_MAX_EXCERPT_BYTES = 2**22  # of a line whose beginning is shown in the list
+_READ_SECONDS = 0.3  # per refresh of the index, between two updates of the screen
+_MAX_EXCERPT_BYTES = 2**22  # longer dump lines get no excerpt in the list
 _KEPT_EXCERPTS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLine:
-    """A step in the list of steps; all of a split, or all, where these are None."""
+    """An entry of the step list; if `step` is None, the whole split; if `split` is None too, everything."""
 
     split: str | None
     step: int | None
@@ -42,7 +42,7 @@ class StepLine:
 
 
 class ViewApp(App[None]):
-    """The trajectories of `index`, those that `query` accepts first."""
+    """The application over `index`; starts with the filter `query`."""
 
     TITLE = "etude view"
     ENABLE_COMMAND_PALETTE = False
@@ -77,7 +77,7 @@ class ViewApp(App[None]):
         self._excerpts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
-        """Status, the two lists, the search line, the keys."""
+        """Status line, step and row lists, search input, key bar."""
         yield Static(id="status")
         yield Static(Text(_row_cells("step", "score", "end", "turns", "calls", "tokens", "", "response")), id="columns")
         with Horizontal():
@@ -87,7 +87,7 @@ class ViewApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to read, and goes on as long as the app runs."""
+        """Starts reading the dumps, and polls them while the app runs."""
         self._rows.focus()
         self.set_interval(self._every, self._read_more)
         self._read_more()
@@ -143,39 +143,39 @@ class ViewApp(App[None]):
     def _select_rows(self, wanted: Filter) -> None:
         worker = get_current_worker()
         try:
-            found = self.index.select(
+            selection = self.index.select(
                 wanted, self._sort, self._descending, seconds=_SEARCH_SECONDS, stop=lambda: worker.is_cancelled
             )
         except ConfigError as error:
             self.call_from_thread(self._refuse, str(error))
             return
         if not worker.is_cancelled:
-            self.call_from_thread(self._show_rows, found)
+            self.call_from_thread(self._show_rows, selection)
 
-    def _show_rows(self, found: Selection) -> None:
+    def _show_rows(self, selection: Selection) -> None:
         current = self._rows.current
-        self._selection, self._searching = found, False
-        places = {row.place: n for n, row in enumerate(found.rows)}
+        self._selection, self._searching = selection, False
+        places = {row.place: n for n, row in enumerate(selection.rows)}
         cursor = places.get(current.place, 0) if current and self._rows.cursor else 0
-        self._rows.show(found.rows, len(found.rows) - 1 if self._follows else cursor)
+        self._rows.show(selection.rows, len(selection.rows) - 1 if self._follows else cursor)
         self._show_status()
 
     def _refuse(self, message: str) -> None:
         self._searching, self._refusal = False, clean_line(message)
         self._show_status()
 
-    # -- showing -------------------------------------------------------------------------------------------------
+    # -- display -------------------------------------------------------------------------------------------------
 
     def _show_status(self) -> None:
-        found, total = self._selection, len(self.index.rows)
+        selection, total = self._selection, len(self.index.rows)
         if self._refusal:
             self.query_one("#status", Static).update(Text(self._refusal, "bold white on red", overflow="ellipsis"))
             return
-        parts = [clean_line(self.index.path.name or str(self.index.path)), f"{len(found.rows):,} of {total:,}"]
+        parts = [clean_line(self.index.path.name or str(self.index.path)), f"{len(selection.rows):,} of {total:,}"]
         parts += [f"{self._sort} {'↓' if self._descending else '↑'}"]
         parts += [clean_line(self.filter_text)] if self.filter_text else []
         parts += ["searching …"] if self._searching else []
-        parts += [] if found.complete else [f"searched {found.searched:,} of {found.total:,}"]
+        parts += [] if selection.complete else [f"searched {selection.searched:,} of {selection.total:,}"]
         parts += [] if self.index.complete else ["reading …"]
         parts += [f"{self.index.bad_lines:,} bad lines (b)"] if self.index.bad_lines else []
         parts += ["● live"] if self._follows else []
@@ -196,14 +196,14 @@ class ViewApp(App[None]):
             try:
                 text = self.index.texts(row)[1] if row.length <= _MAX_EXCERPT_BYTES else "…"
             except DataError:
-                text = "…"  # replaced since; the next refresh finds it
+                text = "…"  # the file was replaced meanwhile; the next refresh picks it up
             self._excerpts[row.place] = clean_line(text, 300)
         return self._excerpts[row.place]
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The keys of the lists do nothing on another page."""
+        """Disables the keys of the lists while another page is open."""
         if action in ("search", "filter", "sort", "reverse", "clear", "group", "follow", "bad"):
             return len(self.screen_stack) == 1
         return True
@@ -222,13 +222,13 @@ class ViewApp(App[None]):
         self.push_screen(TrajectoryPage(self.index, self._selection.rows, self._rows.cursor))
 
     def action_search(self) -> None:
-        """Opens the search line."""
+        """Opens the search input."""
         line = self.query_one("#query", Input)
         line.display, line.value = True, self.filter_text
         line.focus()
 
     @on(Input.Submitted, "#query")
-    def _searched(self, event: Input.Submitted) -> None:
+    def _query_submitted(self, event: Input.Submitted) -> None:
         try:
             self._filter = parse_query(event.value)
         except ConfigError as error:
@@ -240,7 +240,7 @@ class ViewApp(App[None]):
         self._select()
 
     def on_key(self, event: object) -> None:
-        """Escape closes the search line."""
+        """Closes the search input on Escape."""
         line = self.query_one("#query", Input) if len(self.screen_stack) == 1 else None
         if line is not None and line.has_focus and getattr(event, "key", "") == "escape":
             line.display, self._refusal = False, ""
@@ -248,7 +248,7 @@ class ViewApp(App[None]):
             self._show_status()
 
     def action_filter(self) -> None:
-        """Offers the values that occur."""
+        """Opens a menu of filters for the values that occur."""
         kinds = {"stop_reason": "stop", "tool": "tool", "data_source": "source", "flag": "flag", "split": "split"}
         entries = [
             (quote_term(kinds[kind], value), f"{kinds[kind]}: {value} ({count:,}){_explain(kind, value)}")
@@ -263,7 +263,7 @@ class ViewApp(App[None]):
             self._query(f"{term} {self.filter_text}".strip())
 
     def action_sort(self) -> None:
-        """Offers what to sort by."""
+        """Opens a menu of sort keys."""
 
         def sort_by(name: str | None) -> None:
             if name:
@@ -273,12 +273,12 @@ class ViewApp(App[None]):
         self.push_screen(Pick([(name, name.replace("_", " ")) for name in SORTS]), sort_by)
 
     def action_reverse(self) -> None:
-        """Turns the order round."""
+        """Reverses the sort order."""
         self._descending = not self._descending
         self._select()
 
     def action_clear(self) -> None:
-        """Drops search and filters."""
+        """Clears search and filters."""
         self._query("")
 
     def _query(self, text: str) -> None:
@@ -286,27 +286,27 @@ class ViewApp(App[None]):
         self._select()
 
     def action_group(self) -> None:
-        """Shows the rollouts of the current one's prompt."""
+        """Shows all rollouts of the current one's prompt."""
         if self._rows.current is not None:
             self.push_screen(GroupPage(self.index, self._rows.current))
 
     def action_follow(self) -> None:
-        """Stays at the newest step as a running job writes, or no longer."""
+        """Toggles live mode, which stays at the newest step of a running job."""
         self._follows = not self._follows
         self._show_index()
 
     def action_bad(self) -> None:
-        """Lists what could not be read."""
+        """Lists the lines that could not be read."""
         lines = [f"{line.place}  {line.reason}" for line in self.index.bad] or ["every line could be read"]
         self.push_screen(TextPage(f"{self.index.bad_lines:,} bad lines", Text("\n".join(map(clean_line, lines)))))
 
     def action_help(self) -> None:
-        """Lists the keys."""
+        """Shows the keys."""
         self.push_screen(TextPage("keys", help_text()))
 
 
 def help_text() -> Text:
-    """Every key of every page, and how to search."""
+    """Lists the keys of every page, the search syntax and the flags."""
     text = Text()
     pages = (("lists", ViewApp), ("list", LineView), ("trajectory", TrajectoryPage), ("group", GroupPage))
     for title, page in pages:
@@ -323,7 +323,7 @@ def help_text() -> Text:
 
 
 def list_steps(rows: Sequence[Row]) -> list[StepLine]:
-    """All rows; then each split, where there are several, and its steps; with their mean scores."""
+    """Returns the step list with mean scores: all rows, then each split (if there are several) and its steps."""
     scores: dict[str, dict[int, list[float | None]]] = {}
     for row in rows:
         scores.setdefault(row.split, {}).setdefault(row.step, []).append(row.score)
@@ -338,7 +338,7 @@ def list_steps(rows: Sequence[Row]) -> list[StepLine]:
 
 
 def _newest(lines: Sequence[StepLine]) -> int:
-    """The last step of training, else of whatever comes first."""
+    """Index of the last step of the first split, which is training if there is any."""
     first = next((line.split for line in lines if line.step is not None), None)
     return max((n for n, line in enumerate(lines) if line.split == first), default=0)
 

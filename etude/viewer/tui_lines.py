@@ -1,7 +1,7 @@
-"""`LineView`: a list of any length of which only the lines on the screen are rendered; and text made fit for a terminal.
+"""`LineView`: a virtualized list that renders only the visible lines; also sanitizes and wraps text for a terminal.
 
-Invariant: a line shows text as it is: markup is not interpreted; control characters (hence escape sequences), characters
-that change the writing direction and lone surrogates are replaced. No line is wider than the view, in cells.
+Invariant: text is shown literally. Markup is not interpreted; control characters (hence escape sequences), bidirectional
+overrides and lone surrogates are replaced. No line is wider than the view, in cells.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from etude.viewer.conversations import sanitize_text
 
 T = TypeVar("T")
 
-MAX_LINES = 20_000  # of wrapped text; the rest is counted
+MAX_LINES = 20_000  # of wrapped text; the rest is cut
 _CONSOLE = Console(width=80, color_system="truecolor", force_terminal=True)
 
 
 def clean(text: str) -> str:
-    """`text` that a terminal shows and does not obey; newlines and tabs stay."""
+    """Sanitizes `text` for a terminal; keeps newlines and tabs."""
     return sanitize_text(text.encode("utf-8", "replace").decode())
 
 
 def clean_line(text: str, limit: int = 400) -> str:
-    """The first `limit` characters on one line."""
+    """Sanitizes the first `limit` characters of `text` and joins them on one line."""
     return " ".join(clean(text[:limit]).split())
 
 
 def wrap(texts: Iterable[Text], width: int) -> list[Text]:
-    """The texts, one after another, as at most `MAX_LINES` lines of `width` cells; the last says so if there are more."""
+    """Wraps the texts into at most `MAX_LINES` lines of `width` cells; if there are more, the last line says so."""
     width = max(width, 8)
     lines = list(islice((line for text in texts for line in _lines_of(text, width)), MAX_LINES + 1))
     return lines if len(lines) <= MAX_LINES else [*lines[:-1], Text("… and more", "dim")]
@@ -48,7 +48,7 @@ def _lines_of(text: Text, width: int) -> Iterator[Text]:
     if text.spans:
         yield from text.wrap(_CONSOLE, width) or [Text()]
         return
-    for line in text.plain.split("\n"):  # a long text in one style: faster than Rich
+    for line in text.plain.split("\n"):  # for text in a single style, faster than Rich's wrapping
         if len(line) <= width and line.isascii() and "\t" not in line:
             yield Text(line, text.style)
         else:
@@ -56,7 +56,7 @@ def _lines_of(text: Text, width: int) -> Iterator[Text]:
 
 
 class LineView(ScrollView, Generic[T], can_focus=True):
-    """Lines of `items`, each rendered by `render_item` when it is visible. With `cursor`, one of them is current."""
+    """A list of `items`, each rendered by `render_item` when visible. With `cursor`, one item is selected."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
@@ -69,7 +69,7 @@ class LineView(ScrollView, Generic[T], can_focus=True):
     ]
 
     class Moved(Message):
-        """The cursor is on another item."""
+        """Posted when the cursor moves to another item."""
 
         def __init__(self, view: LineView[Any]) -> None:
             super().__init__()
@@ -77,11 +77,11 @@ class LineView(ScrollView, Generic[T], can_focus=True):
 
         @property
         def control(self) -> LineView[Any]:
-            """The view, for selectors."""
+            """The view, so that `@on` can match its selector."""
             return self.view
 
     class Chosen(Moved):
-        """Enter or a click on the current item."""
+        """Posted on Enter or a click on the current item."""
 
     def __init__(self, render_item: Callable[[T, int], Text], *, cursor: bool = True, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -95,7 +95,7 @@ class LineView(ScrollView, Generic[T], can_focus=True):
         return self.items[self.cursor] if self.cursor < len(self.items) else None
 
     def show(self, items: Sequence[T], cursor: int | None = None) -> None:
-        """Shows other items; the cursor stays at its place in the list, or goes to `cursor`."""
+        """Replaces the items; the cursor keeps its index, or moves to `cursor`."""
         self.items = items
         self.virtual_size = Size(1, len(items))
         self.cursor = max(min(self.cursor if cursor is None else cursor, len(items) - 1), 0)
@@ -103,7 +103,7 @@ class LineView(ScrollView, Generic[T], can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line of the screen."""
+        """Renders line `y` of the view."""
         number, width = self.scroll_offset.y + y, self.scrollable_content_region.width
         if number >= len(self.items):
             return Strip.blank(width, self.rich_style)
@@ -123,15 +123,15 @@ class LineView(ScrollView, Generic[T], can_focus=True):
     """
 
     def action_move(self, by: int) -> None:
-        """Moves the cursor, or scrolls where there is none."""
+        """Moves the cursor, or scrolls if there is none."""
         self._go_to(self.cursor + by if self._has_cursor else self.scroll_offset.y + by)
 
     def action_move_page(self, by: int) -> None:
-        """As `action_move`, by the height of the view."""
+        """Moves by `by` pages."""
         self.action_move(by * max(self.scrollable_content_region.height - 1, 1))
 
     def action_move_to(self, number: int) -> None:
-        """To the first item, or with -1 the last."""
+        """Moves to item `number`; -1 is the last."""
         self._go_to(number if number >= 0 else len(self.items) - 1)
 
     def action_choose(self) -> None:
@@ -155,7 +155,7 @@ class LineView(ScrollView, Generic[T], can_focus=True):
             self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True)
 
     def on_click(self, event: events.Click) -> None:
-        """Moves to the line clicked on; a second click opens it."""
+        """Moves the cursor to the clicked line; a second click opens it."""
         number = self.scroll_offset.y + event.y
         if self._has_cursor and number < len(self.items):
             again = number == self.cursor

@@ -1,7 +1,7 @@
-"""The pages of `etude view` that open over its lists: one trajectory, its tokens, the rollouts of one prompt side by side.
+"""Pages that `etude view` opens over its lists: a trajectory, its tokens, the rollouts of one prompt side by side.
 
-Invariant: a page shows one record per column, bounded by `parse_conversation` and `wrap`; a record that cannot be read is a
-line that says why.
+Invariant: a page shows one record per column, bounded by `parse_conversation` and `wrap`; for a record that cannot be read
+it shows the error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from etude.viewer.tui_lines import LineView, clean, clean_line, wrap
 
 _MAX_CALLS = 50
 _MAX_TEXT = 200_000  # characters of a block
-_VALUES = {"advantages": "advantage", "entropys": "entropy"}  # of a token, where a dump has them
+_VALUES = {"advantages": "advantage", "entropys": "entropy"}  # per-token values shown if the dump has them → title
 _MAX_TOKENS = 200_000
 _MAX_DIFF = 4_000  # words
 _MAX_COLUMN = 20_000  # characters of a rollout in a group
-_COLUMN = 38  # cells: the narrowest column of a group
+_COLUMN = 38  # minimum width of a group's column, in cells
 
 
 class TextPage(Screen[None]):
@@ -49,7 +49,7 @@ class TextPage(Screen[None]):
         self._head, self._text = title, text
 
     def compose(self) -> ComposeResult:
-        """Title, text, keys."""
+        """Title, text, key bar."""
         yield Static(Text(self._head, "bold reverse"), id="head")
         yield LineView[Text](lambda line, _: line.copy(), cursor=False, id="text")
         yield Footer()
@@ -60,7 +60,7 @@ class TextPage(Screen[None]):
 
 
 class Pick(ModalScreen[str | None]):
-    """A list to choose one entry from: (value, how it is written)."""
+    """A menu of entries (value, label); returns the chosen value, None if cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Back")]
     DEFAULT_CSS = "Pick { align: center middle; } Pick > OptionList { width: 50; height: auto; max-height: 80%; }"
@@ -70,16 +70,16 @@ class Pick(ModalScreen[str | None]):
         self._entries = entries
 
     def compose(self) -> ComposeResult:
-        """The list."""
+        """The option list."""
         yield OptionList(*(Option(Text(clean_line(label)), id=str(n)) for n, (_, label) in enumerate(self._entries)))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Hands the value to whoever asked."""
+        """Returns the chosen value to the caller of the screen."""
         self.dismiss(self._entries[int(event.option.id or 0)][0])
 
 
 class TrajectoryPage(Screen[None]):
-    """One trajectory of a list: as a conversation, or token by token."""
+    """One trajectory of a list, as a conversation or token by token."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "Back"),
@@ -98,14 +98,14 @@ class TrajectoryPage(Screen[None]):
         self._with_tokens = False
 
     def compose(self) -> ComposeResult:
-        """Facts, and one of two views of the trajectory."""
+        """Title, conversation view, token view, key bar."""
         yield Static(id="head")
         yield LineView[Text](lambda line, _: line.copy(), cursor=False, id="text")
         yield LineView[Token | str](_token_line, cursor=False, id="tokens")
         yield Footer()
 
     def on_mount(self) -> None:
-        """Reads the first record."""
+        """Opens the chosen trajectory."""
         self._open()
 
     def on_resize(self) -> None:
@@ -133,12 +133,12 @@ class TrajectoryPage(Screen[None]):
         tokens.show(list(islice(_token_items(self._record, self._decode), _MAX_TOKENS)))
 
     def action_step(self, by: int) -> None:
-        """To a neighbour in the list."""
+        """Moves `by` trajectories along the list."""
         self._number = max(0, min(self._number + by, len(self._rows) - 1))
         self._open()
 
     def action_tokens(self) -> None:
-        """Shows tokens, or the conversation again."""
+        """Toggles between tokens and conversation."""
         self._with_tokens = not self._with_tokens
         self._show()
 
@@ -148,7 +148,7 @@ class TrajectoryPage(Screen[None]):
 
 
 class GroupPage(Screen[None]):
-    """The rollouts of one prompt in one step side by side, and how their words differ."""
+    """The rollouts of one prompt in one step, side by side, with an optional word diff."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "Back"),
@@ -174,27 +174,27 @@ class GroupPage(Screen[None]):
         self._with_diff = False
 
     def compose(self) -> ComposeResult:
-        """The prompt over the columns."""
+        """Title, prompt, columns, key bar."""
         yield Static(id="head")
         yield Static(id="prompt")
         yield Horizontal(id="siblings")
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Makes the columns."""
+        """Builds the columns."""
         await self._show()
 
     async def on_resize(self) -> None:
-        """Makes as many as fit."""
+        """Rebuilds the columns, as many as fit."""
         await self._show()
 
-    def _shown(self) -> list[Row]:
+    def _visible_rows(self) -> list[Row]:
         fitting = max(min(self.size.width // _COLUMN, len(self._rows)), 1)
         others = self._rows[self._first + 1 :] + self._rows[: self._first]
         return [self._rows[self._first], *others[: fitting - 1]]
 
     async def _show(self) -> None:
-        shown = self._shown()
+        shown = self._visible_rows()
         texts = [self._texts(row) for row in shown]
         head = f"prompt {clean_line(shown[0].uid)} · step {shown[0].step} · {len(self._rows)} rollouts"
         scores = " ".join("–" if row.score is None else f"{row.score:g}" for row in self._rows[:32])
@@ -225,12 +225,12 @@ class GroupPage(Screen[None]):
             return "", str(error)
 
     async def action_shift(self, by: int) -> None:
-        """Another rollout comes first."""
+        """Puts another rollout in the first column."""
         self._first = (self._first + by) % len(self._rows)
         await self._show()
 
     async def action_diff(self) -> None:
-        """Marks the words that differ, or no longer."""
+        """Toggles the word diff with the first column."""
         self._with_diff = not self._with_diff
         await self._show()
 
@@ -245,7 +245,7 @@ class GroupPage(Screen[None]):
 
 
 def describe(row: Row) -> str:
-    """`0.75 completed · 7 tokens · 1 calls · truncated`."""
+    """One-line summary, such as `0.75 completed · 7 tokens · 1 calls · truncated`."""
     score = "no score" if row.score is None else f"{row.score:.3g}"
     counts = ((row.response_tokens, "tokens"), (row.calls, "calls"))
     parts = [f"{score} {clean_line(row.stop_reason)}".strip(), *(f"{count} {what}" for count, what in counts if count)]
@@ -253,7 +253,7 @@ def describe(row: Row) -> str:
 
 
 def trajectory_texts(record: Mapping[str, Any]) -> Iterator[Text]:
-    """Facts, blocks of text in the colour of their writer, and the tool calls."""
+    """Yields a record's facts, its text blocks coloured by provenance, and its tool calls."""
     conversation = parse_conversation(record, _MAX_TEXT)
     assert conversation is not None
     facts = (Text.assemble((f"{clean_line(name)} ", "dim"), clean_line(value)) for name, value in conversation.facts)
@@ -297,7 +297,7 @@ def _token_items(record: Mapping[str, Any], decode: Callable[[int], str] | None)
 
 
 class _Decoder:
-    """What `list_tokens` needs of a tokenizer."""
+    """The part of the tokenizer interface that `list_tokens` uses."""
 
     def __init__(self, decode: Callable[[int], str]) -> None:
         self._decode = decode
@@ -322,21 +322,21 @@ def _token_line(token: Token | str, _width: int) -> Text:
 
 
 def find_decoder(root: Path) -> Callable[[int], str] | None:
-    """Token id → text, by the tokenizer of a model in the run's folder; None if there is none."""
-    found = [*root.glob("global_step_*/actor/huggingface/tokenizer.json"), *root.glob("*/tokenizer.json")]
-    for path in found[:1]:
+    """Returns a function from token id to text, using the tokenizer of a model in the run folder; None if there is none."""
+    paths = [*root.glob("global_step_*/actor/huggingface/tokenizer.json"), *root.glob("*/tokenizer.json")]
+    for path in paths[:1]:
         try:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # the library raises no class of its own for a malformed file
+        except Exception:  # tokenizers raises plain Exception for a malformed file
             return None
         return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
     return None
 
 
 def diff_texts(one: str, other: str) -> tuple[Text, Text]:
-    """Both texts, with the words that only one of them has marked; words after the first 4,000 are left out."""
+    """Returns both texts with the differing words highlighted; compares the first 4,000 words and spaces of each."""
     words = [re.findall(r"\s+|\S+", clean(text[:_MAX_COLUMN]))[:_MAX_DIFF] for text in (one, other)]
     left, right = Text(), Text()
     for kind, a, b, c, d in difflib.SequenceMatcher(None, words[0], words[1]).get_opcodes():

@@ -1,7 +1,7 @@
-"""`export_rollouts`: a run's rollouts in the formats of other programs, one rollout in memory at a time.
+"""`export_rollouts`: streams a run's rollouts into the formats of other programs.
 
-Invariant: the same dumps give the same export: order, ids and times follow from the files alone. The target is absent or
-complete. What a format has no place for (token ids, mask, log-probs, rewards) stands in its field for additions.
+Invariant: exports are deterministic: order, ids and times follow from the dumps alone. The target is either absent or
+complete. Data that a format has no field for (token ids, mask, log-probs, rewards) go into its extension field.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMATS = {
 
 
 def export_rollouts(index: RolloutIndex, rows: Sequence[Row], format: str, out: Path) -> int:
-    """Writes `rows` to `out`, which must not exist, and returns how many.
+    """Writes `rows` to `out`, which must not exist; returns the number of rollouts.
 
     Raises:
         ConfigError: the format is unknown, or `out` exists.
-        DataError: a record is malformed, or there is none; names its line.
-        MissingExtraError: the format's own library is not installed.
+        DataError: `rows` is empty, or a record is malformed; names its line.
+        MissingExtraError: the library that the format needs is not installed.
         EtudeError: `out` cannot be written.
     """
     if format not in FORMATS:
@@ -49,7 +49,7 @@ def export_rollouts(index: RolloutIndex, rows: Sequence[Row], format: str, out: 
 
 @contextmanager
 def _write_whole(out: Path) -> Iterator[Path]:
-    """A path beside `out`, of a file or a folder, that becomes `out` if the block ends well and is removed otherwise."""
+    """Yields a temporary path next to `out`, renamed to `out` if the block succeeds and removed otherwise."""
     if out.exists():
         raise ConfigError(f"{out} exists: name a new file or folder, or remove it")
     temporary = out.with_name(f".{os.getpid()}.{out.name}")

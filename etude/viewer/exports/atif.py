@@ -1,6 +1,6 @@
-"""ATIF 1.7, the Agent Trajectory Interchange Format of Harbor (its RFC 0001): a JSON document per rollout.
+"""Exports ATIF 1.7, Harbor's Agent Trajectory Interchange Format (RFC 0001): one JSON document per rollout.
 
-Each turn of the policy is an agent step with its ids and log-probs in `metrics`, its tool calls, and their results as the
+Each assistant turn is an agent step, with token ids and log-probs in `metrics`, its tool calls, and their results as the
 observation. The root's `extra` holds the exact sequences: prompt and response ids, mask and log-probs.
 """
 
@@ -20,7 +20,7 @@ SCHEMA = "ATIF-v1.7"
 
 
 def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
-    """One file if `out` ends with .jsonl, else a folder of one JSON file per rollout."""
+    """Writes one file if `out` ends with .jsonl, else a folder with one JSON file per rollout."""
     if out.suffix == ".jsonl":
         with out.open("wb") as file:
             for rollout in rollouts:
@@ -33,7 +33,7 @@ def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
 
 
 def atif_document(rollout: ExportedRollout) -> dict[str, Any]:
-    """The rollout as Harbor's `Trajectory` takes it."""
+    """Converts a rollout to Harbor's `Trajectory` schema."""
     steps: list[dict[str, Any]] = []
     for role, text in rollout.prompt:
         steps.append({"source": "system" if role in ("system", "developer") else "user", "message": text})

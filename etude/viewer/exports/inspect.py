@@ -1,7 +1,7 @@
-"""Inspect `.eval` logs, by `inspect_ai`'s own writer: one log for each step of a run, one sample for each rollout.
+"""Exports Inspect `.eval` logs with `inspect_ai`'s own writer: one log per step of a run, one sample per rollout.
 
-A sample's id is its prompt, its epoch the number of the rollout within the prompt. Token ids, mask and log-probs are in the
-sample's metadata. Of many rollouts in one step a log holds `MAX_SAMPLES`: the writer wants a whole log in memory.
+A sample's id is the prompt's uid, its epoch the rollout's number within the prompt. Token ids, mask and log-probs are in the
+sample's metadata. A step with more than `MAX_SAMPLES` rollouts gets several logs: the writer holds a whole log in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODEL = "etude/policy"
 
 
 def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
-    """Writes a folder of logs, which `inspect view --log-dir` opens."""
+    """Writes a folder of logs for `inspect view --log-dir`."""
     out.mkdir()
     for (split, step), of_step in groupby(rollouts, lambda each: (each.row.split, each.row.step)):
         epochs: Counter[str] = Counter()
@@ -61,7 +61,7 @@ def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
             part += 1
             name = "-".join([split.replace("/", "-") or "rollouts", str(step), *([str(part)] if part > 1 else [])])
             write_eval_log(_log(name, of_log, epochs), str(out / f"{name}.eval"), format="eval")
-            of_log.clear()  # before the next are read
+            of_log.clear()  # frees them before the next batch is read
 
 
 def _log(name: str, rollouts: list[ExportedRollout], epochs: Counter[str]) -> EvalLog:

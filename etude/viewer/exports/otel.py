@@ -1,8 +1,8 @@
-"""OpenTelemetry spans after the `gen_ai` semantic conventions, in the OTLP JSON file format: one request per line.
+"""Exports OpenTelemetry spans with the `gen_ai` semantic conventions, as OTLP JSON lines: one request per line.
 
-A rollout is a trace: `invoke_agent` over a `chat` for each turn of the policy and an `execute_tool` for each call. Dumps
-that have no `timeline` hold durations but no clock: a trace then ends when its dump was written, tool calls take what they
-took, and the time of generation is divided over the turns by their tokens.
+A rollout is a trace: an `invoke_agent` span with a `chat` child per assistant turn and an `execute_tool` child per call.
+Dumps without a `timeline` have durations but no timestamps: the trace then ends when the dump was written, tool calls last
+as measured, and generation time is divided among the turns in proportion to their tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from etude.viewer.exports.turns import Call, ExportedRollout, Turn, apportion, v
 from etude.viewer.rows import as_dict, as_list
 
 PROVIDER = "etude"
-_INTERNAL, _CLIENT = 1, 3  # kinds of spans
-_ERROR = 2  # a status
+_INTERNAL, _CLIENT = 1, 3  # span kinds
+_ERROR = 2  # status code
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
 def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
-    """Writes one file."""
+    """Writes one file with one OTLP request per line."""
     with out.open("wb") as file:
         for rollout in rollouts:
             file.write(json_line(otlp_request(rollout)))
 
 
 def otlp_request(rollout: ExportedRollout) -> dict[str, Any]:
-    """The rollout's trace, with its resource and scope."""
+    """Builds the request for a rollout's trace, with resource and scope."""
     resource = {"service.name": "etude", "service.version": __version__, "etude.run": rollout.run}
     scope = {"name": "etude.rollouts", "version": __version__}
     scoped = {"scope": scope, "spans": list(_spans(rollout))}
@@ -59,7 +59,7 @@ def _spans(rollout: ExportedRollout) -> Iterator[dict[str, Any]]:
 
 
 def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
-    """(start, end) of each turn, followed by those of its calls, in nanoseconds since 1970."""
+    """(start, end) of each turn, followed by those of its calls, in nanoseconds since the epoch."""
     turns = rollout.turns
     generated, used = (_clock(rollout.record, name) for name in ("generate_sequences", "tool_calls"))
     calls = [[_nanoseconds(call.seconds) for call in turn.calls] for turn in turns]
@@ -71,8 +71,9 @@ def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
             times += [
                 (start, end),
                 *((begun, begun + length) for length in lengths),
-            ]  # calls of a turn run side by side
+            ]  # the calls of a turn run concurrently
         return times
+    # No usable timeline: lay the durations out one after another, ending when the dump was written.
     whole = _nanoseconds(as_dict(rollout.record.get("timings")).get("generate_sequences"))
     now = rollout.modified - whole - sum(map(sum, calls))
     for share, lengths in zip(apportion(whole, [len(turn.token_ids) for turn in turns]), calls):
@@ -83,7 +84,7 @@ def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
 
 
 def _clock(record: Mapping[str, Any], activity: str) -> list[tuple[int, int]]:
-    """When it began and ended, each time, by the dump's `timeline`."""
+    """(start, end) of each span of `activity` in the dump's `timeline`, in nanoseconds since the epoch."""
     spans = [span for span in as_list(record.get("timeline")) if isinstance(span, list) and span[:1] == [activity]]
     starts = [(_nanoseconds(span[1]), _nanoseconds(span[2])) for span in spans if len(span) == 3]
     return [(start, start + length) for start, length in starts]
@@ -171,7 +172,7 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _any_value(value: Any) -> dict[str, Any]:
-    """As OTLP's JSON writes an `AnyValue`: integers of 64 bits as text."""
+    """Encodes an OTLP JSON `AnyValue`; 64-bit integers are strings."""
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):

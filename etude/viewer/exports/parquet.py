@@ -1,6 +1,7 @@
-"""A parquet table with a row per rollout: names, scores, texts, and the main sequence's ids, mask and log-probs as lists.
+"""Exports a Parquet table with one row per rollout: ids, scores, texts, and the main sequence's token ids, mask and
+log-probs as lists.
 
-Nested values of any shape (messages, tool calls, earlier sequences, extra_info) are JSON texts.
+Nested values of varying shape (messages, tool calls, earlier sequences, extra_info) are JSON strings.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCHEMA = pa.schema(
 
 
 def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
-    """Writes one file, a batch of rollouts at a time."""
+    """Writes one file, batch by batch."""
     with pq.ParquetWriter(out, SCHEMA, compression="zstd") as writer:
         while batch := [_row(rollout) for rollout in islice(rollouts, _BATCH)]:
             try:

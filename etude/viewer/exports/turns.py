@@ -1,7 +1,7 @@
-"""`ExportedRollout`: a record as the turns that other programs' formats are made of.
+"""`ExportedRollout`: a dumped record split into turns, the common input of all exporters.
 
-Invariant: the token ids of the turns are those that the policy sampled, in order, with their log-probs, whatever the
-messages look like. A dump without segments (verl's) is one turn of text without ids.
+Invariant: the token ids of the turns are exactly those that the policy sampled, in order, with their log-probs, whatever
+the messages look like. A record without segments (from verl) becomes one turn of text without ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.viewer.rows import Row, as_dict, as_list
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call: `arguments` as an object, also where the model wrote none."""
+    """A tool call; `arguments` is always an object, even if the model did not write one."""
 
     id: str
     name: str
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass
 class Turn:
-    """What the policy wrote between two inputs. `context` counts the tokens before it; `said` is what a user answered."""
+    """An assistant turn. `context` is the number of tokens before it; `said` is the user message that follows."""
 
     text: str = ""
     context: int = 0
@@ -47,9 +47,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class ExportedRollout:
-    """A record, its turns, and `sequences`: ids, mask and log-probs of each, the main one last.
+    """A record, its turns, and its `sequences` (ids, mask and log-probs of each, the main one last).
 
-    `modified` is when its dump was written, in nanoseconds since 1970.
+    `modified` is the modification time of its dump, in nanoseconds since the epoch.
     """
 
     row: Row
@@ -68,7 +68,7 @@ class ExportedRollout:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What names and judges the rollout."""
+        """Identifiers and scores of the rollout."""
         row = self.row
         return {
             "place": row.place,
@@ -85,7 +85,7 @@ class ExportedRollout:
 
 
 def read_rollout(index: RolloutIndex, row: Row) -> ExportedRollout:
-    """The rollout of `row`.
+    """Reads the rollout of `row`.
 
     Raises:
         DataError: its record is malformed; names its line.
@@ -109,7 +109,7 @@ def read_rollout(index: RolloutIndex, row: Row) -> ExportedRollout:
 
 
 def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> list[Turn]:
-    """One for each assistant turn of the main sequence; at least one."""
+    """The assistant turns of the main sequence; at least one."""
     turns: dict[int, Turn] = {}
     position, last = len(trajectory.prompt_ids), Turn()
     for segment, item in zip(trajectory.segments, record["segments"]):
@@ -123,7 +123,7 @@ def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> list[Turn]:
             last.said += valid(item.get("text"))
         position += len(segment.token_ids)
     written = [message_text(each) for each in map(as_dict, trajectory.messages) if each.get("role") == "assistant"]
-    if len(written) == len(turns):  # as messages: without the template's tokens
+    if len(written) == len(turns):  # prefer message contents, which lack the template's special tokens
         for turn, text in zip(turns.values(), written):
             turn.text = text
     return list(turns.values()) or [last]
@@ -156,7 +156,7 @@ def _columns(trajectory: Trajectory) -> dict[str, list[Any]]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message; `[image]` for a part that is none."""
+    """Returns the text of a message; a part that is not text becomes its type, such as `[image]`."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [as_dict(part) for part in content]
@@ -165,11 +165,11 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def valid(text: object) -> str:
-    """`text` without lone surrogates, which UTF-8 cannot hold; empty for None."""
+    """Converts to a string without lone surrogates, which UTF-8 cannot encode; empty for None."""
     return "" if text is None else str(text).encode("utf-8", "replace").decode()
 
 
 def apportion(total: float, weights: Sequence[int]) -> list[float]:
-    """`total` in parts proportional to `weights`; equal parts if these are 0."""
+    """Divides `total` in proportion to `weights`; evenly if all of them are 0."""
     whole = sum(weights)
     return [total * weight / whole if whole else total / len(weights) for weight in weights]

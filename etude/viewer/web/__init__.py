@@ -1,1 +1,1 @@
-"""`etude view DIR --web`: a run's files as pages in a browser."""
+"""`etude view DIR --web`: shows a run in a browser."""

@@ -1,7 +1,7 @@
-"""What the pages ask for, as JSON: curves, why a run does not learn, trajectories, tokens, timelines, comparisons.
+"""JSON responses for the web pages: curves, diagnosis, trajectories, tokens, timelines, comparisons.
 
-Invariant: functions of a run's files alone; every answer is bounded in rows, points and characters whatever the files hold.
-Text is as the files have it: the pages write it as text nodes and replace control characters there.
+Invariant: pure functions of a run's files; every response is bounded in rows, points and characters, whatever the files
+contain. Text is returned unsanitized: the pages render it as text nodes and replace control characters themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.viewer.web.runs import Runs, RunView
 
 Answer = dict[str, Any]
 
-MAX_POINTS = 400  # of a line
+MAX_POINTS = 400  # per line of a chart
 PAGE_ROWS = 100
 PAGE_GROUPS = 50
 PAGE_TOKENS = 2000
@@ -43,7 +43,7 @@ _EXCERPT = 300
 
 
 def list_runs(runs: Runs) -> Answer:
-    """Name, status and progress of each."""
+    """Returns the name, status and progress of each run."""
     return {"runs": [{"name": run.name, "title": _title(run), **_status(run)} for run in runs.all()]}
 
 
@@ -54,12 +54,12 @@ def _title(run: RunView) -> str:
 def _status(run: RunView) -> Answer:
     if not is_run(run.folder):
         return {"status": "dumps", "why": "", "step": 0, "total": None}
-    found = read_run(run.folder)
-    return {"status": found.status, "why": found.why, "step": found.step, "total": found.total_steps}
+    state = read_run(run.folder)
+    return {"status": state.status, "why": state.why, "step": state.step, "total": state.total_steps}
 
 
 def overview(run: RunView) -> Answer:
-    """How the run stands, what it ran on, and what was wrong in its steps."""
+    """Returns the run's status, software and hardware, and the problems found in its steps."""
     _, records = run.metrics()
     record = read_run_record(run.folder)
     facts: dict[str, str] = {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
@@ -71,8 +71,8 @@ def overview(run: RunView) -> Answer:
 
 
 def curves(run: RunView, version: str = "") -> Answer:
-    """The charts of `SUBJECTS`, their lines thinned to `MAX_POINTS`, and where the time went; empty with the `version` of an
-    earlier answer if nothing has changed."""
+    """Returns the charts of `SUBJECTS`, downsampled to `MAX_POINTS`, and the time per activity; only the version if
+    `version`, that of an earlier response, is still current."""
     now, records = run.metrics()
     if now == version:
         return {"version": now}
@@ -118,7 +118,7 @@ def _validation_line(key: str, records: Records) -> Answer:
 
 
 def _thin(steps: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:
-    """The columns as at most `MAX_POINTS` means of equal windows, at the steps where these end."""
+    """Downsamples the columns to at most `MAX_POINTS` means over equal windows, placed at each window's last step."""
     size = max(1, math.ceil(len(steps) / MAX_POINTS))
     starts = range(0, len(steps), size)
     ends: list[float] = [steps[min(start + size, len(steps)) - 1] for start in starts]
@@ -130,22 +130,22 @@ def _round(value: float) -> float:
 
 
 def why(run: RunView, step: int | None = None) -> Answer:
-    """What took the signal to learn from out of a step, by default the last one with a dump: causes with examples, reward
-    components, mismatch, problems."""
+    """Returns what removed the learning signal from a step (default: the last one with a dump): causes with examples,
+    reward components, sampler–trainer mismatch, problems."""
     _, records = run.metrics()
     rows = [row for row in run.index.rows if row.split in ("train", "")]
     steps = sorted({row.step for row in rows})
     chosen = step if step is not None else steps[-1] if steps else max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
-    found = [row for row in rows if row.step == chosen]
-    dumps = {(run.folder / row.name).parent for row in found}
+    step_rows = [row for row in rows if row.step == chosen]
+    dumps = {(run.folder / row.name).parent for row in step_rows}
     problems = list(find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values())
     try:
         causes = find_causes(dumps.pop(), metrics, chosen) if len(dumps) == 1 else []
-    except DataError as error:  # such as another program's dump that is being written
+    except DataError as error:  # such as a dump still being written
         causes = []
         problems.append(one_line(error))
-    places = {name: row.place for row in reversed(found) for name in (row.uid, row.request_id) if name}
+    places = {name: row.place for row in reversed(step_rows) for name in (row.uid, row.request_id) if name}
     return {
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
@@ -161,7 +161,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         "components": _components(metrics),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
         "problems": problems,
-        "spread": _group_spread(found),
+        "spread": _group_spread(step_rows),
         "charts": [chart for title in _WHY_CHARTS if (chart := _chart(title, records)) is not None],
     }
 
@@ -174,7 +174,7 @@ def _examples(names: Iterable[str], places: Mapping[str, str]) -> list[Answer]:
 
 
 def _components(metrics: Mapping[str, Any]) -> list[Answer]:
-    """Mean of each source of reward, and its part of the variance of the total."""
+    """Mean of each reward source, and its share of the variance of the total."""
     sources = {
         name.removeprefix("reward/").removesuffix("/mean"): value
         for name, value in metrics.items()
@@ -185,7 +185,7 @@ def _components(metrics: Mapping[str, Any]) -> list[Answer]:
 
 
 def _group_spread(rows: Sequence[Row]) -> list[Answer]:
-    """The groups of a step with the standard deviation of their scores, those without any first."""
+    """The groups of a step with the mean and standard deviation of their scores, sorted by the latter."""
     groups: list[Answer] = []
     for members in group_rows(rows).values():
         scores = [row.score for row in members if row.score is not None]
@@ -203,10 +203,10 @@ def _row(row: Row) -> Answer:
 
 
 def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: bool, offset: int) -> Answer:
-    """One page of rows, or with `group` of groups (the rollouts of one prompt in one step); and what filters can offer.
+    """Returns one page of rows, or with `group` of groups (the rollouts of one prompt in one step), and the filter choices.
 
     Raises:
-        ConfigError: the sort is unknown, or the pattern invalid.
+        ConfigError: the sort is unknown, or the pattern is invalid.
     """
     index = run.index
     chosen = index.select(wanted, sort, desc)
@@ -227,13 +227,13 @@ def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: boo
 
 
 def list_rows(index: RolloutIndex, rows: Sequence[Row]) -> Answer:
-    """All of `rows` as one page, for an export."""
+    """Returns all of `rows` as one list, for an export."""
     page = {"version": 0, "complete": True, "searched": 0, "offset": 0, "page": PAGE_ROWS, "total": len(rows)}
     return page | {"all": len(index.rows), "choices": _choices(rows), "rows": [_row(row) for row in rows]}
 
 
 def _choices(rows: Sequence[Row]) -> Answer:
-    """What filters can offer."""
+    """The values that each filter offers."""
     offered = {name: sorted(filter(None, found))[:_MAX_CHOICES] for name, found in count_values(rows).items()}
     return offered | {"step": sorted({row.step for row in rows})[-1000:], "flags": FLAGS}
 
@@ -253,10 +253,10 @@ def _find(run: RunView, place: str) -> tuple[RolloutIndex, Row]:
 
 
 def trajectory(run: RunView, place: str) -> Answer:
-    """Its conversation by provenance, tool calls, rewards, facts, and the other rollouts of its prompt.
+    """Returns a trajectory: its conversation by provenance, tool calls, rewards, facts, and the rollouts of its prompt.
 
     Raises:
-        DataError: there is none at `place`.
+        DataError: there is no trajectory at `place`.
     """
     index, row = _find(run, place)
     record = index.read(row)
@@ -277,23 +277,23 @@ def trajectory(run: RunView, place: str) -> Answer:
 
 
 def _conversation(record: Mapping[str, Any]) -> Answer:
-    found = parse_conversation(record, MAX_TEXT)
-    assert found is not None
-    return {"blocks": [vars(block) for block in found.blocks], "facts": found.facts}
+    conversation = parse_conversation(record, MAX_TEXT)
+    assert conversation is not None
+    return {"blocks": [vars(block) for block in conversation.blocks], "facts": conversation.facts}
 
 
 def _call(call: Mapping[str, Any]) -> Answer:
     numbers = ("turn", "reward", "seconds", "retries", "timeouts")
-    texts = {name: _cut(call.get(name)) for name in ("name", "arguments", "response", "error", "source")}
+    texts = {name: _truncate(call.get(name)) for name in ("name", "arguments", "response", "error", "source")}
     return texts | {name: call.get(name) if is_number(call.get(name)) else None for name in numbers}
 
 
-def _cut(text: object) -> str | None:
+def _truncate(text: object) -> str | None:
     return None if text is None else str(text)[:MAX_TEXT] + (" …" if len(str(text)) > MAX_TEXT else "")
 
 
 def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
-    """A page of a sequence's response tokens, as columns; `values` are those that the trainer had of them.
+    """Returns one page of a sequence's response tokens as columns, including the trainer's per-token values if dumped.
 
     Raises:
         DataError: there is no such trajectory or sequence, or its dump has no tokens.
@@ -308,7 +308,7 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
     tokenizer = run.tokenizer
     try:
         page = list(islice(list_tokens(record, tokenizer), offset, offset + PAGE_TOKENS))
-    except OverflowError as error:  # an id that no tokenizer takes
+    except OverflowError as error:  # a token id out of any tokenizer's range
         raise DataError(f"{place}: {one_line(error)}") from error
     total = sum(len(segment.get("token_ids") or ()) for segment in record["segments"])
     columns: Answer = {
@@ -332,8 +332,8 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
 
 
 def timeline(run: RunView, step: int | None = None) -> Answer:
-    """When each trajectory of a step waited, sampled, used tools and was scored, in seconds from the first one's start (of
-    older dumps only how long); and the trainer's activities after it."""
+    """Returns the timeline of a step: for each trajectory, spans of waiting, sampling, tool calls and scoring in seconds
+    from the first start (older dumps have durations only); and the trainer's activities."""
     index, (_, records) = run.index, run.metrics()
     rows = [row for row in index.rows if row.split in ("train", "")]
     steps = sorted({row.step for row in rows})
@@ -366,23 +366,24 @@ _MAX_SPANS = 256
 
 
 def _spans(record: Mapping[str, Any]) -> tuple[list[list[Any]], bool]:
-    """[activity, start, seconds] of a trajectory, and whether starts are known: else the sums stand one after another."""
+    """Returns [activity, start, seconds] per span, and whether starts are known; if not, total durations are laid out one
+    after another."""
     spans = record.get("timeline")
     if isinstance(spans, list) and spans:
         kept = [s for s in spans[:_MAX_SPANS] if isinstance(s, list) and len(s) == 3 and all(map(is_number, s[1:]))]
         return [[str(name)[:60], float(start), float(length)] for name, start, length in kept], True
-    at, found = 0.0, []
+    at, spans_from_sums = 0.0, []
     timings = record.get("timings")
     for name, length in islice(timings.items(), 20) if isinstance(timings, Mapping) else ():
         if is_number(length):
-            found.append([str(name)[:60], at, float(length)])
+            spans_from_sums.append([str(name)[:60], at, float(length)])
             at += float(length)
-    return found, False
+    return spans_from_sums, False
 
 
 def compare(run: RunView, other: RunView) -> Answer:
-    """The keys in which two runs' configurations differ, and the prompts that both rolled out: first those whose mean
-    scores differ most."""
+    """Returns the keys in which two configurations differ, and the prompts that both runs rolled out, largest difference in
+    mean score first."""
     try:
         differences = diff_configs(read_config(run.folder), read_config(other.folder))
         reason = ""
@@ -407,7 +408,7 @@ def compare(run: RunView, other: RunView) -> Answer:
 
 
 def _last_rows(index: RolloutIndex) -> dict[str, list[Row]]:
-    """Of each prompt the rollouts of the last step that has it, those of the validation where it was validated."""
+    """Prompt → its rollouts in the last step that has it; validation takes precedence over training."""
     last: dict[str, list[Row]] = {}
     for row in sorted(index.rows, key=lambda row: (row.split not in ("train", ""), row.step)):
         if row.prompt in last and last[row.prompt][0].group[:2] == row.group[:2]:

@@ -1,7 +1,8 @@
-"""One HTML file of a run or of a trajectory: the viewer's own pages, with the server's answers embedded.
+"""Exports a run or a trajectory as one HTML file: the web viewer's pages with the server's responses embedded.
 
-Invariant: the file makes no request and runs one script, which its policy names by its digest; the data are JSON that no
-parser of markup can end. It is bounded in trajectories and bytes.
+Invariant: the file makes no request and runs a single script, which its content security policy allows by hash. The data
+are embedded as JSON without "<", so that an HTML parser cannot leave the script element. The file is bounded in
+trajectories and bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from etude.viewer.web.server import PAGES
 
 MAX_TRAJECTORIES = 200
 MAX_BYTES = 24 * 2**20
-_MAX_TOKENS = 20_000  # of a sequence
+_MAX_TOKENS = 20_000  # per sequence
 _MODULES = ("dom", "api", "charts", "trajectories", "trajectory", "overview", "why", "timeline", "compare", "app")
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:const|function) (\w+))", re.M)
 
 
 def write_page(path: Path, output: Path, place: str = "") -> int:
-    """Writes the run in `path`, or with `place` one of its trajectories and the others of its prompt, to `output`; returns
-    the number of trajectories in it: of a run those of the last step, the first one and the last validation, as many as
-    there is room for.
+    """Writes the run in `path` to `output`, or with `place` only that trajectory and its siblings; returns the number of
+    trajectories written. Of a run these are the last step's, the last validation's and the first step's, within the limits
+    on count and bytes.
 
     Raises:
-        DataError: there is no such run or trajectory, or nothing in it.
+        DataError: there is no such run or trajectory, or the run is empty.
         EtudeError: the file cannot be written.
     """
     if not path.exists():
@@ -52,7 +53,7 @@ def write_page(path: Path, output: Path, place: str = "") -> int:
     else:
         if not index.rows and not (path / "metrics.jsonl").exists():
             raise DataError(f"{path} holds no rollouts and no metrics; name a run's folder or rollout dumps")
-        content |= _pages(run) | _trajectories(run, _chosen(index.rows))
+        content |= _pages(run) | _trajectories(run, _select_rows(index.rows))
     count = sum(address.startswith("trajectory?") for address in content)
     text = _page(content, place, [] if place else ["overview", "why", "trajectories", "timeline"])
     with write_atomically(output) as file:
@@ -61,14 +62,14 @@ def write_page(path: Path, output: Path, place: str = "") -> int:
 
 
 def _pages(run: RunView) -> answers.Answer:
-    """Those of the run; their steps are the last one alone."""
+    """The run's own pages; their step menus offer the last step only."""
     pages: dict[str, answers.Answer] = {"why": answers.why(run), "timeline": answers.timeline(run)}
     for page in pages.values():
         page["steps"] = [page["step"]]
     return {"overview": answers.overview(run), "curves": answers.curves(run)} | pages
 
 
-def _chosen(rows: list[Row]) -> Iterator[Row]:
+def _select_rows(rows: list[Row]) -> Iterator[Row]:
     training = [row for row in rows if row.split in ("train", "")]
     others = [row for row in rows if row.split not in ("train", "")]
     groups = [[row for row in training if row.step == step] for step in sorted({row.step for row in training})]
@@ -78,7 +79,7 @@ def _chosen(rows: list[Row]) -> Iterator[Row]:
 
 
 def _trajectories(run: RunView, rows: Iterable[Row]) -> answers.Answer:
-    """The pages of `rows` by address, and the list of them."""
+    """Responses for `rows` by address, and the list of the rows that fit."""
     content: answers.Answer = {}
     kept: list[Row] = []
     size = 0
@@ -115,7 +116,7 @@ def _trajectory(run: RunView, place: str) -> answers.Answer:
 
 
 def _address(path: str, **params: object) -> str:
-    """As `api.js` asks for it."""
+    """The address of a request, as `api.js` builds it."""
     return f"{path}?{urlencode({name: value for name, value in sorted(params.items()) if value != ''})}"
 
 
@@ -144,7 +145,7 @@ def _digest(text: str) -> str:
 
 
 def _script() -> str:
-    """The pages' modules as one script, each in a scope of its own."""
+    """Bundles the pages' ES modules into one script, each in its own function scope."""
     parts = ['"use strict"; const modules = {};']
     for name in _MODULES:
         text = (PAGES / f"{name}.js").read_text(encoding="utf-8")

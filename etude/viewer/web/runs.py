@@ -1,7 +1,7 @@
-"""The runs that the web viewer shows, each with what was read of its files.
+"""The runs that the web viewer serves, each with a cache of its files.
 
-Invariant: a run is known by its path below the folder that the viewer was started on, and found by look-up alone. Files are
-followed: what was read once is not read again, and a file that was replaced is read anew.
+Invariant: a run is named by its path relative to the viewer's root folder, and found by lookup only. Files are tailed:
+nothing is read twice, unless the file was replaced.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from etude.run_folder import METRICS_FILE, read_config
 from etude.viewer.index import RolloutIndex
 from etude.viewer.runs import find_runs
 
-_FIND_SECONDS = 10.0  # between two walks over the folder
+_FIND_SECONDS = 10.0  # between two scans of the root folder
 _MAX_RUNS = 500
 _MAX_METRICS_LINE = 4 * 2**20
-_REFRESH_SECONDS = 2.0  # of reading dumps in one answer; the next one goes on
+_REFRESH_SECONDS = 2.0  # spent on reading dumps per request; the next request continues
 _MAX_TOKENIZER_BYTES = 128 * 2**20
 
 
 class RunView:
-    """One run's files: `index` over its dumps, and its metrics. `lock` is held while they are read."""
+    """One run: the `index` of its dumps, and its metrics. `lock` guards both caches."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
         self._index: RolloutIndex | None = None
         self._steps: dict[int, dict[str, Any]] = {}
-        self._seen = (0, 0)  # inode and offset of `metrics.jsonl`
+        self._seen = (0, 0)  # inode of `metrics.jsonl`, and offset read up to
 
     @property
     def index(self) -> RolloutIndex:
-        """Its trajectories, up to date as far as a moment's reading gets."""
+        """The index of its trajectories, refreshed for up to `_REFRESH_SECONDS`."""
         with self.lock:
             index = self._index = self._index or RolloutIndex(self.folder)
         index.refresh(_REFRESH_SECONDS)
         return index
 
     def metrics(self) -> tuple[str, list[dict[str, Any]]]:
-        """(version, records by step ascending): another version where the file has changed."""
+        """Returns (version, records sorted by step); the version changes with the file."""
         with self.lock:
             try:
                 with (self.folder / METRICS_FILE).open("rb") as file:
@@ -72,8 +72,10 @@ class RunView:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Something with `decode(ids)`: a checkpoint's, or that of the configured model if it is a folder here; else None.
-        Read by the library `tokenizers` alone, without Transformers."""
+        """The tokenizer of a checkpoint, else of the configured model if that is a local folder; else None.
+
+        Has only `decode(ids)`; loaded with the `tokenizers` library alone, without Transformers.
+        """
         folders = sorted(self.folder.glob("global_step_*/actor/huggingface"))[:1]
         try:
             model = read_config(self.folder)["actor_rollout_ref"]["model"]
@@ -99,10 +101,10 @@ class _Decoder:
 
 
 class Runs:
-    """The runs below `root`; where there is none, `root` itself, for its dumps.
+    """The runs in `root`, including itself; if there are none, `root` is shown for its dumps.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: `root` does not exist.
     """
 
     def __init__(self, root: Path) -> None:
@@ -112,7 +114,7 @@ class Runs:
             raise DataError(f"{root}: no such file or folder; name a run's folder, a folder of runs, or rollout dumps")
 
     def all(self) -> list[RunView]:
-        """By name."""
+        """Returns all runs in the order of their names; rescans `root` at most every `_FIND_SECONDS`."""
         with self._lock:
             if time.monotonic() - self._found_at >= _FIND_SECONDS:
                 folders = [*find_runs(self._root)][:_MAX_RUNS] or [self._root]
@@ -124,6 +126,6 @@ class Runs:
             return list(self._known.values())
 
     def get(self, name: str) -> RunView | None:
-        """The run of that name; the first one for an empty name."""
+        """Returns the run called `name`, or the first one if `name` is empty; None if unknown."""
         known = {run.name: run for run in self.all()}
         return known.get(name) if name else next(iter(known.values()))

@@ -1,9 +1,9 @@
-"""The web viewer's server: pages from the package, and JSON of a run's files.
+"""The web viewer's server: serves the pages in the package, and JSON of a run's files.
 
-Invariant: it answers GET alone and changes nothing. A client names runs and trajectories by what lists gave it, which are
-looked up: nothing that a client sends becomes a path. Answers are bounded (see `answers`). Pages may load nothing but their
-own files and make no markup from text (their policy forbids both). A request for another host's name is refused, so that no
-site can reach the server through a name of its own; with a token, so is one that does not carry it, before anything is read.
+Invariant: read-only; the server handles GET only. Clients refer to runs and trajectories by the names in earlier responses,
+and the names are looked up: nothing that a client sends becomes a path. Responses are bounded (see `answers`). The content
+security policy lets pages load only their own files, and forbids turning text into markup. A request with a foreign Host
+header is rejected, which prevents DNS rebinding; with a token, a request without it is rejected before anything is read.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ Offset = Annotated[int, Query(ge=0, le=10_000_000)]
 
 
 def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = None) -> FastAPI:
-    """The application over a run's folder, a folder of runs, or dumps. With a `token`, a request needs it: as
-    `?token=` once, then as a cookie; or as a bearer's.
+    """Creates the application over a run folder, a folder of runs, or dumps. With a `token`, every request must carry it: as
+    `?token=` once, then as a cookie; or as a bearer token.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: `path` does not exist.
     """
     runs = Runs(Path(path))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -71,14 +71,14 @@ def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = No
         response.headers.update(_HEADERS)
         return response
 
-    app.add_exception_handler(EtudeError, _refused)
+    app.add_exception_handler(EtudeError, _error_response)
     _add_pages(app)
     _add_answers(app, runs)
     return app
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`."""
+    """Whether a server on `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -86,7 +86,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _refusal(request: Request, names: set[str], token: str | None) -> Response | None:
-    """What answers a request for another host, or without the token; a right `?token=` becomes a cookie."""
+    """The response to a request with a foreign host or without the token; a valid `?token=` is exchanged for a cookie. None
+    if the request may proceed."""
     if not _is_own(request.headers.get("host", ""), names):
         return JSONResponse({"detail": "this server has another name"}, 400)
     if token is None:
@@ -98,14 +99,14 @@ def _refusal(request: Request, names: set[str], token: str | None) -> Response |
         return JSONResponse({"detail": "open the address that etude view printed: it has the token"}, 401)
     if asked is None:
         return None
-    response = RedirectResponse(request.url.path, 303)  # without the token, which would stay in the history
+    response = RedirectResponse(request.url.path, 303)  # drops the token from the URL and the browser history
     response.set_cookie(_COOKIE, token, httponly=True, samesite="lax")
     return response
 
 
 def _is_own(host: str, names: set[str]) -> bool:
-    """Whether a request's `Host` is one of `names` or an address: a name that was bound to this machine's address by
-    somebody else is neither."""
+    """Whether a request's `Host` is one of `names` or an IP address. A DNS name that an attacker points at this machine is
+    neither."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in names:
         return True
@@ -115,14 +116,14 @@ def _is_own(host: str, names: set[str]) -> bool:
         return False
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": one_line(error)}, 422)
 
 
 def _add_pages(app: FastAPI) -> None:
     pages = {
         path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES
-    }  # read when asked: small, and editable
+    }  # read on every request: they are small, and can be edited while the server runs
 
     @app.get("/")
     @app.get("/{name}")
@@ -208,12 +209,12 @@ def _add_answers(app: FastAPI, runs: Runs) -> None:
 
 
 def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None] = print) -> None:
-    """Serves until SIGINT or SIGTERM; `ready` is called with the URL, which has a new token where other machines reach
-    `host`. Port 0 takes a free one.
+    """Serves until SIGINT or SIGTERM. Calls `ready` with the URL, which includes a new random token unless `host` is a
+    loopback address. Port 0 picks a free port.
 
     Raises:
         ConfigError: the address cannot be bound.
-        DataError: there is no such file or folder.
+        DataError: `path` does not exist.
     """
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     app = create_app(path, host, token)
@@ -228,6 +229,6 @@ def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Calla
             server_header=False,
             lifespan="off",
         )
-        ready(url_of(listener, host) + (f"/?token={token}" if token else ""))  # it accepts already
+        ready(url_of(listener, host) + (f"/?token={token}" if token else ""))  # the socket is already listening
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])

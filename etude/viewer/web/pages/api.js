@@ -1,4 +1,4 @@
-// Answers of the server; on a page that was exported, those embedded in it.
+// Fetches JSON from the server; an exported page reads its embedded data instead.
 
 const embedded = document.getElementById("data");
 const data = embedded ? JSON.parse(embedded.textContent) : null;
@@ -21,13 +21,13 @@ export const get = async (path, params) => {
 
 const offline = (path, params) => {
   if (path === "trajectories") return filtered(data.trajectories, params);
-  const { step, version, ...rest } = params; // an export has one step's pages, and does not change
+  const { step, version, ...rest } = params; // an export holds one step and never changes
   const found = data[address(path, rest)];
   if (!found) throw new Error("not in this export; open the run with  etude view DIR --web");
   return found;
 };
 
-// What the server does for a live run, over the rows that were exported.
+// Filters and sorts the exported rows, as the server does for a live run.
 const SORTS = { tokens: "response_tokens", stop_reason: "stop", data_source: "source" };
 const filtered = (list, { q, stop, tool, source, flag, split, step, sort, desc, offset }) => {
   const wanted = (q ?? "").toLowerCase();

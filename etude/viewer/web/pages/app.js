@@ -1,4 +1,4 @@
-// The address's hash says which page of which run is shown; this file draws its frame and answers to keys.
+// Router and frame: the URL hash selects the page and the run; this file draws the frame and handles keys.
 import { exported, exportedPlace, get } from "./api.js";
 import { h, link, select } from "./dom.js";
 import { overview } from "./overview.js";
@@ -44,7 +44,7 @@ const draw = async () => {
     params,
     page,
     go: (to, changed) => { location.hash = link(to, { run: params.run, ...changed }).slice(1); },
-    // Calls `work` every two seconds while the page is shown and visible.
+    // Calls `work` every two seconds while this page is open and the tab visible.
     every: (work) => {
       if (exported) return;
       const timer = setInterval(async () => {

@@ -1,4 +1,4 @@
-// Line charts and stacked bars as SVG; colours are classes, so that both themes and print read well.
+// Line charts and stacked bars as SVG; colours are CSS classes, so that charts work in both themes and in print.
 import { h, number, percent, svg } from "./dom.js";
 
 const WIDE = 520, HIGH = 210, LEFT = 46, BOTTOM = 22, TOP = 8, RIGHT = 8;
@@ -30,7 +30,7 @@ const frame = (title, xs, low, high, form) => {
 const legend = (lines) => (lines.length < 2 ? null : h("ul", { class: "legend" },
   lines.map((line) => h("li", null, h("i", { class: `c${line.colour} ${line.dashed ? "dashed" : ""}` }), line.label))));
 
-// A cross-hair, and beside it the values of the step nearest to the pointer.
+// A cross-hair, with the values at the step nearest to the pointer.
 const hover = (drawing, xs, x, say) => {
   const hair = svg("line", { class: "hair", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" });
   const reading = h("output", { class: "reading" });
@@ -78,7 +78,7 @@ export const lineChart = (chart) => {
   return card(chart, drawing, lines, hover(drawing, xs, x, say));
 };
 
-// chart: {title, note, steps, parts: {name: values}}: one bar a step, the parts stacked.
+// chart: {title, note, steps, parts: {name: values}}: one stacked bar per step.
 export const stackedBars = (chart) => {
   const names = Object.keys(chart.parts);
   const sums = chart.steps.map((_, i) => names.reduce((sum, name) => sum + chart.parts[name][i], 0));

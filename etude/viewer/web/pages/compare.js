@@ -1,4 +1,4 @@
-// Two runs: their curves over each other, what their configurations differ in, and the same prompts side by side.
+// Compares two runs: overlaid curves, configuration diff, and shared prompts side by side.
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h, link, number, select, table } from "./dom.js";
@@ -13,7 +13,7 @@ const both = (left, right, titles) => {
   }));
 };
 
-// Rollouts beside each other: those of one prompt (siblings), or one of each run.
+// Rollouts side by side: those of one prompt (siblings), or one from each run.
 const sideBySide = async (places) => h("div", { class: "columns" }, await Promise.all(places.map(([place, run]) => column(place, run))));
 
 const siblings = async (params) => {

@@ -1,6 +1,6 @@
-// Elements and text. Data reaches the page as text nodes and class names of ours alone: no markup is ever parsed.
+// DOM helpers. Data is inserted only as text nodes and attributes: no markup is ever parsed.
 
-// Control characters, and those that change the writing direction of what follows.
+// Control characters and bidirectional overrides.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
 export const clean = (value) => String(value).replace(HIDDEN, "\ufffd");

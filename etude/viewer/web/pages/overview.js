@@ -1,4 +1,4 @@
-// How the run stands, and its curves while it goes on.
+// Status of the run, and its curves, updated live.
 import { get } from "./api.js";
 import { lineChart, stackedBars } from "./charts.js";
 import { h, link, number } from "./dom.js";
@@ -32,7 +32,7 @@ export const overview = async ({ params, every }) => {
     if (found.version === version) return;
     version = found.version;
     const now = await get("overview", { run: params.run });
-    if (charts.matches(":hover")) return (version = ""); // someone reads values: draw later
+    if (charts.matches(":hover")) return (version = ""); // the user is reading values: redraw later
     charts.replaceChildren(...draw(found));
     charts.dataset.step = found.step;
     title.replaceChildren(...head(now));

@@ -1,4 +1,4 @@
-// A step's time: a row a trajectory, then the trainer's activities as lanes.
+// Timeline of a step: one lane per trajectory, then one per trainer activity.
 import { get } from "./api.js";
 import { h, link, number, seconds, select, svg } from "./dom.js";
 

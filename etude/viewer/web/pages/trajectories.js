@@ -1,4 +1,4 @@
-// The list: search, filters, sorting, groups; a page of rows at a time.
+// The paginated list of trajectories: search, filters, sorting, groups.
 import { exported, get } from "./api.js";
 import { h, link, number, seconds, select, table } from "./dom.js";
 
@@ -54,7 +54,7 @@ const page = (found, params) => {
 
 export const trajectories = async ({ params, go, every, onKey }) => {
   const wanted = { ...params, uid: "" };
-  if (!params.sort) Object.assign(wanted, { sort: "step", desc: 1 }); // the newest first
+  if (!params.sort) Object.assign(wanted, { sort: "step", desc: 1 }); // newest first
   let found = await get("trajectories", wanted);
   const change = (changed) => go("trajectories", { ...params, offset: "", ...changed });
   const count = h("p", { class: "muted", role: "status" });

@@ -1,4 +1,4 @@
-// One trajectory: the conversation by who wrote it, its calls, and its tokens with what the trainer made of them.
+// One trajectory: the conversation by provenance, its tool calls, and its tokens with the trainer's values.
 import { get } from "./api.js";
 import { block, h, link, number, seconds, table } from "./dom.js";
 import { plainTable } from "./trajectories.js";
@@ -6,7 +6,7 @@ import { plainTable } from "./trajectories.js";
 const lists = (value) => value !== null && value !== undefined;
 const minus = (a, b) => (lists(a) && lists(b) ? a - b : null);
 
-// What tokens can be coloured by: name, number of a token, kind of scale, note.
+// Quantities that can colour tokens: name, value of a token, kind of scale, note.
 const QUANTITIES = [
   ["mask", null, "", "who wrote a token; only the model's are trained on"],
   ["log-prob", (t) => t.log_prob, "low", "nats, of the engine that sampled"],

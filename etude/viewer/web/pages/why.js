@@ -1,4 +1,4 @@
-// Why is it not learning? What took the signal out of a step, with trajectories to look at.
+// Why is it not learning? What removed the learning signal from a step, with example trajectories.
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h, link, number, percent, select, table } from "./dom.js";
