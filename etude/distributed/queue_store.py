@@ -1,7 +1,7 @@
-"""`QueueStore`: blocks in TransferQueue (the PyPI package, extra `[transferqueue]`), a key a row.
+"""`QueueStore`: blocks in TransferQueue (the PyPI package, extra `[transferqueue]`), one key per row.
 
-Rows are spread over its storage units, actors with memory of their own on the nodes of the cluster, and fetched singly: a
-reader gets its own rows only. Each row's tensors cross as bytes, so that every dtype and shape comes back as it was.
+Rows are spread over its storage units, actors with their own memory on the nodes of the cluster, and fetched individually:
+a reader gets only its own rows. Each row's tensors are sent as bytes, so that every dtype and shape is preserved.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from etude.errors import ConfigError, MissingExtraError, one_line
 from etude.protocol import DataProto, byte_view
 
 _PARTITION = "etude"
-_SECONDS = "60"  # that TransferQueue waits for a storage unit; its own default is 200
+_SECONDS = "60"  # TransferQueue's timeout for a storage unit; its default is 200
 
 
 def _queue() -> Any:
-    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _SECONDS)  # read when it is imported
+    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _SECONDS)  # read at import
     os.environ.setdefault("TQ_SIMPLE_STORAGE_MAX_ATTEMPTS", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
     try:
@@ -35,7 +35,7 @@ def _queue() -> Any:
 
 
 class QueueStore(BlockStore):
-    """Blocks in the TransferQueue of the cluster that this process is connected to; started by `start`."""
+    """Blocks in TransferQueue on the cluster that this process is connected to; `start` starts it."""
 
     @classmethod
     def start(cls, units: int = 2) -> QueueStore:
@@ -43,7 +43,7 @@ class QueueStore(BlockStore):
 
         Raises:
             MissingExtraError: it is not installed.
-            ConfigError: the cluster has too few free CPUs for its actors, for which it would wait for ever.
+            ConfigError: the cluster has too few free CPUs for its actors; it would wait for them forever.
         """
         queue = _queue()
         import ray
@@ -61,7 +61,7 @@ class QueueStore(BlockStore):
     def write(self, data: DataProto) -> Block:
         name, rows = uuid.uuid4().hex, len(data)
         fields: dict[str, Any] = {}
-        handles: dict[str, Any] = {}  # of a tensor its dtype and the shape of a row, of objects the shape alone
+        handles: dict[str, Any] = {}  # tensors: dtype and shape of a row; objects: shape only
         for key, tensor in () if data.batch is None else data.batch.items():
             handles[key] = (name, tensor.dtype, tensor.shape[1:])
             if tensor.numel():
@@ -94,7 +94,7 @@ class QueueStore(BlockStore):
             keys = _keys(handles[stored[0]][0], wanted)
             try:
                 found = _queue().kv_batch_get(keys, _PARTITION, stored)
-            except Exception as error:  # whatever its client raises for a key or a unit that is gone
+            except Exception as error:  # its client may raise anything for a key or storage unit that is gone
                 raise LookupError(f"{type(error).__name__}: {one_line(error)}") from error
             if found.batch_size != torch.Size([len(wanted)]):
                 raise LookupError(f"TransferQueue has {len(found)} of {len(wanted)} rows")
@@ -107,7 +107,7 @@ class QueueStore(BlockStore):
 
 
 class _Cell:
-    """An object of a row: TransferQueue would take arrays, tensors and None for values of its own."""
+    """Wraps an object of a row: TransferQueue treats arrays, tensors and None specially."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
