@@ -73,7 +73,7 @@ class RayStore(BlockStore):
 class RankStore(RayStore):
     """Blocks of the ranks of worker groups. Each stays, without pickling, in the process that wrote it, which reads it
     directly. The rows and columns that another process reads become one Ray object, which the driver requests when it sends
-    the reference there (`lend_batches`). The driver also notices when nothing refers to a block any more (`watch_blocks`)."""
+    the reference there (`lend_batches`). The driver also reports blocks that nothing refers to any more (`watch_blocks`)."""
 
     def write(self, data: DataProto) -> Block:
         key = uuid4().hex
