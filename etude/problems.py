@@ -1,4 +1,4 @@
-"""Warnings about a step whose metrics alone would look healthy: for the display and the report.
+"""Warnings about problems in a step that are easy to overlook in its metrics; for the display and the report.
 
 Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
 run.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from etude.trajectory import StopReason
 
-_CUT = {  # endings that the model did not choose, and the key that sets them
+_CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
     StopReason.CONTEXT_LENGTH: "cut at rollout.max_model_len",
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
@@ -22,10 +22,10 @@ _CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
 }
-_CUT_SHARE = 0.1  # share of trajectories; below it no warning
+_CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
-_DOMINANT = 0.9  # of the spread of the total reward; reward hacking shows there first
-_SHARES = {  # metric → (from which share, sentence)
+_DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
+_SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
         0.9,
         "of groups have equal rewards: a group-relative estimator learns nothing from them",
@@ -54,7 +54,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
 
 
 def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Kind → sentence, most serious first."""
+    """Returns kind → sentence, most serious first."""
     found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
@@ -85,7 +85,7 @@ def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Tool → its calls."""
+    """Maps each tool to its number of calls."""
     return {
         name.split("/")[1]: calls
         for name, calls in metrics.items()
