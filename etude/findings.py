@@ -80,8 +80,8 @@ class Findings:
         self.add(level, subject, message, advice)
 
     def run(self, subject: str, step: Callable[[], str | None], *, fix: str, ready: bool = True) -> None:
-        """Runs a step; if it raises, logs and adds nothing, the line that it returns is added as OK. Skipped unless `ready`,
-        that is, if something that it needs is missing."""
+        """Runs a step; the line that it returns is added as OK, unless it raised or added an error or warning. Skipped
+        unless `ready`, that is, if something that it needs is missing."""
         if not ready:
             self.add(Level.SKIPPED, subject, "not checked: an error above stands in the way")
             return

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOST_NAME = 1024
-_STALE_SECONDS = (
-    3600.0  # a folder without a lock file is stale after this: the process creating or removing it was killed
-)
+_STALE_SECONDS = 3600.0  # after which a folder without a lock file is stale: its process was killed
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ class TrainWorker(TrainedWorker):
 
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
         """The weights that multiply each token's loss, if any: the driver's importance weights; with `bypass_mode`,
-        importance weights and rejection mask at the current policy; and the off-policy sequence mask. A sequence = a row."""
+        importance weights and rejection mask at the current policy; and the off-policy sequence mask (one row each)."""
         correction, columns = self.options.correction, micro.batch
         mask, engine = columns["response_mask"], columns["rollout_log_probs"]
         weights, metrics = columns.get("rollout_is_weights"), Metrics()

@@ -153,7 +153,7 @@ class EngineLink:
         self._numbers = 0  # number of the last received folder
         self._adapter_versions = adapter_versions
         self._probe = self._build_probe(chat, dtype) if (actor or receives) and rollout.weight_probe else None
-        # An actor that is being trained meanwhile has no reference log-probs, nor has a single rank of a sharded one.
+        # An actor in training cannot provide reference log-probs, nor can a single rank of a sharded one.
         scores = actor is not None and not streams and not is_sharded(actor.model)
         if isinstance(engine, Router) and self._probe is not None:
             engine.admit = self._probe.check if scores else self._compare_returned
