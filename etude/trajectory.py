@@ -193,7 +193,7 @@ class Trajectory:
         self.timeline.append((activity, time.time() - seconds, seconds))
 
     def add_step_reward(self, source: str, value: float, turn: int | None = None) -> None:
-        """Adds a step reward for the last assistant turn, or for `turn`; `source` is the tool's name, or another one."""
+        """Adds a step reward for the last assistant turn, or for `turn`; `source` names its giver, usually a tool."""
         self.rewards.steps.append((self.assistant_turns - 1 if turn is None else turn, source, value))
 
     @property

@@ -287,8 +287,8 @@ class TrainWorker(TrainedWorker):
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
-        """The weights that multiply each token's loss, if any: the driver's importance weights; with `bypass_mode`,
-        importance weights and rejection mask at the current policy; and the off-policy sequence mask (one row each)."""
+        """The weights of each token's loss, if any: the driver's importance weights; with `bypass_mode`, importance weights
+        and rejection mask at the current policy; and the off-policy sequence mask. A sequence here is a row."""
         correction, columns = self.options.correction, micro.batch
         mask, engine = columns["response_mask"], columns["rollout_log_probs"]
         weights, metrics = columns.get("rollout_is_weights"), Metrics()

@@ -1,7 +1,7 @@
 """`RoleWorker`: the base class of the workers of all roles.
 
 Invariant: a worker is built from its `RoleOptions` alone: it imports the user's plugins, sets up its process and loads what
-it needs, each once; nothing is passed in.
+it needs, each once.
 """
 
 from __future__ import annotations
