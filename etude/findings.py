@@ -94,7 +94,7 @@ class Findings:
                     self.add_line(Level.ERROR, subject, line, fix)
             except EtudeError as error:
                 self.add_line(Level.ERROR, subject, " ".join(str(error).split()), fix)
-            except Exception as error:  # a user's code may raise anything
+            except Exception as error:  # user code may raise anything
                 self.add_line(Level.ERROR, subject, describe_error(error), fix)
             else:
                 if summary and all(each.level is Level.OK for each in self.all[before:]):

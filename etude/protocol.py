@@ -1,6 +1,6 @@
-"""`DataProto`: the batch that travels between the controller and the workers.
+"""`DataProto`: the batch that controller and workers exchange.
 
-Three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry per row;
+It has three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry per row;
 `meta_info`, settings of the whole batch.
 
 Invariant: every column, tensor or object, has as many rows as the batch, and no two batches share a `meta_info` or a
@@ -105,7 +105,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, data: TensorDict) -> DataProto:
-        """Tensors become `batch`, non-tensor stacks become object columns, single non-tensor values `meta_info`."""
+        """Converts a TensorDict: tensors go to `batch`, non-tensor stacks to object columns, other values to `meta_info`."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, np.ndarray] = {}
         meta_info: dict[str, Any] = {}
@@ -286,7 +286,9 @@ class DataProto:
 
         Raises ValueError for a key that does not exist.
         """
-        tensors, objects, meta = self._known(batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=True)
+        tensors, objects, meta = self._validate_keys(
+            batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=True
+        )
         batch = None if self.batch is None else self.batch.select(*tensors)
         columns = {key: self.non_tensor_batch[key] for key in objects}
         if deepcopy:
@@ -300,7 +302,9 @@ class DataProto:
 
         Raises ValueError for a key that does not exist, before anything is removed.
         """
-        tensors, objects, meta = self._known(batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=False)
+        tensors, objects, meta = self._validate_keys(
+            batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=False
+        )
         popped = {key: self.batch.pop(key) for key in tensors} if self.batch is not None else {}
         columns = {key: self.non_tensor_batch.pop(key) for key in objects}
         return type(self).from_dict(popped, columns, {key: self.meta_info.pop(key) for key in meta})
@@ -381,7 +385,7 @@ class DataProto:
         """Loads a batch that `save_to_disk` wrote. A pickle can run arbitrary code: only load files you trust.
 
         Raises:
-            DataError: the file does not exist or holds something else; names it.
+            DataError: the file does not exist or is not a saved batch; names it.
         """
         try:
             with open(filepath, "rb") as file:
@@ -426,7 +430,7 @@ class DataProto:
         return type(self)(batch, columns, _deep_copy(self.meta_info))
 
     def _row_numbers(self, idxs: RowIds) -> torch.Tensor:
-        """`idxs` as integers in [0, rows), on the CPU."""
+        """Converts `idxs` to integers in [0, rows), on the CPU."""
         if isinstance(idxs, torch.Tensor | np.ndarray):
             rows = torch.as_tensor(idxs).cpu()
         else:
@@ -441,7 +445,7 @@ class DataProto:
             raise IndexError(f"a row number is out of range for a batch of {len(self)}")
         return rows.long() % max(len(self), 1)
 
-    def _known(self, *wanted: Keys, default_all: bool) -> list[list[str]]:
+    def _validate_keys(self, *wanted: Keys, default_all: bool) -> list[list[str]]:
         """Validates the requested keys of `batch`, `non_tensor_batch` and `meta_info`; None means all or none."""
         places: dict[str, Mapping[str, Any]] = {
             "batch": self._tensors(),

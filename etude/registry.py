@@ -69,7 +69,7 @@ class Registry(Generic[T]):
             for name in names:
                 held = self._items.get(name)
                 if held is not None and not _same_definition(held, item):
-                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_where(held)}")
+                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_qualified_name(held)}")
                 self._items[name] = item
             return item
 
@@ -94,8 +94,8 @@ class Registry(Generic[T]):
         return name in self._items
 
 
-def _where(item: object) -> str:
-    item = getattr(item, "__wrapped__", item)  # a record stands for its function
+def _qualified_name(item: object) -> str:
+    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
@@ -112,7 +112,9 @@ def _same_definition(a: object, b: object) -> bool:
         files = [inspect.getsourcefile(item) for item in (a, b)]  # type: ignore[arg-type]
     except TypeError:
         return False
-    return files[0] == files[1] and (files[0] is not None or _where(a) == _where(b))  # without a file, compare modules
+    return files[0] == files[1] and (
+        files[0] is not None or _qualified_name(a) == _qualified_name(b)
+    )  # without a file, compare modules
 
 
 def import_module(target: str) -> ModuleType:

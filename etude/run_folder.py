@@ -95,7 +95,7 @@ def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterato
     end(COMPLETED)
 
 
-_HELD = set[tuple[int, int]]()  # device and inode of the locks that this process holds
+_HELD_LOCKS = set[tuple[int, int]]()  # (device, inode) of the lock files that this process has locked
 
 
 @contextmanager
@@ -127,11 +127,11 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
         status = os.fstat(file.fileno())
-        _HELD.add((status.st_dev, status.st_ino))
+        _HELD_LOCKS.add((status.st_dev, status.st_ino))
         try:
             yield
         finally:
-            _HELD.discard((status.st_dev, status.st_ino))
+            _HELD_LOCKS.discard((status.st_dev, status.st_ino))
 
 
 def is_locked(folder: Path) -> bool:
@@ -141,7 +141,7 @@ def is_locked(folder: Path) -> bool:
     flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         status = path.stat()
-        if (status.st_dev, status.st_ino) in _HELD:
+        if (status.st_dev, status.st_ino) in _HELD_LOCKS:
             return True  # opening and closing our own lock file would release the lock
         with path.open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_MOST_NAME = 1024
+_MAX_NAME_BYTES = 1024
 _STALE_SECONDS = 3600.0  # after which a folder without a lock file is stale: its process was killed
 
 
@@ -62,7 +62,7 @@ def sweep(base: Path, prefix: str) -> None:
                     shutil.rmtree(left, ignore_errors=True)
                 continue
             try:
-                if os.read(lock, _MOST_NAME) == _host():
+                if os.read(lock, _MAX_NAME_BYTES) == _host():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(left, ignore_errors=True)
             finally:
@@ -70,4 +70,4 @@ def sweep(base: Path, prefix: str) -> None:
 
 
 def _host() -> bytes:
-    return socket.gethostname().encode()[:_MOST_NAME]
+    return socket.gethostname().encode()[:_MAX_NAME_BYTES]

@@ -41,7 +41,7 @@ def batch_seed(seed: int, step: int, attempt: int = 0) -> int:
 
 def trajectory_seed(batch: int, index: int) -> int:
     """Seed of the trajectory at index `index` in a step's whole batch: in [0, 2^56)."""
-    return _hashed(f"{batch}/{index}", 7)
+    return _hash(f"{batch}/{index}", 7)
 
 
 def request_seed(trajectory: int, number: int) -> int:
@@ -58,12 +58,12 @@ def client_draw(seed: int, choice: int, ids: Sequence[int]) -> int:
     """Request number for a client's own `seed`: identical requests in a session sample identically, but different turns of a
     client that always sends the same seed do not share random numbers."""
     asked = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
-    return _CLIENT_DRAWS + _hashed(f"{seed}/{choice}/{asked}", 5)
+    return _CLIENT_DRAWS + _hash(f"{seed}/{choice}/{asked}", 5)
 
 
 def probe_seed(name: str) -> int:
     """Seed of a prompt of the weight probe."""
-    return _hashed(name, 7)
+    return _hash(name, 7)
 
 
 def trial_seed(seed: int, step: int) -> int:
@@ -81,8 +81,8 @@ def mini_batch_order(seed: Sequence[int], groups: int) -> np.ndarray:
 def chance(text: str) -> float:
     """A number in [0, 1) that depends on `text` alone; decides which trajectories are traced and which calls fail by fault
     injection."""
-    return _hashed(text, 7) / 2**56
+    return _hash(text, 7) / 2**56
 
 
-def _hashed(text: str, size: int) -> int:
+def _hash(text: str, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).digest(), "big")

@@ -386,7 +386,7 @@ class AgentLoopOutput:
         """
         if self.trajectory is not None:
             self._check_view_of(self.trajectory)
-            return self._annotated(self.trajectory)
+            return self._annotate(self.trajectory)
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
             raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
@@ -400,9 +400,9 @@ class AgentLoopOutput:
             made.assistant_turns += sampled
             position = end
         made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
-        return self._annotated(made)
+        return self._annotate(made)
 
-    def _annotated(self, trajectory: Trajectory) -> Trajectory:
+    def _annotate(self, trajectory: Trajectory) -> Trajectory:
         trajectory.extra_fields |= self.extra_fields
         if self.reward_score is not None:
             trajectory.rewards.score = self.reward_score

@@ -25,7 +25,7 @@ from etude.registry import Registry, did_you_mean, import_object
 
 Options = TrainOptions | SFTOptions
 Problem = tuple[str, str]
-"""A key, and why its value is invalid."""
+"""(key, why its value is invalid)."""
 
 _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
@@ -42,7 +42,7 @@ def problems_with(
     `raw` are the leaves before interpolation; `more` finds further faults of options whose types are right.
     """
     options, wrong = build(tree, values)
-    assert options is not None  # every key of a whole configuration has a default
+    assert options is not None  # in a complete configuration every key has a default
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _repeats_fault(key, raw, wrong)
     }
@@ -138,10 +138,10 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
 
 # -- names of registered things ----------------------------------------------------------------------------------------
 
-_ALSO = {"reward_model.reward_manager": ("parallel",)}
+_ALSO_VALID = {"reward_model.reward_manager": ("parallel",)}
 """Names that are valid although nothing is registered under them."""
 _MAX_NAMES = 12
-_NOT_FOR_RUNS = ("scripted",)
+_TEST_ENGINES = ("scripted",)
 """The engine that replays a script, for tests."""
 
 
@@ -161,8 +161,8 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
         may_come = own_loops and key.endswith("default_agent_loop") and not imported
         if may_come or (declared.about.names.late and not late):
             continue
-        known = [name for name in known_names(declared.about.names) if name not in _NOT_FOR_RUNS]
-        known += _ALSO.get(key, ())
+        known = [name for name in known_names(declared.about.names) if name not in _TEST_ENGINES]
+        known += _ALSO_VALID.get(key, ())
         for name in value if isinstance(value, tuple) else (value,):
             if name not in known:
                 few = ", ".join(known[:_MAX_NAMES]) + (", …" if len(known) > _MAX_NAMES else "")

@@ -122,7 +122,7 @@ def compose_with_sources(
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
-    filled = _fill_in(config, sources)
+    filled = _resolve(config, sources)
     options, wrong = problems_with(
         tree,
         filled,
@@ -313,7 +313,7 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
     return held[1:] if held else None, ""
 
 
-def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
+def _resolve(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     """Converts `config` to plain containers with interpolations resolved."""
     try:
         return to_container(config)

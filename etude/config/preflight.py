@@ -107,12 +107,12 @@ def _training(run: TrainOptions) -> Iterator[Problem]:
     for teacher in run.distillation.teachers.values():
         if teacher != SELF and not is_address(teacher) and (reason := _reason("model", teacher)):
             yield "distillation.teachers", reason
-    if not ((reward.enable and reward.score_weight) or _others_reward(run) or run.distillation.alone):
+    if not ((reward.enable and reward.score_weight) or _has_other_rewards(run) or run.distillation.alone):
         key = "enable" if not reward.enable else "score_weight"
         yield f"reward_model.{key}", _NO_REWARD
 
 
-def _others_reward(run: TrainOptions) -> bool:
+def _has_other_rewards(run: TrainOptions) -> bool:
     """Whether anything besides the reward manager may give rewards: a tool, an interaction, an environment, or the user's
     own code."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
@@ -150,7 +150,7 @@ def _reason(kind: str, name: str) -> str:
         elif kind == "output":
             return _unwritable(Path(name).expanduser().absolute())
         elif kind == "code":
-            return _no_code(name)
+            return _missing_code(name)
         elif kind == "checkpoint" and not Path(name).expanduser().is_dir():
             return f"{name} is no checkpoint: there is no such folder"
         elif kind == "file" and not Path(name).expanduser().is_file():
@@ -162,7 +162,7 @@ def _reason(kind: str, name: str) -> str:
     return ""
 
 
-def _no_code(name: str) -> str:
+def _missing_code(name: str) -> str:
     """Why `name` is not code: `path/to/file.py`, optionally with `:name`, or a dotted module; empty if it is."""
     file = name.partition(":")[0]
     if file.endswith(".py") or "/" in file:
@@ -192,7 +192,7 @@ def _extras(options: Options) -> Iterator[Problem]:
 
 
 def _positions(run: TrainOptions) -> int | None:
-    """The model's maximum context length; None if unknown here."""
+    """The model's maximum context length; None if it cannot be read here."""
     path = run.actor_rollout_ref.model.path
     try:
         folder = local_folder(path) if path else None

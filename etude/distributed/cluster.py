@@ -16,7 +16,7 @@ from typing import Any
 from etude.errors import ConfigError, WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
-_HEAD_SECONDS, _LOOK_SECONDS, _KNOCK_SECONDS = 20.0, 2.0, 5.0
+_HEAD_SECONDS, _LOOK_SECONDS, _CONNECT_SECONDS = 20.0, 2.0, 5.0
 
 
 class _HeadWatch(threading.Thread):
@@ -33,7 +33,7 @@ class _HeadWatch(threading.Thread):
         answered = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS) and self.lost is None:
             try:
-                _knock(self._address)
+                _try_connect(self._address)
                 answered = time.monotonic()
             except OSError as error:
                 if time.monotonic() - answered >= _HEAD_SECONDS:
@@ -44,9 +44,9 @@ class _HeadWatch(threading.Thread):
         self.join()
 
 
-def _knock(address: str) -> None:
+def _try_connect(address: str) -> None:
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 _watch: _HeadWatch | None = None  # a process has at most one connection
@@ -85,7 +85,7 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
         raise ConfigError(f"ray.address={address}: a Ray client cannot drive a run; start it on a node of the cluster")
     try:
         if ":" in address:  # without a cluster there, `ray.init` would block for minutes
-            _knock(address)
+            _try_connect(address)
         ray.init(**given)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = "a cluster cannot be started here" if address == "local" else f"ray.address={address}"

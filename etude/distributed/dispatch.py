@@ -217,7 +217,7 @@ def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwarg
     if mode is Dispatch.ONE_TO_ALL:
         return Call([args], [kwargs], list)
     if mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-        return Call(*_deal(shards, args, kwargs, lambda value: _entries(value, shards)), list)
+        return Call(*_split_arguments(shards, args, kwargs, lambda value: _per_rank_entries(value, shards)), list)
     if mode is Dispatch.DIRECT_ROLLOUT_METHOD:
         raise RuntimeError(f"a {mode.name} bypasses the controller: call it on one rank, with WorkerGroup.direct")
     if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
@@ -249,11 +249,11 @@ def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs:
             return [results[rank] for rank in busy]
         return _gather_rows({rank: results[rank] for rank in busy}, chunk_size, padding)
 
-    return Call(*_deal(world_size, args, kwargs, share), collect)
+    return Call(*_split_arguments(world_size, args, kwargs, share), collect)
 
 
 def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
-    """The common number of rows of all batches among `values`."""
+    """The number of rows that all batches among `values` share."""
     if any(isinstance(value, TensorDict) for value in values):
         raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
     batches = [value for value in values if isinstance(value, DataProto | BatchRef)]
@@ -287,7 +287,7 @@ def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int
     return type(parts[0]).concat(parts)
 
 
-def _deal(
+def _split_arguments(
     world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Returns the arguments of each rank; `share` splits one argument into one value per rank."""
@@ -300,7 +300,7 @@ def _deal(
     )
 
 
-def _entries(value: Any, world_size: int) -> Sequence[Any]:
+def _per_rank_entries(value: Any, world_size: int) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or len(value) != world_size:
         found = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
         raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {found}")

@@ -26,8 +26,8 @@ from etude.errors import InfrastructureError
 from etude.protocol import DataProto, object_array
 
 SECONDS = 600.0  # timeout for reading samples, or for waiting for room
-_SECOND_TRY = 10.0  # timeout of the retry that finds out which samples are lost
-_NAMED = 3  # max. number of samples that an error names
+_RETRY_SECONDS = 10.0  # timeout of the retry that finds out which samples are lost
+_MAX_NAMED = 3  # max. number of samples that an error names
 
 
 class LostSamplesError(InfrastructureError):
@@ -238,7 +238,7 @@ class BatchRef:
 
     def _readable(self, piece: Piece) -> bool:
         try:
-            self.store.read([piece], min(self.timeout, _SECOND_TRY))
+            self.store.read([piece], min(self.timeout, _RETRY_SECONDS))
         except LookupError:
             return False
         return True
@@ -251,14 +251,14 @@ class BatchRef:
             lost = [i for i, piece in enumerate(pieces) if not self._readable(piece)] or range(len(pieces))
             ids = self.ids[np.sort(np.concatenate([members[i] for i in lost]))]
             nodes = ", ".join(sorted({pieces[i].block.node for i in lost}))
-            raise LostSamplesError(f"{_count(ids)}, held by {nodes}, cannot be read: {error}") from error
+            raise LostSamplesError(f"{_name_samples(ids)}, held by {nodes}, cannot be read: {error}") from error
         whole = parts[0] if len(parts) == 1 else self.join(parts)
         places = np.concatenate(members)
         return whole if (places == np.arange(len(places))).all() else whole.select_idxs(np.argsort(places))
 
 
 @dataclass
-class _Held:
+class _StoredBlock:
     """A block in the plane, and how many of its samples have not been evicted."""
 
     block: Block
@@ -277,7 +277,7 @@ class DataPlane:
         self.store, self.max_bytes, self.timeout = store or InProcessStore(), max_bytes, timeout
         self.nbytes = 0
         self._room = threading.Condition()
-        self._blocks: dict[int, _Held] = {}
+        self._blocks: dict[int, _StoredBlock] = {}
         self._samples: dict[str, list[tuple[int, int]]] = {}  # id → (block, row) of each of its blocks
         self._numbers = itertools.count()
 
@@ -314,7 +314,7 @@ class DataPlane:
         with self._room:
             self._check_new(ids, block.handles.keys())
             number = next(self._numbers)
-            self._blocks[number] = _Held(block, len(ids))
+            self._blocks[number] = _StoredBlock(block, len(ids))
             self.nbytes += block.nbytes
             for row, sample in enumerate(ids):
                 self._samples.setdefault(sample, []).append((number, row))
@@ -383,7 +383,7 @@ class DataPlane:
         with self._room:
             chosen = dict.fromkeys(ids)
             if unknown := [sample for sample in chosen if sample not in self._samples]:
-                raise KeyError(f"the data plane has no {_count(unknown)}")
+                raise KeyError(f"the data plane has no {_name_samples(unknown)}")
             for sample in chosen:
                 for number, _ in self._samples.pop(sample):
                     held = self._blocks[number]
@@ -476,8 +476,8 @@ def columns_of(data: DataProto) -> list[str]:
     return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]
 
 
-def _count(ids: Sequence[str] | np.ndarray) -> str:
-    named = ", ".join(f"'{sample}'" for sample in ids[:_NAMED])
+def _name_samples(ids: Sequence[str] | np.ndarray) -> str:
+    named = ", ".join(f"'{sample}'" for sample in ids[:_MAX_NAMED])
     return f"sample{'s' if len(ids) > 1 else ''} {named}" + (
-        f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+        f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
     )

@@ -41,8 +41,8 @@ _SETTLE_SECONDS = 30.0  # grace period for the other ranks after one has failed,
 _LOG_SECONDS = 5.0  # for reading a log file on another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
 _MAX_LOGGED = 1000  # max. records remembered as already logged for another rank
-_RAYS = (":job_id:", ":actor_name:", ":task_name:")  # marker lines that Ray writes into log files
-_THREADS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
+_RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")  # marker lines that Ray writes into log files
+_CONCURRENCY_GROUPS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
 """Concurrency groups of an actor; its other calls run one after another in a separate thread."""
 
 
@@ -89,7 +89,7 @@ class RayWorkerGroup(WorkerGroup):
         self._watches: set[_Watch] = set()
         self._lost: WorkerLost | None = None
         self._gone: set[int] = set()
-        self._logged: dict[LogRecord, int] = {}  # by the rank that said it first
+        self._logged: dict[LogRecord, int] = {}  # record → the rank that logged it first
         self._guard = threading.Lock()
         try:
             self._start(args, kwargs)
@@ -102,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
 
         ray, pool = self._ray, self._pool
         slots, options = pool.place(), ProcessOptions.of_this_process()
-        cls = ray.remote(concurrency_groups=_THREADS)(RankProcess)
+        cls = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(RankProcess)
         actors = [
             cls.options(
                 num_cpus=pool.share * pool.resources.get("CPU", 0.0),
@@ -422,5 +422,5 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAYS)]
+    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKERS)]
     return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]

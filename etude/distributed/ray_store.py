@@ -67,7 +67,7 @@ class RayStore(BlockStore):
         return found
 
     def drop(self, block: Block) -> None:
-        """Nothing to do: Ray frees the objects when the last reference to the block goes."""
+        """Does nothing: Ray frees the objects with the last reference to the block."""
 
 
 class RankStore(RayStore):

@@ -1,4 +1,4 @@
-"""`Worker`: the base class of what runs once per rank.
+"""`Worker`: the base class of workers, of which a group has one per rank.
 
 Invariant: a worker gets its rank once, at construction, and never from global state. A group builds it as `worker_cls(*args,
 rank=…, world_size=…, **kwargs)`; a subclass with its own arguments passes the rest on:
@@ -36,7 +36,7 @@ class MeshPlace:
 
 
 class Worker:
-    """One rank of a group: `rank` in [0, world_size), and the `device` its tensors live on.
+    """One rank of a group: `rank` in [0, world_size), and the `device` of its tensors.
 
     Raises:
         ValueError: `rank` is not in [0, world_size).

@@ -59,7 +59,7 @@ class WorkerGroup(ABC):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise self._unknown(name)
+        raise self._unknown_method(name)
 
     def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:
         """Returns the DIRECT_ROLLOUT_METHOD `name` of one rank; the controller does not divide or collect its calls.
@@ -69,7 +69,7 @@ class WorkerGroup(ABC):
             ValueError: the method is registered with another mode, or there is no such rank.
         """
         if name not in self._methods:
-            raise self._unknown(name)
+            raise self._unknown_method(name)
         if self._methods[name].dispatch_mode is not Dispatch.DIRECT_ROLLOUT_METHOD:
             raise ValueError(f"'{name}' is not a DIRECT_ROLLOUT_METHOD: call it on the group")
         if not 0 <= rank < self.world_size:
@@ -139,7 +139,7 @@ class WorkerGroup(ABC):
             self._meshes[mesh] = places
         return self._meshes[mesh]
 
-    def _unknown(self, name: str) -> AttributeError:
+    def _unknown_method(self, name: str) -> AttributeError:
         known, hint = ", ".join(sorted(self._methods)) or "none", did_you_mean(name, self._methods)
         return AttributeError(
             f"{self.worker_cls.__name__} has no registered method '{name}'{hint} (there are: {known})"
@@ -166,7 +166,7 @@ class InProcessWorkerGroup(WorkerGroup):
         for (args, kwargs), same in zip(parts, ranks, strict=True):
             for rank in same:
                 future: Future[Any] = Future()
-                own = tuple(map(_own, args)), {key: _own(value) for key, value in kwargs.items()}
+                own = tuple(map(_shallow_copy, args)), {key: _shallow_copy(value) for key, value in kwargs.items()}
                 try:
                     future.set_result(getattr(self._workers[rank], method_name)(*own[0], **own[1]))
                 except Exception as error:
@@ -179,7 +179,7 @@ class InProcessWorkerGroup(WorkerGroup):
         return [worker.mesh_place(mesh) for worker in self._workers]
 
 
-def _own(value: Any) -> Any:
+def _shallow_copy(value: Any) -> Any:
     """Copies a batch shallowly, so that columns a rank adds stay private to it; returns anything else unchanged."""
     return value[:] if isinstance(value, DataProto) else value
 

@@ -323,7 +323,7 @@ class EngineLink:
         if self._folder is None:
             parent = self._rollout.weight_sync_dir
             if parent is None:
-                sweep(_MEMORY_FOLDER, _PREFIX)  # before free memory is measured
+                sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
                 parent = _memory_folder(int(_ROOM * size))
             else:
                 Path(parent).mkdir(parents=True, exist_ok=True)
