@@ -206,10 +206,10 @@ TOKEN_VALUES = {
 def token_values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """The trainer's values of each response token in a record, None for tokens that the policy did not sample; columns whose
     length differs from that of the response are left out."""
-    found, mask = record.get("token_values"), record.get("response_mask")
-    if not isinstance(found, Mapping) or not isinstance(mask, list):
+    recorded, mask = record.get("token_values"), record.get("response_mask")
+    if not isinstance(recorded, Mapping) or not isinstance(mask, list):
         return {}
-    columns = {name: found[name] for name in TOKEN_VALUES if isinstance(found.get(name), list)}
+    columns = {name: recorded[name] for name in TOKEN_VALUES if isinstance(recorded.get(name), list)}
     numbers = {
         name: [value if isinstance(value, int | float) else None for value in column]
         for name, column in columns.items()

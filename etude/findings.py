@@ -103,15 +103,15 @@ class Findings:
     @contextmanager
     def _warnings(self, subject: str, fix: str) -> Iterator[None]:
         """Turns warnings that the package logs inside the block into findings."""
-        ours, found = logging.getLogger("etude"), _Collector()
+        ours, collector = logging.getLogger("etude"), _Collector()
         propagates, ours.propagate = ours.propagate, False
-        ours.addHandler(found)
+        ours.addHandler(collector)
         try:
             yield
         finally:
-            ours.removeHandler(found)
+            ours.removeHandler(collector)
             ours.propagate = propagates
-            for line in found.lines:
+            for line in collector.lines:
                 self.add_line(Level.WARNING, subject, line, fix)
 
 
@@ -129,8 +129,8 @@ def split_advice(line: str) -> tuple[str, str]:
 
     "unknown key trainer.sed; did you mean trainer.seed?" is split at the semicolon.
     """
-    found = None
-    for found in _ADVICE.finditer(line):
-        if not line[found.end() :].startswith("known:"):
+    match = None
+    for match in _ADVICE.finditer(line):
+        if not line[match.end() :].startswith("known:"):
             break
-    return (line, "") if found is None else (line[: found.start()], line[found.end() :])
+    return (line, "") if match is None else (line[: match.start()], line[match.end() :])

@@ -59,5 +59,5 @@ def longest_context(config: dict[str, Any]) -> int | None:
     """The maximum context length according to config.json; None if it does not say."""
     nested = config.get("text_config")
     places = (config, nested) if isinstance(nested, dict) else (config,)
-    found = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
-    return found[-1] if found and isinstance(found[-1], int) else None
+    lengths = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
+    return lengths[-1] if lengths and isinstance(lengths[-1], int) else None

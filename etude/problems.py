@@ -55,23 +55,23 @@ _COUNTS: dict[str, Callable[[float], str]] = {
 
 def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns kind → sentence, most serious first."""
-    found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    problems = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
-        found["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
+        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
     elif metrics.get("training/filter_groups/kept") == 0.0:
         if low is None:
-            found["nothing left"] = "no trajectory was left to train on"
+            problems["nothing left"] = "no trajectory was left to train on"
         else:
-            found["equal rewards"] = "all groups filtered out: nothing is learned"
+            problems["equal rewards"] = "all groups filtered out: nothing is learned"
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
-            found[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
-    for name, (least, words) in _SHARES.items():
-        if (share := metrics.get(name, 0.0)) >= least and "equal rewards" not in found:
-            found[name] = f"{100 * share:.0f} % {words}"
-    return found | _tool_problems(metrics) | _dominant_reward(metrics)
+            problems[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
+    for name, (threshold, words) in _SHARES.items():
+        if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
+            problems[name] = f"{100 * share:.0f} % {words}"
+    return problems | _tool_problems(metrics) | _dominant_reward(metrics)
 
 
 def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -94,10 +94,10 @@ def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    found = {}
+    problems = {}
     for tool, calls in count_tool_calls(metrics).items():
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""
-            found[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
-    return found
+            problems[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+    return problems

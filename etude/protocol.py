@@ -452,14 +452,14 @@ class DataProto:
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
-        found = []
+        selected = []
         for (place, known), keys in zip(places.items(), wanted):
             chosen = list(known if default_all else ()) if keys is None else list(dict.fromkeys(keys))
             for key in chosen:
                 if key not in known:
                     raise ValueError(f"no '{key}' in {place} (there are: {', '.join(known) or 'none'})")
-            found.append(chosen)
-        return found
+            selected.append(chosen)
+        return selected
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
@@ -542,22 +542,22 @@ def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
 
 def _deep_copy(value: T) -> T:
     """Copies every dict, list, tuple, set, array and tensor in `value`; any other object is shared."""
-    made: Any = value
+    copied: Any = value
     if isinstance(value, dict):
-        made = value.copy()
-        made.update((key, _deep_copy(inner)) for key, inner in value.items())
+        copied = value.copy()
+        copied.update((key, _deep_copy(inner)) for key, inner in value.items())
     elif isinstance(value, list):
-        made = value.copy()
-        made[:] = map(_deep_copy, value)
+        copied = value.copy()
+        copied[:] = map(_deep_copy, value)
     elif type(value) is tuple:
-        made = tuple(_deep_copy(inner) for inner in made)
+        copied = tuple(_deep_copy(inner) for inner in copied)
     elif isinstance(value, np.ndarray):
-        made = value.copy()
+        copied = value.copy()
         for place in np.ndindex(value.shape) if value.dtype == object else ():
-            made[place] = _deep_copy(value[place])
+            copied[place] = _deep_copy(value[place])
     elif isinstance(value, set | torch.Tensor):
-        made = value.clone() if isinstance(value, torch.Tensor) else value.copy()
-    return made
+        copied = value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    return copied
 
 
 def _same(a: Any, b: Any) -> bool:

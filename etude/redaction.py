@@ -47,17 +47,17 @@ def redact(value: Any, name: str = "") -> Any:
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """Redacts the arguments of a command, including `key=value` ones; a nested value (in braces) with a secret key is
     replaced as a whole."""
-    found, option = [], ""
+    redacted, option = [], ""
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and "://" not in key:
             nested = re.search(r"\{|env_vars", argument) and _BRACES.search(argument)
             kept = REDACTED if nested else redact(value, key.rpartition(".")[2])
-            found.append(f"{key}={kept}")
+            redacted.append(f"{key}={kept}")
         else:
-            found.append(redact(argument, option))
+            redacted.append(redact(argument, option))
         option = argument if _is_option(argument) else ""
-    return found
+    return redacted
 
 
 def _is_option(argument: object) -> bool:

@@ -44,8 +44,8 @@ def renamed_imports(error: ModuleNotFoundError) -> str:
 def _place(module: str) -> str:
     names = module.split(".")
     known = (".".join(names[:depth]) for depth in range(len(names), 1, -1))
-    found = next((MODULES[each] for each in known if each in MODULES), None)
-    return found or MODULES.get(module, "not used")
+    replacement = next((MODULES[each] for each in known if each in MODULES), None)
+    return replacement or MODULES.get(module, "not used")
 
 
 def _imports(path: Path, package: str) -> Iterator[tuple[int, str]]:

@@ -157,8 +157,8 @@ def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            if isinstance(value, (int, float)) and (found := _total_of(name)) is not None:
-                sums[found[0]] = sums.get(found[0], 0.0) + value * found[1]
+            if isinstance(value, (int, float)) and (total := _total_of(name)) is not None:
+                sums[total[0]] = sums.get(total[0], 0.0) + value * total[1]
         sums["steps"] = sums.get("steps", 0.0) + (record.get("step") != 0)
     return {name: round(value, 6) for name, value in sums.items()}
 
@@ -180,13 +180,13 @@ def utc_now() -> str:
 
 def versions() -> str:
     """Versions of Python and of the packages that results depend on: `python 3.11.7, torch 2.13.0, …`."""
-    found = [f"python {platform.python_version()}"]
+    parts = [f"python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(parts)
 
 
 def hardware() -> str:

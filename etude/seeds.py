@@ -57,8 +57,8 @@ def environment_seed(trajectory: int) -> int:
 def client_draw(seed: int, choice: int, ids: Sequence[int]) -> int:
     """Request number for a client's own `seed`: identical requests in a session sample identically, but different turns of a
     client that always sends the same seed do not share random numbers."""
-    asked = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
-    return _CLIENT_DRAWS + _hash(f"{seed}/{choice}/{asked}", 5)
+    digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
+    return _CLIENT_DRAWS + _hash(f"{seed}/{choice}/{digest}", 5)
 
 
 def probe_seed(name: str) -> int:

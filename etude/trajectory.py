@@ -390,17 +390,17 @@ class AgentLoopOutput:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
             raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
-        made = Trajectory(request_id, list(self.prompt_ids), timings=self._timings(), images=list(self.images))
+        trajectory = Trajectory(request_id, list(self.prompt_ids), timings=self._timings(), images=list(self.images))
         position = 0
         for sampled, run in groupby(self.response_mask):
             end = position + len(list(run))
             probs = self.response_logprobs[position:end] if sampled and self.response_logprobs else None
             provenance = Provenance.SAMPLED if sampled else Provenance.TOOL
-            made.append(self.response_ids[position:end], provenance, log_probs=probs)
-            made.assistant_turns += sampled
+            trajectory.append(self.response_ids[position:end], provenance, log_probs=probs)
+            trajectory.assistant_turns += sampled
             position = end
-        made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
-        return self._annotate(made)
+        trajectory.user_turns = max(self.num_turns - 1 - trajectory.assistant_turns, 0)
+        return self._annotate(trajectory)
 
     def _annotate(self, trajectory: Trajectory) -> Trajectory:
         trajectory.extra_fields |= self.extra_fields

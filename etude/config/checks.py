@@ -46,8 +46,9 @@ def problems_with(
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _repeats_fault(key, raw, wrong)
     }
-    found = (*unknown_names(options), *_contradictions(options), *more(options))  # faulty values: replaced by defaults
-    for key, text in found:
+    # In `options`, values of the wrong type are replaced by their defaults.
+    problems = (*unknown_names(options), *_contradictions(options), *more(options))
+    for key, text in problems:
         if key not in wrong and not _repeats_fault(key, raw, lines):
             is_unset = value_of(options, key) in (None, ())
             place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
@@ -383,8 +384,8 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
             "and custom_reward_function.path are two ways to say it: write the one in rewards",
         )
     for number, entry in enumerate(custom.rewards):
-        _, found = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
-        for text in found.values():
+        _, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
+        for text in wrong.values():
             yield "custom_reward_function.rewards", text
     if run.reward_model.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         yield "reward_model.reward_manager", "is the environment's score: set actor_rollout_ref.env.name"

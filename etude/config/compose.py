@@ -229,9 +229,9 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):
-            found = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
-            if found != value:
-                OmegaConf.update(layer.values, key, found)
+            anchored = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
+            if anchored != value:
+                OmegaConf.update(layer.values, key, anchored)
 
 
 _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
@@ -247,12 +247,12 @@ def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
     near = folder / name
-    found = near.is_file() or (or_folder and near.is_dir())
+    exists = near.is_file() or (or_folder and near.is_dir())
     named = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
     misspelt = named and one_edit_from(
         near.name, (each.name for each in near.parent.iterdir())
     )  # the error will suggest the file next to it
-    return f"{near}{colon}{attribute}" if found or misspelt else value
+    return f"{near}{colon}{attribute}" if exists or misspelt else value
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:
@@ -288,11 +288,11 @@ def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[L
 @cache
 def _aliases() -> dict[str, list[str]]:
     """Maps each key to its aliases."""
-    found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for key, declaration in declarations(TrainOptions).items():
         if declaration.about.alias_of:
-            found.setdefault(declaration.about.alias_of, []).append(key)
-    return found
+            aliases.setdefault(declaration.about.alias_of, []).append(key)
+    return aliases
 
 
 def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, str]:

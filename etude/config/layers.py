@@ -75,10 +75,10 @@ def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = (
         arguments = [] if folder == TREE else [f"hydra.searchpath=['{TREE.as_uri()}']"]
         try:
             loader = GlobalHydra.instance().config_loader()
-            found = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
+            defaults = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"{folder / config_name}.yaml: {one_line(error)}") from error
-    entries = [entry for entry in found if not (entry.config_path or "").startswith("hydra/")]
+    entries = [entry for entry in defaults if not (entry.config_path or "").startswith("hydra/")]
     return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
 
 

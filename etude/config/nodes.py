@@ -44,14 +44,14 @@ def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
         shared = str(run_dir / Path(marker.name).name)
         here = (os.getcwd(), [os.path.abspath(folder) for folder in sys.path], versions(), shared)
         task = ray.remote(num_cpus=0, max_retries=0)(node_problems)
-        asked = [
+        tasks = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
                 options, *here, gpus
             )
             for node in node_ids
         ]
         try:
-            answers = ray.get(asked, timeout=_SECONDS)
+            answers = ray.get(tasks, timeout=_SECONDS)
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"a node of the cluster cannot be checked: {one_line(error)}") from error
     if faults := list(dict.fromkeys(line for lines in answers for line in lines)):
@@ -60,12 +60,12 @@ def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that driver and workers need; empty for a package that is not installed."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    installed = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
-        found[package] = ""
+        installed[package] = ""
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def node_problems(

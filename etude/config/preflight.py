@@ -172,10 +172,10 @@ def _missing_code(name: str) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir():
-        return f"{there} is a file, not a folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
 
 
 def _extras(options: Options) -> Iterator[Problem]:

@@ -47,17 +47,17 @@ class Translation:
 def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Translation:
     """Renames or removes the keys of other frameworks in the user's `layers`, which lie on top of `base` with the keys of
     `tree`. Unknown keys and keys that must change are removed too; `faults` has a line for each that says what to do."""
-    found, table = Translation(), KeyTable(tree)
+    translation, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not served
     off = {section: switch for section, switch in SWITCHES.items() if not settings.get(switch)}
     for layer in layers:
-        translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm, off)
+        translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
         unknown = table.faults(translated)
-        found.faults += dict.fromkeys(unknown.values())  # the keys of a section share a line
-        found.layers.append(_without(translated, unknown))
-    return found
+        translation.faults += dict.fromkeys(unknown.values())  # the keys of a section share a line
+        translation.layers.append(_without(translated, unknown))
+    return translation
 
 
 def _without(layer: Layer, keys: Collection[str]) -> Layer:
@@ -70,7 +70,7 @@ def _without(layer: Layer, keys: Collection[str]) -> Layer:
 
 
 def _translate_layer(
-    layer: Layer, table: KeyTable, found: Translation, local_vllm: bool, off: Mapping[str, str]
+    layer: Layer, table: KeyTable, translation: Translation, local_vllm: bool, off: Mapping[str, str]
 ) -> Layer:
     """Returns `layer` in our keys; records those that were removed in `found`. `off`: the `SWITCHES` that are off."""
     values = plain(layer)
@@ -78,7 +78,7 @@ def _translate_layer(
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
         if refusal:
-            found.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
+            translation.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
             _remove(values, key)
         if table.knows(key):
             continue
@@ -87,13 +87,15 @@ def _translate_layer(
             ours, rule = None, f"{switch} is off"
         advice = _what_to_do(key, value, rule, local_vllm)
         if ours and value is not None and given.get(ours) not in (None, value):
-            found.faults.append(f"{key} and {ours} mean the same but are set to different values ({layer.source})")
+            translation.faults.append(
+                f"{key} and {ours} mean the same but are set to different values ({layer.source})"
+            )
         elif ours and value is not None:
             _set(values, ours, value)
         elif advice:
-            found.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
+            translation.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
         elif ours or rule:
-            found.inert[key] = rule if isinstance(rule, str) else "the same holds here"
+            translation.inert[key] = rule if isinstance(rule, str) else "the same holds here"
         else:
             continue
         _remove(values, key)
@@ -172,8 +174,8 @@ class KeyTable:
 
     def faults(self, layer: Layer) -> dict[str, str]:
         """Keys of `layer` that do not exist, or have a value where a section belongs, each with its message."""
-        found = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
-        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in found if fault}
+        faults = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
+        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in faults if fault}
 
     def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
         """Returns (what is wrong with `key` set to `value`, the hint after the source in the message), if anything."""

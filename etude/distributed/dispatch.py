@@ -99,7 +99,9 @@ class DispatchMode:
         if len(parts) != shards:
             raise ValueError(f"a dispatch mode divided a call into {len(parts)} parts for {shards} shards")
         return Call(
-            [part for part, _ in parts], [part for _, part in parts], lambda found: self.collect(found, args, kwargs)
+            [part for part, _ in parts],
+            [part for _, part in parts],
+            lambda results: self.collect(results, args, kwargs),
         )
 
 
@@ -191,12 +193,12 @@ def register(
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """The registered methods of a class by name. An override inherits the registration unless it has its own."""
-    found: dict[str, Registration] = {}
+    methods: dict[str, Registration] = {}
     for cls in reversed(worker_cls.__mro__):
         for name, attribute in vars(cls).items():
             if isinstance(registration := getattr(attribute, REGISTRATION, None), Registration):
-                found[name] = registration
-    return found
+                methods[name] = registration
+    return methods
 
 
 def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -302,8 +304,8 @@ def _split_arguments(
 
 def _per_rank_entries(value: Any, world_size: int) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or len(value) != world_size:
-        found = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {found}")
+        got = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {got}")
     return value
 
 

@@ -89,11 +89,11 @@ class InProcessStore(BlockStore):
         return Block(len(data), columns, frozenset(data.non_tensor_batch), tensor_bytes(data), "this process")
 
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
-        found = []
+        batches = []
         for block, columns, rows in pieces:
             data = DataProto.from_single_dict({name: block.handles[name] for name in columns})
-            found.append(select_rows(data, rows))
-        return found
+            batches.append(select_rows(data, rows))
+        return batches
 
     def drop(self, block: Block) -> None:
         """Does nothing: the columns are freed with the block."""
@@ -208,16 +208,16 @@ class BatchRef:
             raise ValueError(f"parts with the same columns are joined, not {[sorted(part.columns) for part in parts]}")
         groups: dict[tuple[int, ...], tuple[list[str], list[Layout]]] = {}
         for name in sorted(frozenset[str]().union(*(part.columns for part in parts))):
-            found = [
+            sources = [
                 next((layout for layout in part.layouts if name in layout.names), part.layouts[0]) for part in parts
             ]
-            groups.setdefault(tuple(map(id, found)), ([], found))[0].append(name)
+            groups.setdefault(tuple(map(id, sources)), ([], sources))[0].append(name)
         layouts = []
-        for names, found in groups.values():
-            starts = np.cumsum([0, *(len(layout.blocks) for layout in found)])
-            block = np.concatenate([layout.block + start for layout, start in zip(found, starts)])
-            blocks = tuple(block for layout in found for block in layout.blocks)
-            layouts.append(Layout(frozenset(names), blocks, block, np.concatenate([layout.row for layout in found])))
+        for names, sources in groups.values():
+            starts = np.cumsum([0, *(len(layout.blocks) for layout in sources)])
+            block = np.concatenate([layout.block + start for layout, start in zip(sources, starts)])
+            blocks = tuple(block for layout in sources for block in layout.blocks)
+            layouts.append(Layout(frozenset(names), blocks, block, np.concatenate([layout.row for layout in sources])))
         meta_info = DataProto.concat([DataProto(meta_info=part.meta_info) for part in parts]).meta_info
         ids = np.concatenate([part.ids for part in parts])
         join = join or parts[0].join
@@ -231,8 +231,8 @@ class BatchRef:
         """
         whole = DataProto()
         for layout in self.layouts if len(self) else ():
-            found = self._read(layout)
-            whole = whole.union(found) if whole.non_tensor_batch or whole.batch is not None else found
+            part = self._read(layout)
+            whole = whole.union(part) if whole.non_tensor_batch or whole.batch is not None else part
         whole.meta_info = DataProto(meta_info=self.meta_info)[:].meta_info
         return whole
 

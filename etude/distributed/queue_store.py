@@ -89,16 +89,16 @@ class QueueStore(BlockStore):
         wanted = list(range(piece.block.rows)) if piece.rows is None else sorted(set(piece.rows))
         handles = {name: piece.block.handles[name] for name in piece.columns}
         stored = [name for name, (_, dtype, tail) in handles.items() if dtype is None or tail.numel()]
-        found: Any = {}
+        fetched: Any = {}
         if stored:
             keys = _keys(handles[stored[0]][0], wanted)
             try:
-                found = _queue().kv_batch_get(keys, _PARTITION, stored)
+                fetched = _queue().kv_batch_get(keys, _PARTITION, stored)
             except Exception as error:  # its client may raise anything for a key or storage unit that is gone
                 raise LookupError(f"{type(error).__name__}: {one_line(error)}") from error
-            if found.batch_size != torch.Size([len(wanted)]):
-                raise LookupError(f"TransferQueue has {len(found)} of {len(wanted)} rows")
-        columns = {name: _column(found.get(name, None), len(wanted), handles[name]) for name in piece.columns}
+            if fetched.batch_size != torch.Size([len(wanted)]):
+                raise LookupError(f"TransferQueue has {len(fetched)} of {len(wanted)} rows")
+        columns = {name: _column(fetched.get(name, None), len(wanted), handles[name]) for name in piece.columns}
         data = DataProto.from_single_dict(columns)
         if piece.rows is None:
             return data
@@ -117,14 +117,14 @@ def _keys(name: str, rows: Sequence[int]) -> list[str]:
     return [f"{name}/{row}" for row in rows]
 
 
-def _column(found: Any, rows: int, handle: tuple[str, torch.dtype | None, Any]) -> torch.Tensor | np.ndarray:
+def _column(fetched: Any, rows: int, handle: tuple[str, torch.dtype | None, Any]) -> torch.Tensor | np.ndarray:
     _, dtype, tail = handle
     if dtype is None:
         column = np.empty((rows, *tail), dtype=object)
-        for row, cell in enumerate(found.tolist()):
+        for row, cell in enumerate(fetched.tolist()):
             column[row] = cell.value
         return column
-    if found is None:
+    if fetched is None:
         return torch.empty((rows, *tail), dtype=dtype)
-    packed = found.values() if found.is_nested else found
+    packed = fetched.values() if fetched.is_nested else fetched
     return packed.reshape(-1).contiguous().view(dtype).reshape(rows, *tail)

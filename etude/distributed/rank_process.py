@@ -185,12 +185,12 @@ class RankProcess:
     def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         fetched: Fetched = []
         args, kwargs = fetch_batches(given, fetched)
-        made = getattr(self._worker, method)(*args, **kwargs)
-        if inspect.iscoroutine(made):
-            made = asyncio.run(made)
-        made = made if store is None else keep_batches(made, store)
+        result = getattr(self._worker, method)(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        result = result if store is None else keep_batches(result, store)
         check_unwritten(fetched, f"{type(self._worker).__name__}.{method}")
-        return made
+        return result
 
     def mesh_place(self, mesh: str) -> MeshPlace:
         assert self._worker is not None

@@ -234,9 +234,11 @@ class RayWorkerGroup(WorkerGroup):
     def _lose(self, rank: _Rank, method: str, what: str) -> WorkerLost:
         """Marks a rank as lost, which makes the group unusable; returns the error."""
         lines = self._last_lines(rank.place)
-        said = f"; its last lines: {lines}" if lines else ""
+        log_end = f"; its last lines: {lines}" if lines else ""
         role = self.worker_cls.__name__
-        lost = WorkerLost(f"{role}, rank {rank.rank} of {self.world_size}, on {rank.place}: {what} in {method}{said}")
+        lost = WorkerLost(
+            f"{role}, rank {rank.rank} of {self.world_size}, on {rank.place}: {what} in {method}{log_end}"
+        )
         with self._guard:
             self._lost = self._lost or lost
             self._gone.add(rank.rank)
@@ -251,8 +253,8 @@ class RayWorkerGroup(WorkerGroup):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with suppress(Exception):  # the node may be gone
-            there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-            task = self._ray.remote(num_cpus=0)(read_end).options(scheduling_strategy=there)
+            on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+            task = self._ray.remote(num_cpus=0)(read_end).options(scheduling_strategy=on_node)
             return str(self._ray.get(task.remote(place.log), timeout=_LOG_SECONDS))
         return ""
 
@@ -399,11 +401,11 @@ class _Watch(threading.Thread):
 
 def take_all(queue: deque[str]) -> list[str]:
     """Empties the queue; thread-safe."""
-    found = []
+    items = []
     with suppress(IndexError):
         while True:
-            found.append(queue.popleft())
-    return found
+            items.append(queue.popleft())
+    return items
 
 
 def _reason(error: BaseException) -> str:
@@ -422,5 +424,5 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKERS)]
-    return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]
+    texts = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKERS)]
+    return " | ".join(texts[-lines:])[-_LOG_CHARACTERS:]

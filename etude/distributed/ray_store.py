@@ -58,13 +58,13 @@ class RayStore(BlockStore):
         except RayError as error:
             cause = getattr(error, "cause", None) or error  # Ray wraps a rank's own error
             raise LookupError(f"{type(cause).__name__}: {one_line(cause)}") from error
-        found = []
+        batches = []
         for piece in pieces:
             whole = DataProto()
             for ref in dict.fromkeys(piece.block.handles[name] for name in piece.columns):
                 whole = whole.union(objects[ref])
-            found.append(select_rows(_select(whole, piece.columns), piece.rows))
-        return found
+            batches.append(select_rows(_select(whole, piece.columns), piece.rows))
+        return batches
 
     def drop(self, block: Block) -> None:
         """Does nothing: Ray frees the objects with the last reference to the block."""
@@ -84,11 +84,11 @@ class RankStore(RayStore):
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
         near = [piece if _key(piece.block) in _kept else _lend(piece) for piece in pieces]
         lent = iter(super().read([piece for piece in near if _key(piece.block) is None], timeout))
-        found = []
+        batches = []
         for block, columns, rows in near:
             key = _key(block)
-            found.append(next(lent) if key is None else cut_kept(key, columns, rows))
-        return found
+            batches.append(next(lent) if key is None else cut_kept(key, columns, rows))
+        return batches
 
 
 def cut_kept(key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:

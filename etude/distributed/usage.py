@@ -31,17 +31,17 @@ class Usage:
 def measure_usage(device: torch.device | None = None) -> Usage:
     """Measures this process and its descendants, and the GPU `device`."""
     me, host = psutil.Process(), platform.node()
-    found = {}
+    cpu_seconds = {}
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.Error):  # it has ended in the meantime
             spent = process.cpu_times()
             ended = getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
-            found[f"{host}:{process.pid}:{process.create_time()}"] = spent.user + spent.system + ended
+            cpu_seconds[f"{host}:{process.pid}:{process.create_time()}"] = spent.user + spent.system + ended
     if device is None or device.type != "cuda":
-        return Usage(found)
+        return Usage(cpu_seconds)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     number = torch.cuda.current_device() if device.index is None else device.index
-    return Usage(found, frozenset({f"{host}:{visible}:{number}"}))
+    return Usage(cpu_seconds, frozenset({f"{host}:{visible}:{number}"}))
 
 
 def join_usage(parts: Iterable[Usage]) -> Usage:

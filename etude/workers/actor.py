@@ -87,8 +87,8 @@ class TrainWorker(TrainedWorker):
         current weights at meta_info's `temperature`; with `in_update`, of the weights where the next gradient is taken."""
         meta, squares = data.meta_info, bool(data.meta_info.get("sum_pi_squared"))
         with self._optimizer.training() if meta.get("in_update") else nullcontext():
-            found = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
-        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
+            outputs = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
+        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
 
     def _add_critic(self, total_steps: int | None) -> None:
         """Adds a value head on the policy's trunk, with its own optimizer."""
@@ -163,8 +163,8 @@ class TrainWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def score_draws(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
         """Log-probs of the responses of (prompt, response) pairs at the rollout temperature, flattened into one list."""
-        found = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
-        return [value for row in found for value in row]
+        scores = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
+        return [value for row in scores for value in row]
 
     def _record_values(self, loss: MicroLoss) -> MicroLoss:
         """Wraps `loss` to also record what `take_token_values` returns."""
@@ -182,11 +182,11 @@ class TrainWorker(TrainedWorker):
     def take_token_values(self) -> DataProto | None:
         """Returns `row` (rows,), `log_probs` and `entropys` (rows, response_len) of this rank's last update of each row
         since the last call; None if there was none. Only batches with a column `row` are recorded."""
-        found, self._token_values = self._token_values, None
-        if not found:
+        recorded, self._token_values = self._token_values, None
+        if not recorded:
             return None
-        log_probs, entropys = (torch.stack(column) for column in zip(*found.values()))
-        return DataProto.from_dict({"row": torch.tensor([*found]), "log_probs": log_probs, "entropys": entropys})
+        log_probs, entropys = (torch.stack(column) for column in zip(*recorded.values()))
+        return DataProto.from_dict({"row": torch.tensor([*recorded]), "log_probs": log_probs, "entropys": entropys})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:
@@ -239,19 +239,19 @@ class TrainWorker(TrainedWorker):
             penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
             loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
-        if (ours := columns.get("topk_log_probs")) is not None:
-            distances, found = forward_kl_topk(ours, columns["teacher_topk_log_probs"], mask)
+        if (topk_log_probs := columns.get("topk_log_probs")) is not None:
+            distances, topk_metrics = forward_kl_topk(topk_log_probs, columns["teacher_topk_log_probs"], mask)
             loss = loss + self.options.distillation.coef * agg_loss(distances, mask, **scaling)
-            metrics |= found
+            metrics |= topk_metrics
         if "vpreds" in columns:
-            added, of_values = self._value_loss(micro, scale)
-            loss, metrics = loss + added, metrics | of_values
+            vf_loss, vf_metrics = self._value_loss(micro, scale)
+            loss, metrics = loss + vf_loss, metrics | vf_metrics
         return loss, metrics
 
     def _value_loss(self, micro: DataProto, scale: LossScale) -> tuple[Tensor, Metrics]:
         """The critic's part of the objective, if it shares the trunk."""
         columns, options = micro.batch, value_options(self.options)
-        loss, found = value_loss(
+        loss, loss_metrics = value_loss(
             vpreds=columns["vpreds"],
             values=columns["old_values"],
             returns=columns["value_targets"],
@@ -260,7 +260,7 @@ class TrainWorker(TrainedWorker):
             **scale.counts(micro),
         )
         own = replace(scale, loss_agg_mode=options["loss_agg_mode"])
-        metrics: Metrics = {**found, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
+        metrics: Metrics = {**loss_metrics, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
         return self.options.critic.vf_coef * loss, metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)

@@ -218,9 +218,9 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = f"{module}.{name}"
-        if found in self._INDEX | self._PLAIN:
+        qualified = f"{module}.{name}"
+        if qualified in self._INDEX | self._PLAIN:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"names {found}, which no index of tensors holds")
+        raise pickle.UnpicklingError(f"names {qualified}, which no index of tensors holds")

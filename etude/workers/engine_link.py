@@ -76,8 +76,8 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
     if model is not None and rollout.max_model_len is None:
         longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
     if not hasattr(engine, "from_setup"):
-        made: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
-        return made
+        in_process: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
+        return in_process
     setup = EngineSetup(
         model_path=str(options.model.path),
         tokenizer=tokenizer,

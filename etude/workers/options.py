@@ -81,6 +81,6 @@ class RoleOptions:
         """`config` for user code, with attribute access; unknown keys raise."""
         if self.config is None:
             return None
-        made = OmegaConf.create(dict(self.config))
-        OmegaConf.set_struct(made, True)
-        return made
+        config = OmegaConf.create(dict(self.config))
+        OmegaConf.set_struct(config, True)
+        return config

@@ -231,8 +231,8 @@ class RolloutWorker(RoleWorker):
         Raises:
             Exception: a trajectory failed for a reason that is not infrastructure.
         """
-        pad, found = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
-        return [(key, to_batch(results, pad)) for key, results in found], self._run(self._engine_metrics())
+        pad, finished = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
+        return [(key, to_batch(results, pad)) for key, results in finished], self._run(self._engine_metrics())
 
     async def _engine_metrics(self) -> Metrics:
         assert self._manager is not None

@@ -55,8 +55,8 @@ class RolloutStream:
             self._changed.wait_for(lambda: self._finished or self._error, seconds)
             if self._error is not None:
                 raise self._error
-            found, self._finished = self._finished, []
-            return found
+            finished, self._finished = self._finished, []
+            return finished
 
     def fail(self, error: BaseException) -> None:
         """Makes `collect` raise `error`."""

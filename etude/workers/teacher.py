@@ -127,13 +127,13 @@ class TeacherWorker(RoleWorker):
 def _read(answer: Any, sequence: list[int], k: int, vocabulary: int, url: str) -> list[Scores]:
     """Parses vLLM's `prompt_logprobs`: per token a mapping from ids to log-probs, null for the first."""
     scored = answer["choices"][0]["prompt_logprobs"]
-    found = [(0.0, [0] * k, [0.0] * k)]
-    found += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
+    scores = [(0.0, [0] * k, [0.0] * k)]
+    scores += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
     if len(scored) != len(sequence) or not all(
-        map(math.isfinite, (value for one, _, top in found for value in (one, *top)))
+        map(math.isfinite, (value for one, _, top in scores for value in (one, *top)))
     ):
         raise EngineError(f"{url}{_ROUTE}: prompt_logprobs do not match the {len(sequence)} tokens of the request")
-    return found
+    return scores
 
 
 def _read_token(entry: Mapping[str, Any], token: int, k: int, vocabulary: int) -> Scores:

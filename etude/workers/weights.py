@@ -52,11 +52,11 @@ class WeightSender:
             return DataProto()
         if first:
             self._chunks = self._produce_chunks()
-        found = next(self._chunks, None)
-        if found is None or self._rank:
+        chunk = next(self._chunks, None)
+        if chunk is None or self._rank:
             return DataProto()
-        packed, entries = pack_chunk(found[0])
-        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **found[1]})
+        packed, entries = pack_chunk(chunk[0])
+        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **chunk[1]})
 
     def _produce_chunks(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
         model, rollout, options = self._model, self._options.rollout, self._options.model
