@@ -1,12 +1,11 @@
 """Rollout dumps: one JSON-lines file per step, one trajectory per line.
 
 Invariant: a dump file is either absent or complete (temporary file, then rename), every line is strict JSON that any reader
-accepts, and the segments of a written trajectory come back from it token for token, log-prob for log-prob. A record can be
-replayed, re-scored and viewed without the model or its tokenizer. Of images it holds the count, sizes and digests, but no
-pixels.
+accepts, and the segments of a trajectory are read back token for token, log-prob for log-prob. A record can be replayed,
+re-scored and viewed without the model or its tokenizer. Of images it holds count, sizes and digests, but no pixels.
 
-Deciding which trajectories to dump, and decoding their text, is the trainer's part. Nothing here imports torch, so that
-viewers start fast.
+The trainer decides which trajectories to dump, and decodes their text. Nothing here imports torch, so that viewers start
+fast.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def list_dump_steps(folder: Path | str) -> list[int]:
-    """The steps that have a dump file in `folder`, ascending; empty if there is no such folder."""
+    """The steps with a dump file in `folder`, ascending; empty if the folder does not exist."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -74,20 +73,20 @@ def rollout_record(
     earlier: Sequence[Mapping[str, JsonValue]] = (),
     token_values: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, JsonValue]:
-    """One line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and to read it by eye.
+    """Builds one line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and for humans to read it.
 
     Args:
-        row: the data row (`uid`, `reward_model.ground_truth`, `data_source`, `extra_info` …); `attempt` counts the
-            infrastructure retries before this one, 0 for the first try.
-        input, output: decoded prompt and response, special tokens kept.
-        score: the weighted total reward; None for a trajectory that was dropped.
-        reward_weights: the weights in it, `tool` and `score`.
+        row: the data row (`uid`, `reward_model.ground_truth`, `data_source`, `extra_info` …); its `attempt` is the number of
+            infrastructure retries, 0 for the first attempt.
+        input, output: decoded prompt and response, with special tokens.
+        score: the weighted total reward; None for a dropped trajectory.
+        reward_weights: the weights `tool` and `score` in that total.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
-        token_values: as `sequence_record` takes them.
+        token_values: see `sequence_record`.
         earlier: the `sequence_record`s of the sequences before the agent rewrote its history, in time order.
 
     Raises:
-        ValueError: `texts` has not one entry a segment.
+        ValueError: `texts` does not have one entry per segment.
     """
     head = {"gts": _ground_truth(row), "score": score, "step": step, "uid": None}
     known = {key: strip_pixels(row[key]) for key in _ROW_KEYS if key in row}
@@ -96,13 +95,13 @@ def rollout_record(
         "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
     }
     sequence = sequence_record(trajectory, token_values, input=input, output=output, texts=texts)
-    first = {key: sequence.pop(key) for key in ("input", "output")}  # for reading by eye
+    first = {key: sequence.pop(key) for key in ("input", "output")}  # first, for human readers
     flat_row = cast("dict[str, JsonValue]", json_safe(head | known | flat))
     return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
 
 
 def strip_pixels(value: object) -> object:
-    """`value` with the size and digest of each image in it instead of its bytes: a row hands its tools images."""
+    """Replaces each image in `value` by its size and digest; rows contain images for their tools."""
     if isinstance(value, Mapping):
         return {key: strip_pixels(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -121,11 +120,11 @@ def sequence_record(
     output: str,
     texts: Sequence[str] | None = None,
 ) -> dict[str, JsonValue]:
-    """One sequence alone: its decoded prompt and response, ids, mask, log-probs and `Trajectory.to_record()`; of
-    `token_values` (`TOKEN_VALUES`, at least as many as tokens) those of sampled tokens, to six digits.
+    """Builds the record of a single sequence: decoded prompt and response, ids, mask, log-probs, `Trajectory.to_record()`
+    and the `token_values` (see `TOKEN_VALUES`; at least one per token) of sampled tokens, to six digits.
 
     Raises:
-        ValueError: `texts` has not one entry a segment.
+        ValueError: `texts` does not have one entry per segment.
     """
     record = trajectory.to_record()
     if texts is not None:
@@ -154,13 +153,13 @@ def _ground_truth(row: Mapping[str, Any]) -> object:
 
 
 def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that `rollout_record` or `Trajectory.to_record` wrote.
+    """Restores the trajectory that `rollout_record` or `Trajectory.to_record` wrote.
 
-    Segments, turns, tool calls, rewards and stop reason are exact; messages are as JSON holds them. A log-prob or a tool's
-    reward that was not finite is NaN, such a score of the reward manager None.
+    Segments, turns, tool calls, rewards and stop reason are exact; messages are as in the JSON. A log-prob or tool reward
+    that was not finite becomes NaN, a non-finite score of the reward manager None.
 
     Raises:
-        DataError: a key is missing or holds the wrong kind of value; names the key.
+        DataError: a key is missing or its value has the wrong type; names the key.
     """
     segments = _field(record, "segments", lambda items: [_segment(item) for item in items])
     sampled_turns = {segment.turn for segment in segments if segment.provenance is Provenance.SAMPLED}
@@ -188,7 +187,7 @@ def sequences_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The records of a rollout's sequences in time order; the last is the main one, `record` itself.
 
     Raises:
-        DataError: `earlier` is no list of records.
+        DataError: `earlier` is not a list of records.
     """
     return [*_field(record, "earlier", lambda items: [dict(item) for item in items], []), record]
 
@@ -201,16 +200,16 @@ TOKEN_VALUES = {
     "ref_log_prob": "reference's log-prob",
     "values": "value",
 }
-"""What the trainer had of each response token, by the name of its column; a record's `token_values` has some of them."""
+"""The trainer's per-token columns, with labels; a record's `token_values` has some of them."""
 
 
 def token_values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The trainer's numbers of each response token of a sequence, None where the policy did not sample it; empty where a
-    dump has none, or not as many as tokens."""
-    found, mask = record.get("token_values"), record.get("response_mask")
-    if not isinstance(found, Mapping) or not isinstance(mask, list):
+    """The trainer's values of each response token in a record, None for tokens that the policy did not sample; columns whose
+    length differs from that of the response are left out."""
+    recorded, mask = record.get("token_values"), record.get("response_mask")
+    if not isinstance(recorded, Mapping) or not isinstance(mask, list):
         return {}
-    columns = {name: found[name] for name in TOKEN_VALUES if isinstance(found.get(name), list)}
+    columns = {name: recorded[name] for name in TOKEN_VALUES if isinstance(recorded.get(name), list)}
     numbers = {
         name: [value if isinstance(value, int | float) else None for value in column]
         for name, column in columns.items()

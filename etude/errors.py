@@ -1,14 +1,13 @@
-"""The failure classes, and the one rule that distinguishes "wrong" from "broken".
+"""The exception classes, and the one rule that separates the model's mistakes from infrastructure failures.
 
-Vocabulary
-- *The model was wrong*: `ToolError`. The text goes to the model; the trajectory goes on.
-- *The world was broken*: `InfrastructureError`, time-outs, connection and operating-system errors, what HTTP clients raise
-  for these, and another server's 408, 429 or 5xx. The trajectory is retried from fresh state, then dropped and counted. It
-  never becomes a reward.
+- *The model made a mistake*: `ToolError`. The text goes to the model; the trajectory continues.
+- *The infrastructure failed*: `InfrastructureError`, timeouts, connection and operating-system errors, the equivalents that
+  HTTP clients raise, and a server's 408, 429 or 5xx. The trajectory is retried from fresh state, then dropped and counted.
+  It never becomes a reward.
 - *The user must change something*: `ConfigError`, `DataError`, `CheckpointError`, `MissingExtraError`. One line that
   names the file, key or row, printed without a traceback by every command.
 
-Classification lives in `is_infrastructure` and nowhere else.
+The classification is in `is_infrastructure` and nowhere else.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class EtudeError(Exception):
     """Base of all errors meant for users: the message is one line that says what to change."""
 
     exit_status = 2
-    """Of a command that ends with it."""
+    """Exit status of a command that ends with this error."""
 
 
 class ConfigError(EtudeError):
@@ -34,14 +33,14 @@ class ConfigError(EtudeError):
 
 
 class ConfigErrors(ConfigError):
-    """Several settings are wrong: one line each, so that all can be fixed at once."""
+    """Several settings are wrong; one line each, so that all can be fixed at once."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join([f"{len(faults)} settings are invalid:", *faults]))
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """Raises if there are faults: one line for a single fault, a list for several.
+    """Raises if there are faults: a single line for one fault, a list for several.
 
     Raises:
         ConfigError: there are faults.
@@ -66,7 +65,7 @@ class MissingExtraError(EtudeError):
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model something: the message becomes the tool's answer."""
+    """Raised by a tool to report an error to the model: the message becomes the tool response."""
 
 
 class InfrastructureError(Exception):
@@ -74,31 +73,31 @@ class InfrastructureError(Exception):
 
 
 class EngineError(InfrastructureError):
-    """The inference engine died or refused a request for a reason that is not the model's."""
+    """The inference engine died, or refused a request for a reason other than the model's output."""
 
 
 class Stalled(InfrastructureError):
-    """Nothing had progressed for `trainer.stall_timeout`."""
+    """No progress for `trainer.stall_timeout`."""
 
 
 class WorkerLost(EtudeError, InfrastructureError):
-    """A worker's process died, is silent or stuck; names its role, rank, node and last log lines. Its group is of no use any
-    more: the run starts its workers again, from its last checkpoint, or ends (`trainer.max_restarts`)."""
+    """A worker's process died, does not answer or hangs; names its role, rank, node and last log lines. Its group is
+    unusable: the run restarts its workers from the last checkpoint, or ends (`trainer.max_restarts`)."""
 
 
 class MemoryExhausted(EtudeError):
-    """A process of the run had no memory left for what it was doing."""
+    """A process of the run ran out of memory."""
 
 
 class TrainingStopped(EtudeError):
-    """The run ended early on purpose (too few valid trajectories, Ctrl-C); what was done is in the last checkpoint."""
+    """The run ended early on purpose (too few valid trajectories, Ctrl-C); the last checkpoint has its progress."""
 
 
 _BROKEN = (TimeoutError, asyncio.TimeoutError, ConnectionError, OSError)
 _OURS = (EtudeError, ToolError)
 _CONNECTION_CLASSES = frozenset(
     {
-        "NetworkError",  # httpx, and so are the next three
+        "NetworkError",  # httpx, as are the next three
         "ProxyError",
         "RemoteProtocolError",
         "TimeoutException",
@@ -107,31 +106,31 @@ _CONNECTION_CLASSES = frozenset(
         "APIConnectionError",  # openai, anthropic
     }
 )
-"""Of HTTP clients: they do not derive from `ConnectionError`, and need not be installed to be recognised by name."""
+"""Exceptions of HTTP clients that do not derive from `ConnectionError`; matched by name, so that no client is imported."""
 _SERVER_FAULTS = (408, 429)
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether `error` means that the world was broken rather than that the model was wrong."""
+    """Whether `error` is an infrastructure failure rather than the model's mistake."""
     if isinstance(error, (InfrastructureError, *_OURS)):
         return isinstance(error, InfrastructureError)
     status = http_status(error)
-    if status is not None and status >= 400:  # some clients' errors are operating-system errors whatever the status
+    if status is not None and status >= 400:  # some clients derive all HTTP errors from OSError
         return status >= 500 or status in _SERVER_FAULTS
     return isinstance(error, _BROKEN) or any(each.__name__ in _CONNECTION_CLASSES for each in type(error).__mro__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, or torch on a CPU or GPU, could not allocate memory; torch need not be imported to tell."""
+    """Whether Python, or torch on a CPU or GPU, could not allocate memory; works without importing torch."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)  # torch's allocator of a CPU raises a RuntimeError
+        or "can't allocate memory" in str(error)  # torch's CPU allocator raises a RuntimeError
     )
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of the HTTP response behind `error`, where its client reports one: aiohttp, httpx, openai, requests …"""
+    """The HTTP status of the response that caused `error`, if its client reports one: aiohttp, httpx, openai, requests …"""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status"):
             status = getattr(holder, name, None)
@@ -141,21 +140,21 @@ def http_status(error: BaseException) -> int | None:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`error` as a single line of at most `limit` characters, for logs and for messages to the model."""
+    """Formats `error` as a single line of at most `limit` characters, for logs and for messages to the model."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'answer' (reward.py:12)`: type, message, and the line of the user's file that raised it, if one did."""
+    """Formats type, message and, if any, the line of the user's file that raised: `KeyError: 'answer' (reward.py:12)`."""
     kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
     text, place = f"{kind}{one_line(error)}", user_place(error)
     return text if place is None or place in text else f"{text} ({place})"
 
 
 def user_place(error: BaseException) -> str | None:
-    """`path:line` of the last frame in a file that is neither ours nor a library's, in the first cause that has one; a cause
-    from another process brings its `place`."""
+    """`path:line` of the innermost frame in the user's own code, in the earliest cause that has one; a cause from another
+    process carries it as `place`."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
@@ -170,7 +169,7 @@ def user_place(error: BaseException) -> str | None:
 
 @cache
 def user_file(name: str) -> str | None:
-    """A file of the user's as its path from the working directory, or its full path; None for any other file."""
+    """The path of one of the user's files, relative if below the working directory; None for any other file."""
     path = os.path.realpath(name)
     roots = [Path(sysconfig.get_paths()[which]) for which in ("stdlib", "platstdlib", "purelib", "platlib")]
     if not os.path.isfile(path) or any(root in Path(path).parents for root in (*roots, Path(__file__).parent)):
@@ -180,5 +179,5 @@ def user_file(name: str) -> str | None:
 
 
 def debugging() -> bool:
-    """Whether `ETUDE_DEBUG` asks for the tracebacks of errors."""
+    """Whether `ETUDE_DEBUG` requests full tracebacks."""
     return os.environ.get("ETUDE_DEBUG", "") not in ("", "0")

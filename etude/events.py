@@ -1,7 +1,7 @@
-"""Events that a run emits as it goes; a viewer consumes them.
+"""Events that a run emits while it runs; a viewer consumes them.
 
-Invariant: an event is plain data that pickles, so that it may come from another process, and emitting one never waits
-for its consumer. What is read after the run is in the files of its folder.
+Invariant: an event is plain, picklable data, so that it may come from another process, and emitting one never waits for its
+consumer. To inspect a run afterwards, read the files in its folder.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from etude.options import RunOptions
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins; `total_steps` is the number of its last step, 0 for an evaluation, which has none."""
+    """A run begins; `total_steps` is the number of its last step, 0 for an evaluation."""
 
     title: str
     total_steps: int
     options: RunOptions
-    validation: Literal["greedy", "sampled"] = "greedy"  # how validations sample; training always draws
+    validation: Literal["greedy", "sampled"] = "greedy"  # how validations decode; training always samples
 
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """`done` of `total` trajectories of the current rollout have ended."""
+    """`done` of `total` trajectories of the current rollout have finished."""
 
     done: int
     total: int
@@ -33,7 +33,7 @@ class RolloutProgress:
 
 @dataclass(frozen=True)
 class StepFinished:
-    """A step, and the validation that was due after it; step 0 is the validation before training."""
+    """A step has finished, including its validation, if one was due; step 0 is the validation before training."""
 
     step: int
     total_steps: int
@@ -42,19 +42,19 @@ class StepFinished:
 
 @dataclass(frozen=True)
 class Notice:
-    """One line of text: which checkpoint the run resumed from, why it stops."""
+    """One line of text, such as the checkpoint that the run resumed from, or why it stops."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over, successfully or not; its files are written and closed."""
+    """The run has ended, successfully or not; its files are written and closed."""
 
 
 Event: TypeAlias = RunStarted | RolloutProgress | StepFinished | Notice | RunEnded
 EventSink: TypeAlias = Callable[[Event], None]
-"""Is called from any thread and never raises: watching a run must not change it."""
+"""May be called from any thread and never raises: watching a run must not change it."""
 
 
 def ignore_event(event: Event) -> None:

@@ -1,8 +1,8 @@
-"""`Finding`: what an inspection says of one thing, with what to do about it; `Findings` collects them.
+"""`Finding`: one result of an inspection, with advice on what to do; `Findings` collects them.
 
-Invariant: an inspection goes on after a failure: what a step raises is an error, what it logs a warning, a step that lacks
-the result of another is skipped, and nothing is reported twice. Errors and warnings come with advice that names a key, file,
-command or piece of code.
+Invariant: an inspection continues after a failure: an exception in a step is an error, what it logs is a warning, a step
+that lacks the result of another is skipped, and nothing is reported twice. Errors and warnings come with advice that names a
+key, file, command or piece of code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ADVICE = re.compile(
     r"|lower|leave|list|known:|sample|export) )"
 )
 _NAMES = re.compile(r"[`'=/]|\w[._(]\w|(?<!\S)--?\w")
-"""What advice has that names something: a command, a value, a path, a key or a function."""
+"""Matches advice that names something concrete: a command, a value, a path, a key or a function."""
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
-_PLACE = re.compile(r"\(([^()]+\.py:\d+)[^()]*\)")  # as `errors.describe_error` writes it
+_PLACE = re.compile(r"\(([^()]+\.py:\d+)[^()]*\)")  # as written by `errors.describe_error`
 
 
 class Level(str, Enum):
-    """How serious a finding is; `SKIPPED`: not there, or not looked at because something else failed."""
+    """Severity of a finding; `SKIPPED`: not present, or not checked because something else failed."""
 
     OK = "ok"
     WARNING = "warning"
@@ -37,7 +37,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line on `subject`, and one on what to do: never empty for an error or a warning."""
+    """One line about `subject`, and one with the fix, which is never empty for an error or a warning."""
 
     level: Level
     subject: str
@@ -58,16 +58,15 @@ class Findings:
 
     @property
     def failed(self) -> bool:
-        """Whether one is an error."""
+        """Whether any finding is an error."""
         return any(finding.level is Level.ERROR for finding in self.all)
 
     def add(self, level: Level, subject: str, message: str, fix: str = "") -> None:
-        """Adds a finding."""
         self.all.append(Finding(level, subject, " ".join(message.split()), " ".join(fix.split())))
 
     def add_line(self, level: Level, subject: str, line: str, fix: str) -> None:
-        """Adds a one-line error or warning of another part of the program, which mostly ends with its own advice. Where that
-        names nothing, the user's file that raised, and `fix`, follow. A line that repeats an earlier one is left out."""
+        """Adds a one-line error or warning from another part of the program, which usually ends with its own advice. If
+        that names nothing concrete, the user's file that raised and `fix` are appended. Repeated lines are ignored."""
         reason = line.partition(": ")[2] or line
         if any(reason in earlier or earlier in line for earlier in self._lines):
             return
@@ -81,8 +80,8 @@ class Findings:
         self.add(level, subject, message, advice)
 
     def run(self, subject: str, step: Callable[[], str | None], *, fix: str, ready: bool = True) -> None:
-        """Runs a step; the line it returns is its finding where it raised, logged and added nothing. Skipped if not
-        `ready`: what it needs is not there."""
+        """Runs a step; the line that it returns is added as OK, unless it raised or added an error or warning. Skipped
+        unless `ready`, that is, if something that it needs is missing."""
         if not ready:
             self.add(Level.SKIPPED, subject, "not checked: an error above stands in the way")
             return
@@ -95,7 +94,7 @@ class Findings:
                     self.add_line(Level.ERROR, subject, line, fix)
             except EtudeError as error:
                 self.add_line(Level.ERROR, subject, " ".join(str(error).split()), fix)
-            except Exception as error:  # a user's code may raise anything
+            except Exception as error:  # user code may raise anything
                 self.add_line(Level.ERROR, subject, describe_error(error), fix)
             else:
                 if summary and all(each.level is Level.OK for each in self.all[before:]):
@@ -103,16 +102,16 @@ class Findings:
 
     @contextmanager
     def _warnings(self, subject: str, fix: str) -> Iterator[None]:
-        """What the package logs as a warning meanwhile becomes a finding."""
-        ours, found = logging.getLogger("etude"), _Collector()
+        """Turns warnings that the package logs inside the block into findings."""
+        ours, collector = logging.getLogger("etude"), _Collector()
         propagates, ours.propagate = ours.propagate, False
-        ours.addHandler(found)
+        ours.addHandler(collector)
         try:
             yield
         finally:
-            ours.removeHandler(found)
+            ours.removeHandler(collector)
             ours.propagate = propagates
-            for line in found.lines:
+            for line in collector.lines:
                 self.add_line(Level.WARNING, subject, line, fix)
 
 
@@ -126,12 +125,12 @@ class _Collector(logging.Handler):
 
 
 def split_advice(line: str) -> tuple[str, str]:
-    """(what is wrong, what to do) of an error line; the second is empty where the line has no imperative.
+    """Splits an error line into (problem, advice); the advice is empty if the line has no imperative.
 
     "unknown key trainer.sed; did you mean trainer.seed?" is split at the semicolon.
     """
-    found = None
-    for found in _ADVICE.finditer(line):
-        if not line[found.end() :].startswith("known:"):
+    match = None
+    for match in _ADVICE.finditer(line):
+        if not line[match.end() :].startswith("known:"):
             break
-    return (line, "") if found is None else (line[: found.start()], line[found.end() :])
+    return (line, "") if match is None else (line[: match.start()], line[match.end() :])

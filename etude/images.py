@@ -1,8 +1,8 @@
-"""`ImageInput`: one image as a model reads it, from the chat that shows it to the engines that compute it.
+"""`ImageInput`: one preprocessed image, the model input that chat messages, trainer and engines pass around.
 
 Invariant: two images have the same digest exactly when their pixel values and grids are the same (up to a hash collision,
-chance 2⁻⁶³), so caches are keyed by the digest. In a context an image is a run of `tokens` placeholder ids. Decoding it and
-cutting it into patches is left to the model's processor.
+probability 2⁻⁶³), so caches are keyed by the digest. In a context, an image is a run of `tokens` placeholder ids. Decoding
+and splitting into patches is done by the model's processor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DIGEST_BITS = 63
 @dataclass(frozen=True, eq=False)
 class ImageInput:
     """Attributes:
-    pixel_values: (patches, patch_dim) float32, as the Hugging Face image processor gives them for one image.
+    pixel_values: (patches, patch_dim) float32, as the Hugging Face image processor returns them for one image.
     grid: frames, height and width in patches (the processor's `image_grid_thw`); their product is `patches`.
-    tokens: placeholder ids that the image stands for.
+    tokens: number of placeholder ids that the image replaces.
     digest: 63-bit hash of pixel values and grid.
     """
 
@@ -34,12 +34,12 @@ class ImageInput:
     digest: int
 
     def to_record(self) -> dict[str, Any]:
-        """What a rollout dump holds of the image: everything but its pixels."""
+        """The record in a rollout dump: everything but the pixels."""
         return {"grid": list(self.grid), "tokens": self.tokens, "digest": f"{self.digest:016x}"}
 
     @classmethod
     def of(cls, pixel_values: Tensor, grid: tuple[int, int, int], merge_size: int) -> ImageInput:
-        """From the processor's output for one image; `merge_size` × `merge_size` patches make one token.
+        """Builds it from the processor's output for one image; `merge_size` × `merge_size` patches become one token.
 
         Raises:
             DataError: the grid does not fit the patches or the merge size.

@@ -1,6 +1,6 @@
-"""A training step's metrics as sums with their counts, divided once when all parts have been added.
+"""A training step's metrics as sums and counts, which are divided once, after all parts have been added.
 
-Invariant: how work was split (into micro-batches, mini-batches, refills, ranks) changes metrics only by rounding.
+Invariant: how the work is split (into micro-batches, mini-batches, refills, ranks) changes metrics only by rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean: `sum` over `count` items or their total weight."""
+    """A mean: `sum` divided by `count`, the number of items or their total weight."""
 
     sum: float
     count: float
@@ -27,23 +27,24 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A function, of a module, of `sums` that add up one by one: a histogram's percentile, a ratio of moments."""
+    """`finish`, a module-level function, of `sums` that are added elementwise: a histogram's percentile, a ratio of
+    moments."""
 
     sums: tuple[float, ...]
     finish: Callable[[tuple[float, ...]], float]
 
 
 Metric: TypeAlias = Mean | Max | Pooled | float
-"""A bare number is a count: it adds up."""
+"""A bare number is a count, which is summed."""
 
 Metrics: TypeAlias = dict[str, Metric]
 
 
 def add_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """The metrics of all parts together.
+    """Adds up the metrics of all parts.
 
     Raises:
-        TypeError: parts use one name for different kinds of metric.
+        TypeError: parts use the same name for different kinds of metric.
     """
     total: Metrics = {}
     for part in parts:
@@ -65,7 +66,7 @@ def _add(name: str, one: Metric, other: Metric) -> Metric:
 
 
 def finish_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """As numbers; a mean over nothing is left out."""
+    """Converts metrics to numbers; a mean over nothing is left out."""
     return {name: _value(metric) for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
 
 

@@ -1,7 +1,7 @@
 """A model's name: a local folder, or the name of a model on a hub.
 
-Invariant: a name that looks like a path is never looked up on a hub: only `org/name` is, where no local folder `org` exists
-and `org` is not a common folder name. Nothing here imports torch.
+Invariant: a name that looks like a path is never looked up on a hub: only `org/name` is, and only if no local folder `org`
+exists and `org` is not a common folder name. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _OWN_FOLDERS = frozenset(
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder, or None when `path` is the name of a model on a hub.
+    """Returns the folder, or None if `path` is the name of a model on a hub.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `path` is neither.
     """
     text = str(path)
     folder = Path(text).expanduser()
@@ -39,10 +39,10 @@ def local_folder(path: str | Path) -> Path | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a local folder.
+    """Reads the config.json of a local folder.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: it is missing or cannot be read.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -56,8 +56,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def longest_context(config: dict[str, Any]) -> int | None:
-    """The maximum context length by the model's config.json; None where that does not say."""
+    """The maximum context length according to config.json; None if it does not say."""
     nested = config.get("text_config")
     places = (config, nested) if isinstance(nested, dict) else (config,)
-    found = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
-    return found[-1] if found and isinstance(found[-1], int) else None
+    lengths = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
+    return lengths[-1] if lengths and isinstance(lengths[-1], int) else None

@@ -1,4 +1,4 @@
-"""Warnings about a step whose metrics alone would look healthy: for the display and the report.
+"""Warnings about problems in a step that are easy to overlook in its metrics; for the display and the report.
 
 Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
 run.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from etude.trajectory import StopReason
 
-_CUT = {  # endings that the model did not choose, and the key that sets them
+_CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
     StopReason.CONTEXT_LENGTH: "cut at rollout.max_model_len",
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
@@ -22,10 +22,10 @@ _CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
 }
-_CUT_SHARE = 0.1  # share of trajectories; below it no warning
+_CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
-_DOMINANT = 0.9  # of the spread of the total reward; reward hacking shows there first
-_SHARES = {  # metric → (from which share, sentence)
+_DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
+_SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
         0.9,
         "of groups have equal rewards: a group-relative estimator learns nothing from them",
@@ -54,24 +54,24 @@ _COUNTS: dict[str, Callable[[float], str]] = {
 
 
 def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Kind → sentence, most serious first."""
-    found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    """Returns kind → sentence, most serious first."""
+    problems = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
-        found["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
+        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
     elif metrics.get("training/filter_groups/kept") == 0.0:
         if low is None:
-            found["nothing left"] = "no trajectory was left to train on"
+            problems["nothing left"] = "no trajectory was left to train on"
         else:
-            found["equal rewards"] = "all groups filtered out: nothing is learned"
+            problems["equal rewards"] = "all groups filtered out: nothing is learned"
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
-            found[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
-    for name, (least, words) in _SHARES.items():
-        if (share := metrics.get(name, 0.0)) >= least and "equal rewards" not in found:
-            found[name] = f"{100 * share:.0f} % {words}"
-    return found | _tool_problems(metrics) | _dominant_reward(metrics)
+            problems[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
+    for name, (threshold, words) in _SHARES.items():
+        if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
+            problems[name] = f"{100 * share:.0f} % {words}"
+    return problems | _tool_problems(metrics) | _dominant_reward(metrics)
 
 
 def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Tool → its calls."""
+    """Maps each tool to its number of calls."""
     return {
         name.split("/")[1]: calls
         for name, calls in metrics.items()
@@ -94,10 +94,10 @@ def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    found = {}
+    problems = {}
     for tool, calls in count_tool_calls(metrics).items():
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""
-            found[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
-    return found
+            problems[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+    return problems

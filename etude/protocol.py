@@ -1,14 +1,14 @@
-"""`DataProto`: the batch that travels between the controller and the workers.
+"""`DataProto`: the batch that controller and workers exchange.
 
-Three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry per row;
+It has three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry per row;
 `meta_info`, settings of the whole batch.
 
 Invariant: every column, tensor or object, has as many rows as the batch, and no two batches share a `meta_info` or a
 container inside one. All row selection (slices, chunks, repetition, padding) goes through `_rows` and follows one rule: a
-slice is a view of the tensors, an index copies them, the objects in a row are shared. Padding has one meaning,
-`pad_dataproto_to_divisor`. Misuse is a ValueError that names the column, the key or the sizes.
+slice is a view of the tensors, an index copies them, the objects in a row are shared. Padding always means
+`pad_dataproto_to_divisor`. Misuse raises a ValueError that names the column, the key or the sizes.
 
-How rows are sent to workers and gathered again is left to `etude.distributed`.
+Sending rows to workers and gathering the results is the job of `etude.distributed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from etude.errors import DataError, one_line
 
 T = TypeVar("T")
-Slice = slice  # `DataProto.slice` hides the builtin from the annotations of its class
+Slice = slice  # `DataProto.slice` shadows the builtin in its class's annotations
 RowIds = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 Keys = Iterable[str] | None
 
@@ -45,7 +45,7 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """Rows of tensors and objects, and settings of the whole.
+    """Rows of tensors and objects, plus settings of the whole batch.
 
     Fields: `batch`, tensors (rows, …); `non_tensor_batch`, arrays (rows, …) of dtype object (lists assigned to it are
     converted); `meta_info`, deep-copied (dicts, lists, tuples, sets, arrays and tensors) whenever rows are selected.
@@ -65,13 +65,13 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Columns by type: tensors to `batch`; numpy arrays and lists, one entry per row, to `non_tensor_batch`.
+        """Sorts columns by type: tensors go to `batch`; numpy arrays and lists, one entry per row, to `non_tensor_batch`.
 
-        `auto_padding` is verl's and changes nothing: a batch that the ranks cannot share evenly is always padded for them,
-        and the rows of padding are removed again (`etude.distributed.dispatch`).
+        `auto_padding` exists for compatibility with verl and has no effect: a batch that does not divide evenly among the
+        ranks is always padded, and the padding rows are removed afterwards (`etude.distributed.dispatch`).
 
         Raises:
-            ValueError: a column is none of these, or the columns differ in length.
+            ValueError: a column has another type, or the columns differ in length.
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if isinstance(value, np.ndarray | list)}
@@ -87,7 +87,7 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
-        """A batch of `tensors` (rows, …) and `non_tensors` (one entry per row); without tensors `batch` is None.
+        """Builds a batch of `tensors` (rows, …) and `non_tensors` (one entry per row); without tensors `batch` is None.
 
         `auto_padding`: see `from_single_dict`.
 
@@ -105,7 +105,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, data: TensorDict) -> DataProto:
-        """Tensors become `batch`, non-tensor stacks become object columns, single non-tensor values `meta_info`."""
+        """Converts a TensorDict: tensors go to `batch`, non-tensor stacks to object columns, other values to `meta_info`."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, np.ndarray] = {}
         meta_info: dict[str, Any] = {}
@@ -120,11 +120,11 @@ class DataProto:
         return cls(batch, objects, _deep_copy(meta_info))
 
     def fetch(self) -> DataProto:
-        """Itself: what a reference to a batch elsewhere gives (`etude.distributed.BatchRef`)."""
+        """Returns itself, so that a batch can stand in for a reference to one (`etude.distributed.BatchRef`)."""
         return self
 
     def to_tensordict(self) -> TensorDict:
-        """The inverse of `from_tensordict`; raises ValueError if a key of `meta_info` is also a column."""
+        """Inverse of `from_tensordict`; raises ValueError if a key of `meta_info` is also a column."""
         data = TensorDict(self._tensors(), batch_size=[len(self)])
         for key, column in self.non_tensor_batch.items():
             data.set(key, NonTensorStack(*[NonTensorData(cell) for cell in column]))
@@ -135,7 +135,7 @@ class DataProto:
         return data
 
     def check_consistency(self) -> None:
-        """Raises ValueError for several batch dimensions or a column of the wrong type, length, or of both kinds."""
+        """Raises ValueError for several batch dimensions, or for a column of the wrong type or length or of both kinds."""
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise ValueError(f"batch must have one batch dimension, has {tuple(self.batch.batch_size)}")
         for key, tensor in self._tensors().items():
@@ -161,9 +161,9 @@ class DataProto:
     def __getitem__(self, item: Slice | RowIds) -> DataProto: ...
 
     def __getitem__(self, item: int | Slice | RowIds) -> DataProtoItem | DataProto:
-        """One row for an int; a batch for a slice (a view), or for row numbers or a mask (a copy).
+        """Returns one row for an int, a view for a slice, a copy for row numbers or a boolean mask.
 
-        Raises IndexError for a row out of range, ValueError for a mask of another length or rows that are no integers.
+        Raises IndexError for a row out of range, ValueError for a mask of the wrong length or non-integer row numbers.
         """
         if isinstance(item, slice):
             rows = range(len(self))[item]
@@ -177,15 +177,15 @@ class DataProto:
         return self.select_idxs(item)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """The rows of `[start:end:step]`."""
+        """Returns the rows of `[start:end:step]`."""
         return self[Slice(start, end, step)]
 
     def select_idxs(self, idxs: RowIds) -> DataProto:
-        """The rows of a boolean mask (rows,), or of integers in their order; see `__getitem__` for the errors."""
+        """Returns the rows that a boolean mask (rows,) or row numbers select, in order; errors as in `__getitem__`."""
         return self._rows(self._row_numbers(idxs))
 
     def reorder(self, indices: RowIds) -> None:
-        """Puts the rows in the order of `indices`, in place; raises ValueError if that is no permutation of them."""
+        """Reorders the rows by `indices`, in place; raises ValueError if that is not a permutation of the rows."""
         rows = self._row_numbers(indices)
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
             raise ValueError(f"indices must be a permutation of the {len(self)} rows")
@@ -193,41 +193,41 @@ class DataProto:
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times: a, b → a, a, b, b; not interleaved a, b, a, b."""
+        """Repeats each row `repeat_times` times: a, b → a, a, b, b; without `interleave` a, b, a, b."""
         if repeat_times < 1:
             raise ValueError(f"repeat_times must be at least 1, is {repeat_times}")
         rows = torch.arange(len(self))
         return self._rows(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
-        """Row i `repeat_times[i]` times, side by side; 0 leaves a row out."""
+        """Repeats row i `repeat_times[i]` times, copies side by side; 0 drops the row."""
         times = torch.as_tensor(repeat_times).long().cpu()
         if times.shape != (len(self),) or bool((times < 0).any()):
             raise ValueError(f"repeat_times must be {len(self)} counts of at least 0")
         return self._rows(torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` parts of equal size, in order; raises ValueError if the rows cannot be divided evenly."""
+        """Splits into `chunks` parts of equal size, in order; raises ValueError if the rows do not divide evenly."""
         if chunks < 1 or len(self) % chunks:
             raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal chunks; pad them first")
         size = len(self) // chunks
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of `split_size` rows, in order, the last possibly shorter; an empty batch is one empty part."""
+        """Splits into parts of `split_size` rows, the last possibly shorter; an empty batch gives one empty part."""
         if split_size < 1:
             raise ValueError(f"split_size must be at least 1, is {split_size}")
         return [self[start : start + split_size] for start in range(0, max(len(self), 1), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, in order; always a copy.
+        """Concatenates the rows of all parts, in order; always a copy.
 
         `meta_info["metrics"]` (a dict, or a list of dicts) of the parts is gathered into a dict of lists; any other key must
-        have the same value in all parts that have it.
+        have the same value in every part that has it.
 
         Raises:
-            ValueError: no part, parts with different columns or devices, or a conflict in meta_info; names it.
+            ValueError: no parts, parts with different columns or devices, or a conflict in meta_info; names it.
         """
         if not data:
             raise ValueError("nothing to concatenate")
@@ -250,13 +250,13 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, bool] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of equal size, `epochs` times through the rows.
+        """Iterates over mini-batches of equal size for `epochs` epochs.
 
-        `dataloader_kwargs` knows one key, `shuffle` (default False): a new permutation each epoch, drawn from `seed`,
+        `dataloader_kwargs` accepts one key, `shuffle` (default False): a new permutation each epoch, drawn from `seed`,
         or from torch's global generator if `seed` is None.
 
         Raises:
-            ValueError: the rows cannot be divided into mini-batches, or an unknown option.
+            ValueError: the rows do not divide evenly into mini-batches, or an option is unknown.
         """
         options = {"shuffle": False, **(dataloader_kwargs or {})}
         if set(options) != {"shuffle"}:
@@ -282,11 +282,13 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """A batch of some columns and meta keys (None: all); with `deepcopy` the tensors and cells are copies too.
+        """Returns a batch with some of the columns and meta keys (None: all); `deepcopy` copies tensors and cells too.
 
         Raises ValueError for a key that does not exist.
         """
-        tensors, objects, meta = self._known(batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=True)
+        tensors, objects, meta = self._validate_keys(
+            batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=True
+        )
         batch = None if self.batch is None else self.batch.select(*tensors)
         columns = {key: self.non_tensor_batch[key] for key in objects}
         if deepcopy:
@@ -300,7 +302,9 @@ class DataProto:
 
         Raises ValueError for a key that does not exist, before anything is removed.
         """
-        tensors, objects, meta = self._known(batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=False)
+        tensors, objects, meta = self._validate_keys(
+            batch_keys, non_tensor_batch_keys, meta_info_keys, default_all=False
+        )
         popped = {key: self.batch.pop(key) for key in tensors} if self.batch is not None else {}
         columns = {key: self.non_tensor_batch.pop(key) for key in objects}
         return type(self).from_dict(popped, columns, {key: self.meta_info.pop(key) for key in meta})
@@ -309,7 +313,7 @@ class DataProto:
         """Renames columns of either kind in place (`a, b` → `b, a` swaps them); returns itself.
 
         Raises:
-            ValueError: lists of unequal length, an unknown old name, or a new name that is taken or given twice.
+            ValueError: lists of unequal length, an unknown old name, or a new name that is taken or repeated.
         """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
@@ -330,8 +334,8 @@ class DataProto:
         """Adds the columns and meta keys of `other` in place; returns itself.
 
         Raises:
-            ValueError: unequal numbers of rows, or a key whose values differ (NaN equals NaN); names the key, and
-                nothing has been added then.
+            ValueError: unequal numbers of rows, or a key whose values differ (NaN equals NaN); names the key. In that
+                case nothing is added.
         """
         mine: dict[str, Any] = {**self._tensors(), **self._columns()}
         theirs: dict[str, Any] = {**other._tensors(), **other._columns()}
@@ -348,15 +352,15 @@ class DataProto:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Each tensor as one contiguous byte array, which pickle protocol 5 sends out of band without a copy.
+        """Packs each tensor as one contiguous byte array, which pickle protocol 5 sends out of band without a copy.
 
-        A slice sends its own bytes only. Devices are not kept: tensors arrive on the CPU. Row objects and meta_info
-        are pickled in the ordinary way. Where the receiver's buffers are read-only (Ray's object store), tensors are made
-        over them without a copy, and the rule for workers holds: they must not be written to.
+        A slice sends only its own bytes. Devices are not kept: tensors arrive on the CPU. Row objects and meta_info
+        are pickled normally. Where the receiver's buffers are read-only (Ray's object store), tensors wrap them without a
+        copy, and as everywhere workers must not write to them.
         """
         tensors = {key: _to_bytes(tensor) for key, tensor in self._tensors().items()}
         rows = None if self.batch is None else len(self)
-        objects, meta_info = dict(self.non_tensor_batch), _deep_copy(self.meta_info)  # copy.copy goes this way too
+        objects, meta_info = dict(self.non_tensor_batch), _deep_copy(self.meta_info)  # copy.copy uses this too
         return {"rows": rows, "tensors": tensors, "objects": objects, "meta_info": meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -365,7 +369,7 @@ class DataProto:
         self.non_tensor_batch, self.meta_info = state["objects"], state["meta_info"]
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Writes the batch as a pickle; the file appears whole or not at all."""
+        """Writes the batch as a pickle, atomically."""
         path = Path(filepath)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -378,22 +382,22 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Reads what `save_to_disk` wrote. A pickle can run any code: only load files you trust.
+        """Loads a batch that `save_to_disk` wrote. A pickle can run arbitrary code: only load files you trust.
 
         Raises:
-            DataError: the file does not exist or holds something else; names it.
+            DataError: the file does not exist or is not a saved batch; names it.
         """
         try:
             with open(filepath, "rb") as file:
                 data = pickle.load(file)
-        except Exception as error:  # a damaged pickle raises nearly anything
+        except Exception as error:  # a damaged pickle can raise nearly anything
             raise DataError(f"cannot read '{filepath}' as a saved batch: {one_line(error)}") from error
         if not isinstance(data, DataProto):
             raise DataError(f"'{filepath}' holds a {type(data).__name__}, not a saved batch")
         return data
 
     def get_data_info(self) -> str:
-        """Columns with shape, dtype and device, or the type of their first cell, and the keys of meta_info."""
+        """Describes each column (shape, dtype and device, or the type of its first cell) and the keys of meta_info."""
         lines = [f"DataProto: {len(self)} rows"]
         for key, tensor in self._tensors().items():
             lines.append(f"  {key}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
@@ -404,7 +408,7 @@ class DataProto:
         return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> str:
-        """A line with the bytes of the tensors (what their rows hold, not their storage) and the number of cells."""
+        """Returns a line with the size of the tensors (of their rows, not their storage) and the number of cells."""
         size = sum(tensor.nbytes for tensor in self._tensors().values())
         cells = sum(column.size for column in self._columns().values())
         return f"{prefix}{len(self)} rows: {size / 2**20:.3f} MiB of tensors, {cells} objects"
@@ -413,20 +417,20 @@ class DataProto:
         return {} if self.batch is None else dict(self.batch.items())
 
     def _columns(self) -> dict[str, np.ndarray]:
-        """The object columns; a list that a user put in `non_tensor_batch` as an array."""
+        """The object columns, with lists that a user put in `non_tensor_batch` converted to arrays."""
         columns = self.non_tensor_batch.items()
         return {key: object_array(column) if isinstance(column, list) else column for key, column in columns}
 
     def _rows(self, rows: Slice | torch.Tensor) -> DataProto:
         batch = None if self.batch is None else self.batch[rows]
-        if batch is not None and batch is self.batch:  # TensorDict's `[:]` is no view, but itself
+        if batch is not None and batch is self.batch:  # TensorDict's `[:]` returns itself, not a view
             batch = batch.copy()
         positions = rows if isinstance(rows, slice) else rows.numpy()
         columns = {key: column[positions] for key, column in self._columns().items()}
         return type(self)(batch, columns, _deep_copy(self.meta_info))
 
     def _row_numbers(self, idxs: RowIds) -> torch.Tensor:
-        """`idxs` as integers in [0, rows), on the CPU."""
+        """Converts `idxs` to integers in [0, rows), on the CPU."""
         if isinstance(idxs, torch.Tensor | np.ndarray):
             rows = torch.as_tensor(idxs).cpu()
         else:
@@ -441,25 +445,25 @@ class DataProto:
             raise IndexError(f"a row number is out of range for a batch of {len(self)}")
         return rows.long() % max(len(self), 1)
 
-    def _known(self, *wanted: Keys, default_all: bool) -> list[list[str]]:
-        """The requested keys of `batch`, `non_tensor_batch` and `meta_info`, checked; None stands for all or none."""
+    def _validate_keys(self, *wanted: Keys, default_all: bool) -> list[list[str]]:
+        """Validates the requested keys of `batch`, `non_tensor_batch` and `meta_info`; None means all or none."""
         places: dict[str, Mapping[str, Any]] = {
             "batch": self._tensors(),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
-        found = []
+        selected = []
         for (place, known), keys in zip(places.items(), wanted):
             chosen = list(known if default_all else ()) if keys is None else list(dict.fromkeys(keys))
             for key in chosen:
                 if key not in known:
                     raise ValueError(f"no '{key}' in {place} (there are: {', '.join(known) or 'none'})")
-            found.append(chosen)
-        return found
+            selected.append(chosen)
+        return selected
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """Rows back into a batch; raises ValueError for no rows, or rows that differ in columns, shapes or meta_info."""
+    """Collates rows into a batch; raises ValueError for no rows, or rows that differ in columns, shapes or meta_info."""
     parts = []
     for item in items:
         tensors = {} if item.batch is None else {key: value.unsqueeze(0) for key, value in item.batch.items()}
@@ -470,9 +474,9 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Appends copies of rows, from the first on and cyclically, until the size is a multiple of `size_divisor`.
+    """Appends copies of rows, cyclically from the first, until the size is a multiple of `size_divisor`.
 
-    Rows 0, 1, 2 and divisor 4 give 0, 1, 2, 0; row 0 and divisor 3 give 0, 0, 0; no rows stay no rows. Returns the
+    Rows 0, 1, 2 and divisor 4 give 0, 1, 2, 0; row 0 and divisor 3 give 0, 0, 0; an empty batch stays empty. Returns the
     padded batch and the number of rows appended.
     """
     if size_divisor < 1:
@@ -484,14 +488,14 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """`data` without its last `pad_size` rows."""
+    """Removes the last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"cannot take {pad_size} rows of padding off {len(data)} rows")
     return data[: len(data) - pad_size]
 
 
 class DataProtoFuture(Generic[T]):
-    """A result still being computed: one future per part, and how the parts become the result, gathered once by `get`."""
+    """A result still being computed: one future per part, and the function with which `get` gathers them, once."""
 
     def __init__(self, futures: Sequence[concurrent.futures.Future[Any]], collect: Callable[[list[Any]], T]) -> None:
         self._futures, self._collect = list(futures), collect
@@ -499,11 +503,11 @@ class DataProtoFuture(Generic[T]):
 
     @staticmethod
     def concat(futures: Sequence[concurrent.futures.Future[DataProto]]) -> DataProtoFuture[DataProto]:
-        """The future of the parts' concatenation."""
+        """A future of the concatenated parts."""
         return DataProtoFuture(futures, DataProto.concat)
 
     def chunk(self: DataProtoFuture[DataProto], chunks: int) -> list[DataProtoFuture[DataProto]]:
-        """Futures of the equal chunks of the result; a size that cannot be divided raises in their `get`."""
+        """Futures of equal chunks of the result; if it does not divide evenly, their `get` raises."""
 
         def part(i: int) -> DataProtoFuture[DataProto]:
             return DataProtoFuture(self._futures, lambda _: self.get().chunk(chunks)[i])
@@ -514,8 +518,8 @@ class DataProtoFuture(Generic[T]):
         """Waits for all parts, `timeout` seconds in total (None: no limit), and gathers them.
 
         Raises:
-            TimeoutError: a part was not there in time.
-            Exception: what the first failing part raised.
+            TimeoutError: a part was not ready in time.
+            Exception: the exception of the first part that failed.
         """
         if not self._result:
             _, missing = concurrent.futures.wait(self._futures, timeout)
@@ -526,8 +530,8 @@ class DataProtoFuture(Generic[T]):
 
 
 def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """(rows, …) of dtype object; a list becomes one cell per entry, however deeply entries nest: NumPy would spread equal
-    lengths over a second axis."""
+    """Converts to an object array (rows, …). A list becomes one cell per entry, however deeply entries nest; NumPy alone
+    would turn entries of equal length into a second axis."""
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     array = np.empty(len(values), dtype=object)
@@ -537,23 +541,23 @@ def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
 
 
 def _deep_copy(value: T) -> T:
-    """`value` with every dict, list, tuple, set, array and tensor in it copied, and any other object shared."""
-    made: Any = value
+    """Copies every dict, list, tuple, set, array and tensor in `value`; any other object is shared."""
+    copied: Any = value
     if isinstance(value, dict):
-        made = value.copy()
-        made.update((key, _deep_copy(inner)) for key, inner in value.items())
+        copied = value.copy()
+        copied.update((key, _deep_copy(inner)) for key, inner in value.items())
     elif isinstance(value, list):
-        made = value.copy()
-        made[:] = map(_deep_copy, value)
+        copied = value.copy()
+        copied[:] = map(_deep_copy, value)
     elif type(value) is tuple:
-        made = tuple(_deep_copy(inner) for inner in made)
+        copied = tuple(_deep_copy(inner) for inner in copied)
     elif isinstance(value, np.ndarray):
-        made = value.copy()
+        copied = value.copy()
         for place in np.ndindex(value.shape) if value.dtype == object else ():
-            made[place] = _deep_copy(value[place])
+            copied[place] = _deep_copy(value[place])
     elif isinstance(value, set | torch.Tensor):
-        made = value.clone() if isinstance(value, torch.Tensor) else value.copy()
-    return made
+        copied = value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    return copied
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -585,7 +589,7 @@ def _concat_tensors(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _merge_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = ("metrics",)) -> dict[str, Any]:
-    """Merges meta_infos: the `gathered` keys as dicts of lists, the others equal in all that have them."""
+    """Merges meta_infos: the `gathered` keys into dicts of lists; any other key must be equal wherever it occurs."""
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
@@ -599,9 +603,9 @@ def _merge_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = ("
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` in one row, on the CPU; its own memory where that is contiguous."""
+    """The bytes of `tensor` as a flat uint8 tensor on the CPU; shares its memory if that is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # A single element counts as contiguous whatever its stride, which a view of another dtype does not take.
+    # A single element counts as contiguous whatever its stride, but `view(dtype)` insists on stride 1.
     return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
 
 
@@ -616,9 +620,9 @@ def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> torc
 
 
 class _Memory:
-    """The memory of a byte array, read-only or not, as an array that PyTorch takes without a warning."""
+    """The memory of a byte array marked as writable, so that PyTorch wraps a read-only one without a warning."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self._data = data  # keeps the memory alive: NumPy keeps this object
+        self._data = data  # keeps the memory alive: NumPy holds a reference to this object
         address = data.__array_interface__["data"][0]
         self.__array_interface__ = {**data.__array_interface__, "data": (address, False)}

@@ -1,7 +1,7 @@
-"""Redaction: secrets in settings and command lines, replaced before anything is recorded or shown.
+"""Redaction: replaces secrets in settings and command lines before they are logged, recorded or displayed.
 
-Invariant: it replaces too much rather than too little; a key that a configuration declares, and the name of an environment
-variable, are no secrets.
+Invariant: it redacts too much rather than too little; keys that a configuration declares, and names of environment
+variables, are not secrets.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _BRACES = re.compile(r"key|token|secret|passw|env_vars", re.IGNORECASE)
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """`value` with what is secret in it replaced: texts whose key ends in `_key`, `-key`, `apiKey` or the like, `token`,
-    `secret` or `password`, all under `env_vars`, the user part of URLs, such parameters of their queries (`key` alone, too),
-    and values of such `--option`s. A key that is just `key`, or another word that ends so (`monkey`), hides nothing."""
+    """Replaces secrets in `value`: strings whose key ends in `_key`, `-key`, `apiKey` or the like, `token`, `secret` or
+    `password`; everything under `env_vars`; the user part of URLs; query parameters with such names (also plain `key`); and
+    values of such `--option`s. A key that is just `key`, or another word with that ending (`monkey`), is not redacted."""
     if isinstance(value, Mapping):
         inside = name if name == "env_vars" else ""
         return {key: redact(item, inside or str(key)) for key, item in value.items()}
@@ -45,20 +45,21 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """The same for the arguments of a command, `key=value` ones among them; of a value with braces, all."""
-    found, option = [], ""
+    """Redacts the arguments of a command, including `key=value` ones; a nested value (in braces) with a secret key is
+    replaced as a whole."""
+    redacted, option = [], ""
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and "://" not in key:
             nested = re.search(r"\{|env_vars", argument) and _BRACES.search(argument)
             kept = REDACTED if nested else redact(value, key.rpartition(".")[2])
-            found.append(f"{key}={kept}")
+            redacted.append(f"{key}={kept}")
         else:
-            found.append(redact(argument, option))
+            redacted.append(redact(argument, option))
         option = argument if _is_option(argument) else ""
-    return found
+    return redacted
 
 
 def _is_option(argument: object) -> bool:
-    """Whether the value of `argument`, an option, is the next argument."""
+    """Whether `argument` is an option whose value is the next argument."""
     return isinstance(argument, str) and argument.startswith("-") and "=" not in argument

@@ -1,4 +1,4 @@
-"""The registry behind every plug-in point, and the one way to import what a user names.
+"""The registry used by every plug-in point, and the only way in which user code is imported by name.
 
 Invariant: a name in a registry means one object for the life of the process; registering a different object under a
 taken name is an error, registering the same one again (a module imported twice) is not.
@@ -24,24 +24,24 @@ from etude.renamed import renamed_imports
 T = TypeVar("T")
 
 USER_MODULE = "etude_user_"
-"""Name prefix of modules imported from a file."""
+"""Prefix of the module names of files that users import."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    """`"; did you mean 'x'?"` for the closest match in `known`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def missing_file(path: Path) -> str:
-    """What is wrong with a file that does not exist: with the nearest name beside it, or that it has no folder."""
+    """Error message for a missing file: suggests the closest name in its folder, or says that the folder is missing."""
     if not path.parent.is_dir():
         return f"file not found: {path} (there is no folder {path.parent})"
     return f"file not found: {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
 
 
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` one edit from `name`: a letter inserted, deleted, replaced, or swapped with the next."""
+    """An entry of `known` one edit away from `name`: a letter inserted, deleted, replaced, or swapped with the next."""
     return next((other for other in known if _is_one_edit(name, other)), None)
 
 
@@ -59,7 +59,7 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator that enters an object under one or more names.
+        """Decorator that registers an object under one or more names.
 
         Raises:
             ConfigError: a name is taken by a different object.
@@ -69,17 +69,17 @@ class Registry(Generic[T]):
             for name in names:
                 held = self._items.get(name)
                 if held is not None and not _same_definition(held, item):
-                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_where(held)}")
+                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_qualified_name(held)}")
                 self._items[name] = item
             return item
 
         return enter
 
     def get(self, name: str) -> T:
-        """The object registered as `name`.
+        """Returns the object registered as `name`.
 
         Raises:
-            ConfigError: nothing has that name; the message lists the known names and the nearest.
+            ConfigError: nothing is registered as `name`; the message lists the known names and suggests the closest.
         """
         if name not in self._items:
             hint = did_you_mean(name, self._items)
@@ -94,25 +94,27 @@ class Registry(Generic[T]):
         return name in self._items
 
 
-def _where(item: object) -> str:
-    item = getattr(item, "__wrapped__", item)  # a record stands for its function
+def _qualified_name(item: object) -> str:
+    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
 def _same_definition(a: object, b: object) -> bool:
-    """True for the same object, and for a class or function defined again by importing its file again: by another name, or
-    as the script that is running."""
+    """True for the same object, and for a class or function defined again because its file was imported again: under
+    another module name, or as the running script."""
     a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True
     names = [getattr(item, "__qualname__", "<lambda>") for item in (a, b)]
-    if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope have one name
+    if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope share one name
         return False
     try:
         files = [inspect.getsourcefile(item) for item in (a, b)]  # type: ignore[arg-type]
     except TypeError:
         return False
-    return files[0] == files[1] and (files[0] is not None or _where(a) == _where(b))  # without a file: of one module
+    return files[0] == files[1] and (
+        files[0] is not None or _qualified_name(a) == _qualified_name(b)
+    )  # without a file, compare modules
 
 
 def import_module(target: str) -> ModuleType:
@@ -126,7 +128,7 @@ def import_module(target: str) -> ModuleType:
         return _import_file(Path(target).expanduser()) if is_file else importlib.import_module(target)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's module raises while it is imported is theirs to read
+    except Exception as error:  # a user's module may raise anything on import: report it
         advice = renamed_imports(error) if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}{advice}") from error
 
@@ -152,7 +154,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def import_object(target: str) -> Any:
-    """The object named `pkg.module.Name` or `path/to/file.py:Name`.
+    """Imports the object named `pkg.module.Name` or `path/to/file.py:Name`.
 
     Raises:
         ConfigError: the module, the file or the name in it does not exist.
@@ -168,20 +170,20 @@ def import_object(target: str) -> Any:
 
 
 def import_beside(target: str, file: Path) -> Any:
-    """As `import_object`, where `path/to/file.py:Name` may also be relative to the folder of `file`, which names it."""
+    """Like `import_object`, but `path/to/file.py:Name` may also be relative to the folder of `file`, which names it."""
     path, colon, name = target.rpartition(":")
     near = file.parent / Path(path).expanduser()
     return import_object(f"{near}:{name}" if colon and near.is_file() else target)
 
 
 def share_folder(folder: str, path: Iterable[str]) -> None:
-    """Makes the working directory and import path of another process this one's, as far as they exist on this machine."""
+    """Adopts the working directory and import path of another process, as far as they exist on this machine."""
     if os.path.isdir(folder):
         os.chdir(folder)
     sys.path += [each for each in path if each not in sys.path and os.path.exists(each)]
 
 
 def load_plugins(targets: Iterable[str]) -> None:
-    """Imports every entry of the `plugins` key, so that its `@register` lines take effect in this process."""
+    """Imports every entry of the `plugins` key, so that its `@register` decorators run in this process."""
     for target in targets:
         import_module(target)

@@ -1,6 +1,6 @@
-"""Where verl's and RL-Factory's modules are found here, for Python files that still import them.
+"""Maps the modules of verl and RL-Factory to ours, for Python files that still import them.
 
-Invariant: every module named on the right exists. Names within a module keep theirs; docs/migrating.md has both tables.
+Invariant: every module on the right exists. Names within a module are unchanged; docs/migrating.md has both tables.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MODULES = {
     "verl.trainer.ppo.core_algos": "etude.algorithms",
     "envs": "etude.agents.environments",
 }
-"""The longest entry that a module begins with counts."""
+"""The longest matching prefix of a module's name counts."""
 
 
 def renamed_imports(error: ModuleNotFoundError) -> str:
-    """`"; …"`: what to write for each such import of the file in which `error` was raised; empty for other packages."""
+    """`"; …"`: the replacement for each such import in the file that raised `error`; empty for other packages."""
     package = (error.name or "").partition(".")[0]
     frames = traceback.extract_tb(error.__traceback__)
     path = Path(frames[-1].filename) if frames else Path()
@@ -44,12 +44,12 @@ def renamed_imports(error: ModuleNotFoundError) -> str:
 def _place(module: str) -> str:
     names = module.split(".")
     known = (".".join(names[:depth]) for depth in range(len(names), 1, -1))
-    found = next((MODULES[each] for each in known if each in MODULES), None)
-    return found or MODULES.get(module, "not used")
+    replacement = next((MODULES[each] for each in known if each in MODULES), None)
+    return replacement or MODULES.get(module, "not used")
 
 
 def _imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of each import of `package` or of something in it."""
+    """Yields (line, module) for each import of `package` or one of its submodules."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue

@@ -1,8 +1,8 @@
-"""The files in a run's folder: their names, how to read them back, `run.json`, which says how the run ended, and the lock.
+"""The files in a run's folder: their names, functions to read them, `run.json`, which says how the run ended, and the lock.
 
-Invariant: reading needs no trainer, and a line that a kill cut short is skipped. `run.json` exists from the start with
-`ended: null`, so that a killed run can be distinguished from a complete one. Rollouts are read and written by `etude.dumps`;
-the metrics are written by the trainer's tracking.
+Invariant: reading needs no trainer, and a line truncated by a kill is skipped. `run.json` exists from the start with
+`ended: null`, so that a killed run can be distinguished from a complete one. `etude.dumps` reads and writes rollouts; the
+trainer's tracking writes the metrics.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _TOTALS = {
 _JUDGE_TOTALS = ("requests", "prompt_tokens", "completion_tokens", "cost")
 _MAX_RECORD_BYTES = 4 * 2**20
 _MAX_CONFIG_BYTES = 2**20
-COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or after it was killed
+COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a metrics file, one per step, ascending; lines of one step are merged, cut lines left out.
+    """Reads the records of a metrics file, one per step, ascending; lines of a step are merged, truncated lines skipped.
 
     Raises:
         DataError: the file cannot be read.
@@ -65,7 +65,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line of a metrics file with its record; None where the line is not a step's record."""
+    """Yields each line of a metrics file with its record; None if the line is not the record of a step."""
     with path.open("rb") as file:
         for line in file:
             try:
@@ -78,7 +78,7 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 @contextmanager
 def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are what is known at the beginning."""
+    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning."""
     record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
     write_json(run_dir / RUN_FILE, record)
 
@@ -95,17 +95,17 @@ def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterato
     end(COMPLETED)
 
 
-_HELD = set[tuple[int, int]]()  # device and inode of the locks that this process holds
+_HELD_LOCKS = set[tuple[int, int]]()  # (device, inode) of the lock files that this process has locked
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Locks `folder` for this process while the block runs; the system releases it however the process ends.
+    """Locks `folder` for this process while the block runs; the system releases the lock however the process ends.
 
-    A record lock: unlike `flock`'s, tool servers and sandboxes that outlive a killed run do not inherit it.
+    A POSIX record lock: unlike a `flock` lock, it is not inherited by tool servers and sandboxes that outlive a killed run.
 
     Raises:
-        ConfigError: another process trains into this folder.
+        ConfigError: another process is training into this folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,22 +127,22 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
         status = os.fstat(file.fileno())
-        _HELD.add((status.st_dev, status.st_ino))
+        _HELD_LOCKS.add((status.st_dev, status.st_ino))
         try:
             yield
         finally:
-            _HELD.discard((status.st_dev, status.st_ino))
+            _HELD_LOCKS.discard((status.st_dev, status.st_ino))
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process trains into `folder` now, by the system's word and not by a process id, which two containers may
-    share; asks without taking the lock."""
+    """Whether a process is training into `folder` now. Queries the lock without taking it; a process id would not do,
+    because two containers may share one."""
     path = folder / LOCK_FILE
     flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         status = path.stat()
-        if (status.st_dev, status.st_ino) in _HELD:
-            return True  # to open and close our own lock file would release it
+        if (status.st_dev, status.st_ino) in _HELD_LOCKS:
+            return True  # opening and closing our own lock file would release the lock
         with path.open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
     except OSError:  # no lock, or a file system without locks
@@ -151,20 +151,20 @@ def is_locked(folder: Path) -> bool:
 
 
 def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What the steps of a run took and used, over all its starts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `tokens`,
-    `tool_calls`, and `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`, `judge_cost` where judges scored;
-    what was lost with a killed step is not in it."""
+    """Sums what the steps of a run used, over all its restarts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `tokens`,
+    `tool_calls`, and, with judges, `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`, `judge_cost`.
+    Excludes steps that were killed before they finished."""
     sums: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            if isinstance(value, (int, float)) and (found := _total_of(name)) is not None:
-                sums[found[0]] = sums.get(found[0], 0.0) + value * found[1]
+            if isinstance(value, (int, float)) and (total := _total_of(name)) is not None:
+                sums[total[0]] = sums.get(total[0], 0.0) + value * total[1]
         sums["steps"] = sums.get("steps", 0.0) + (record.get("step") != 0)
     return {name: round(value, 6) for name, value in sums.items()}
 
 
 def _total_of(name: str) -> tuple[str, float] | None:
-    """The total that a metric is part of, and its unit in the total's."""
+    """The total that a metric counts towards, and the factor that converts its unit."""
     if name in _TOTALS:
         return _TOTALS[name]
     if name.startswith("tool/") and name.endswith("/calls"):
@@ -174,19 +174,19 @@ def _total_of(name: str) -> tuple[str, float] | None:
 
 
 def utc_now() -> str:
-    """This moment as ISO 8601, in UTC."""
+    """The current time in UTC, as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def versions() -> str:
-    """Python and the packages that results depend on: `python 3.11.7, torch 2.13.0, …`."""
-    found = [f"python {platform.python_version()}"]
+    """Versions of Python and of the packages that results depend on: `python 3.11.7, torch 2.13.0, …`."""
+    parts = [f"python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(parts)
 
 
 def hardware() -> str:
@@ -202,8 +202,8 @@ def hardware() -> str:
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """`run.json`: `versions`, `hardware`, `ended` and what `etude.trainer.provenance` says of the run, without
-    secrets; empty if it is absent, unreadable or above 4 MiB."""
+    """Reads `run.json`: `versions`, `hardware`, `ended` and the facts of `etude.trainer.provenance`, with secrets redacted;
+    empty if the file is missing, unreadable or larger than 4 MiB."""
     try:
         with (run_dir / RUN_FILE).open("rb") as file:
             record = json.loads(file.read(_MAX_RECORD_BYTES))
@@ -218,10 +218,10 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The resolved configuration of a run, without its secrets.
+    """Reads the resolved configuration of a run, with secrets redacted.
 
     Raises:
-        DataError: it is absent, malformed or above 1 MiB.
+        DataError: it is missing, malformed or larger than 1 MiB.
     """
     path = Path(folder) / CONFIG_FILE
     try:

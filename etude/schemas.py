@@ -1,4 +1,4 @@
-"""Tool schemas, tool responses and tool calls: what passes between the model, the chat room and the tools.
+"""Tool schemas, tool calls and tool responses: the data exchanged between the model, the chat code and the tools.
 
 Invariant: a schema keeps the *whole* JSON Schema it was given (items, nested properties, enum, default, $defs …), so that
 the model sees what the tool's author wrote.
@@ -49,7 +49,7 @@ class OpenAIFunctionToolSchema(BaseModel):
     function: OpenAIFunctionSchema
 
     def to_openai(self) -> dict[str, Any]:
-        """The schema as the plain dictionary it was made from: only keys that were set."""
+        """Converts to the plain dictionary that it was built from: only keys that were set."""
         return self.model_dump(exclude_unset=True) | {"type": self.type}
 
 
@@ -70,7 +70,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Decodes the arguments; returns (call, has_decode_error), the arguments empty on an error."""
+        """Decodes the arguments; returns (call, has_decode_error), with empty arguments on an error."""
         try:
             arguments = json.loads(parsed.arguments)
         except ValueError:
@@ -122,9 +122,9 @@ class ToolResponse(BaseModel):
         return value
 
     def is_empty(self) -> bool:
-        """True when there is nothing to show the model."""
+        """True if the response has no content for the model."""
         return not self.text and not self.image and not self.video
 
     def is_text_only(self) -> bool:
-        """True when the response holds text and no media."""
+        """True if the response has text and no media."""
         return bool(self.text) and not self.image and not self.video

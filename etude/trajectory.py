@@ -1,12 +1,12 @@
 """`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: the outcome of one row.
 
-Agent loops return trajectories, the manager puts those of a row into a `Rollout`, and these travel to the batch, the scorer,
-the metrics and the dump. `AgentLoopOutput` is a flat form that a user's loop may return instead, as in verl; it becomes a
-trajectory where it is returned.
+Agent loops return trajectories, the manager puts those of a row into a `Rollout`, and rollouts feed the batch, the scorer,
+the metrics and the dump. `AgentLoopOutput` is a flat form that a user's loop may return instead, as in verl; it is
+converted to a trajectory on return.
 
 Invariant: the concatenation of the segments' token ids is exactly what followed the prompt in the model's context, and
-`response_mask` is 1 precisely where a segment's provenance is `SAMPLED`. Nothing here looks at text to decide a mask,
-and no id is ever encoded again. A rollout has sequences, or a reason why it has none.
+`response_mask` is 1 precisely where a segment's provenance is `SAMPLED`. Masks are never derived from text, and tokens are
+never re-tokenized. A rollout has sequences, or a reason why it has none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.routed_experts import RoutedExperts
 
 
 class Provenance(str, Enum):
-    """Who wrote a token: the policy, the chat template's glue, a tool, or a user (an interaction)."""
+    """Where a token comes from: sampled by the policy, the chat template, a tool, or a user (an interaction)."""
 
     SAMPLED = "sampled"
     TEMPLATE = "template"
@@ -42,16 +42,16 @@ class StopReason(str, Enum):
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     MAX_USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"  # no room left in data.max_response_length
-    CONTEXT_LENGTH = "context_length"  # … in the model's window: rollout.max_model_len, or the engine's own
-    TURN_LENGTH = "turn_length"  # a turn was cut at multi_turn.max_turn_tokens
-    TRAJECTORY_LENGTH = "trajectory_length"  # multi_turn.max_trajectory_tokens are sampled
-    TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fitted
+    CONTEXT_LENGTH = "context_length"  # no room left in the context window: rollout.max_model_len or the engine's limit
+    TURN_LENGTH = "turn_length"  # a turn was truncated at multi_turn.max_turn_tokens
+    TRAJECTORY_LENGTH = "trajectory_length"  # multi_turn.max_trajectory_tokens have been sampled
+    TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fit
     TIME_LIMIT = "time_limit"  # multi_turn.max_seconds
     MALFORMED_CALL = "malformed_call"  # where multi_turn.malformed_calls is "end"
     MAX_MALFORMED_CALLS = "max_malformed_calls"  # multi_turn.max_consecutive_malformed_calls
     PROMPT_TOO_LONG = "prompt_too_long"
-    CONTEXT_REFUSED = "context_refused"  # the chat template does not write what was answered; dropped
-    INFRASTRUCTURE = "infrastructure"  # dropped after its retries: never trained on
+    CONTEXT_REFUSED = "context_refused"  # the chat template cannot render the tool responses; dropped
+    INFRASTRUCTURE = "infrastructure"  # dropped after its retries, never trained on
     CANCELLED = "cancelled"
 
 
@@ -62,21 +62,21 @@ TRUNCATED = (
     StopReason.TRAJECTORY_LENGTH,
     StopReason.TOOL_RESPONSE_OVERFLOW,
 )
-"""Endings for lack of tokens."""
+"""Stop reasons of a trajectory truncated by a token limit."""
 
 
 KEPT_IDS = "kept_ids"
-"""The column of a batch with, for each row, `Trajectory.kept_ids`; only where top-k or top-p are on."""
+"""The column of a batch that holds each row's `Trajectory.kept_ids`; only present with top-k or top-p sampling."""
 KeptIds: TypeAlias = tuple["array[int] | None", ...]
-"""For each token the ids that it was drawn from; None where these are all."""
+"""For each token the ids that it was sampled from after top-k/top-p; None: the whole vocabulary."""
 
 
 class Segment(NamedTuple):
     """A run of tokens of one provenance.
 
-    `log_probs` has one entry per token for sampled segments (natural log, of the distribution sampled from) and is None
-    otherwise; `weight_versions` likewise; `kept_ids` too, where top-k or top-p restricted that distribution; `turn` counts
-    assistant turns from 0.
+    For sampled segments `log_probs` has one entry per token (natural log, of the distribution sampled from), and so have
+    `weight_versions` and, where top-k or top-p restricted that distribution, `kept_ids`; otherwise they are None. `turn`
+    counts assistant turns from 0.
     """
 
     token_ids: tuple[int, ...]
@@ -87,10 +87,10 @@ class Segment(NamedTuple):
     kept_ids: KeptIds | None = None
 
     def checked(self) -> Segment:
-        """This segment.
+        """Returns this segment after validation.
 
         Raises:
-            ValueError: there are not as many log-probs as tokens.
+            ValueError: the numbers of log-probs and tokens differ.
         """
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
             raise ValueError(f"{len(self.log_probs)} log-probs for {len(self.token_ids)} tokens")
@@ -102,7 +102,7 @@ class ToolCallRecord:
     """One executed (or refused) tool call: arguments, response, duration.
 
     `error` is None, "tool" (the tool raised `ToolError`), "exception", "invalid_arguments" (of a known tool),
-    "unknown_tool", "malformed", "not_executed" (beyond the calls that one turn may make), or, of a call that ended its
+    "unknown_tool", "malformed", "not_executed" (over the limit of calls per turn), or, for a call that ended its
     trajectory, "timeout" or "infrastructure".
     """
 
@@ -115,17 +115,17 @@ class ToolCallRecord:
     error: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"
-    retries: int = 0  # failed attempts before the last one (infrastructure)
+    retries: int = 0  # attempts before the last one that failed for infrastructure reasons
     timeouts: int = 0  # attempts that timed out
-    blocked_loop: int = 0  # times it was caught blocking the event loop
+    blocked_loop: int = 0  # number of times it blocked the event loop
 
 
 @dataclass
 class Rewards:
     """A trajectory's rewards by source.
 
-    `steps` holds (assistant turn, tool name, value) for every reward an execute returned, `final` the value of each
-    tool's `calc_reward`, `score` the reward manager's score (None when no manager ran).
+    `steps` holds (assistant turn, tool name, value) for every reward that a tool's `execute` returned, `final` the value of
+    each tool's `calc_reward`, `score` the reward manager's score (None if no manager ran).
     """
 
     steps: list[tuple[int, str, float]] = field(default_factory=list)
@@ -141,14 +141,14 @@ class Rewards:
 
 @dataclass
 class Trajectory:
-    """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity,
-    `timeline` each activity with its start (since 1970) and length.
+    """One sequence of a rollout, usually the only one. Times are in seconds; `timings` holds sums by activity,
+    `timeline` each activity with its start (Unix time) and duration.
 
-    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
-    `extra_fields` are additional fields from its loop: the scorer finds them in `extra_info`. `images` are those of its
+    `sampling` holds the temperature, top_p and top_k that its tokens were sampled with, where the manager knows them.
+    `extra_fields` are additional fields from its loop; the scorer gets them in `extra_info`. `images` are the images of its
     context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of `messages`. If it
-    ended before its last messages reached the model (endings after tools or a user), they are in `messages` all the same, as
-    text only: `[image]` for each image. `routed_experts` are those of its context, where the engine keeps them.
+    ended before its last messages reached the model (after tools or a user), they are still in `messages`, as text only:
+    `[image]` for each image. `routed_experts` are the expert choices for its context, where the engine records them.
     """
 
     request_id: str
@@ -176,10 +176,10 @@ class Trajectory:
         log_probs: Sequence[float] | None = None,
         weight_versions: Sequence[int] | None = None,
     ) -> None:
-        """Adds tokens at the end of the context; an empty run adds nothing.
+        """Appends tokens to the context as one segment; no tokens, no segment.
 
         Raises:
-            ValueError: there are not as many log-probs as tokens.
+            ValueError: the numbers of log-probs and tokens differ.
         """
         versions = None if weight_versions is None else tuple(weight_versions)
         probs = None if log_probs is None else tuple(log_probs)
@@ -188,17 +188,17 @@ class Trajectory:
             self.segments.append(segment)
 
     def add_time(self, activity: str, seconds: float) -> None:
-        """Adds an activity that has ended now."""
+        """Adds an activity that has just ended."""
         self.timings[activity] = self.timings.get(activity, 0.0) + seconds
         self.timeline.append((activity, time.time() - seconds, seconds))
 
     def add_step_reward(self, source: str, value: float, turn: int | None = None) -> None:
-        """Adds a reward of the last assistant turn, or of `turn`; `source` is a tool's name, or who else gave it."""
+        """Adds a step reward for the last assistant turn, or for `turn`; `source` names its giver, usually a tool."""
         self.rewards.steps.append((self.assistant_turns - 1 if turn is None else turn, source, value))
 
     @property
     def reward_score(self) -> float | None:
-        """`rewards.score`, by the name that it has in an `AgentLoopOutput`."""
+        """Alias of `rewards.score`, under its name in `AgentLoopOutput`."""
         return self.rewards.score
 
     @reward_score.setter
@@ -225,7 +225,7 @@ class Trajectory:
 
     @property
     def kept_ids(self) -> KeptIds:
-        """For each id after the prompt the ids that it was drawn from; empty where no segment has any."""
+        """For each id after the prompt the ids that it was sampled from; empty if no segment has any."""
         if all(segment.kept_ids is None for segment in self.segments):
             return ()
         return tuple(kept for each in self.segments for kept in each.kept_ids or (None,) * len(each.token_ids))
@@ -236,7 +236,7 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def context_ids(self) -> list[int]:
-        """The whole context: the prompt's ids and all that followed."""
+        """The whole context: prompt ids plus response ids."""
         return self.prompt_ids + self.response_ids
 
     @property
@@ -245,7 +245,7 @@ class Trajectory:
         return self.user_turns + self.assistant_turns + 1
 
     def turn_ends(self) -> dict[int, int]:
-        """Assistant turn → response position of its last sampled token."""
+        """Maps each assistant turn to the response position of its last sampled token."""
         ends: dict[int, int] = {}
         position = 0
         for segment in self.segments:
@@ -255,7 +255,7 @@ class Trajectory:
         return ends
 
     def token_level_scores(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> list[float]:
-        """Rewards placed on tokens: each step reward where its turn ended, the rest on the last sampled token."""
+        """Rewards per response token: each step reward at the end of its turn, the rest on the last sampled token."""
         scores = [0.0] * self.response_length
         ends = self.turn_ends()
         if not ends:
@@ -267,7 +267,7 @@ class Trajectory:
         return scores
 
     def to_output(self) -> AgentLoopOutput:
-        """The flat form."""
+        """Converts to the flat form."""
         return AgentLoopOutput(
             prompt_ids=list(self.prompt_ids),
             response_ids=self.response_ids,
@@ -280,7 +280,7 @@ class Trajectory:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Plain JSON-serialisable form, for rollout dumps."""
+        """Converts to a JSON-serialisable dict, for rollout dumps."""
         return {
             "request_id": self.request_id,
             "prompt_ids": list(self.prompt_ids),
@@ -311,11 +311,11 @@ class Trajectory:
 class Rollout:
     """The outcome of one row: its sequences, or why there are none.
 
-    `sequences` are in time order. The last is the main one, and alone carries rewards, messages and stop reason; earlier
-    ones are what the agent abandoned when it rewrote its history. A dropped rollout has none. `attempts` counts runs,
-    `failures` what infrastructure broke (runs, and scorings of a finished one), `stalls` those of them that had stalled,
-    `cause` is the last of these failures in one line, `broken_calls` are the tool calls that ended a run, whose
-    trajectory is gone. `judge_usage` is what judges used for it (see `etude.rewards.usage`).
+    `sequences` are in time order. Only the last, the main one, carries rewards, messages and stop reason; the earlier ones
+    were abandoned when the agent rewrote its history. A dropped rollout has none. `attempts` counts runs, `failures` the
+    infrastructure failures (of runs, and of scoring a finished run), `stalls` the failures that were stalls; `cause` is the
+    last failure in one line. `broken_calls` are the tool calls that ended a failed run, whose trajectory is discarded.
+    `judge_usage` is what judges used for this rollout (see `etude.rewards.usage`).
     """
 
     sequences: list[Trajectory] = field(default_factory=list)
@@ -329,7 +329,7 @@ class Rollout:
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """The main sequence; None where the rollout was dropped."""
+        """The main sequence; None if the rollout was dropped."""
         return self.sequences[-1] if self.sequences else None
 
     @property
@@ -338,13 +338,13 @@ class Rollout:
         return self.sequences[:-1]
 
     def drop(self, reason: StopReason) -> None:
-        """Discards the sequences."""
+        """Drops the rollout: discards its sequences and records the reason."""
         self.sequences, self.dropped = [], reason
 
 
 @dataclass
 class AgentLoopMetrics:
-    """What a loop measured, in seconds; `num_preempted` is for verl's loops, and is not reported."""
+    """A loop's timings, in seconds; `num_preempted` exists for verl's loops and is not reported."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -354,12 +354,12 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """What a loop may return in place of a `Trajectory`. `response_mask` is 1 for sampled tokens; lengths of the response
-    lists are equal; `images` are those last passed to `generate`. A `trajectory`, if given, is what is trained on: the lists
-    and images must match it, and a `reward_score` becomes its score.
+    """What a loop may return instead of a `Trajectory`. `response_mask` is 1 for sampled tokens; the response lists have
+    equal lengths; `images` are those last passed to `generate`. If there is a `trajectory`, training uses it: the lists and
+    images must match it, and a `reward_score` becomes its score.
 
-    `extra_fields` reach the scorer, within `extra_info`, and the dump; `reward_extra_info` among them is reported beside
-    a `reward_score`. The last four are verl's, and must be empty here.
+    `extra_fields` go to the scorer, in `extra_info`, and to the dump; their `reward_extra_info` is reported next to a
+    `reward_score`. The last four fields exist for compatibility with verl and must be empty.
     """
 
     prompt_ids: list[int]
@@ -378,31 +378,31 @@ class AgentLoopOutput:
     routed_experts: Any = None
 
     def to_trajectory(self, request_id: str) -> Trajectory:
-        """The trajectory behind this view; for a view built by hand, one made from runs of equal mask.
+        """Returns `trajectory`; if there is none, builds one with a segment for each run of equal mask.
 
         Raises:
-            ValueError: the response lists differ in length, a mask value is not 0 or 1, or this view and the trajectory
-                behind it disagree.
+            ValueError: the response lists differ in length, a mask value is not 0 or 1, or the lists differ from
+                `trajectory`.
         """
         if self.trajectory is not None:
             self._check_view_of(self.trajectory)
-            return self._annotated(self.trajectory)
+            return self._annotate(self.trajectory)
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
             raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
-        made = Trajectory(request_id, list(self.prompt_ids), timings=self._timings(), images=list(self.images))
+        trajectory = Trajectory(request_id, list(self.prompt_ids), timings=self._timings(), images=list(self.images))
         position = 0
         for sampled, run in groupby(self.response_mask):
             end = position + len(list(run))
             probs = self.response_logprobs[position:end] if sampled and self.response_logprobs else None
             provenance = Provenance.SAMPLED if sampled else Provenance.TOOL
-            made.append(self.response_ids[position:end], provenance, log_probs=probs)
-            made.assistant_turns += sampled
+            trajectory.append(self.response_ids[position:end], provenance, log_probs=probs)
+            trajectory.assistant_turns += sampled
             position = end
-        made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
-        return self._annotated(made)
+        trajectory.user_turns = max(self.num_turns - 1 - trajectory.assistant_turns, 0)
+        return self._annotate(trajectory)
 
-    def _annotated(self, trajectory: Trajectory) -> Trajectory:
+    def _annotate(self, trajectory: Trajectory) -> Trajectory:
         trajectory.extra_fields |= self.extra_fields
         if self.reward_score is not None:
             trajectory.rewards.score = self.reward_score

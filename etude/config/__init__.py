@@ -1,4 +1,4 @@
-"""The configuration: a tree of YAML, composed by Hydra, checked before anything is loaded, handed on as dataclasses."""
+"""The configuration: a tree of YAML files, composed by Hydra, validated before anything is loaded, passed as dataclasses."""
 
 from etude.config.compose import DEFAULT_ROOT, Composition, compose, compose_with_sources
 from etude.config.layers import COMMAND_LINE, package_roots

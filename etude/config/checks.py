@@ -1,7 +1,7 @@
-"""Finds what is wrong with a composed configuration, and which keys have no effect.
+"""Validates a composed configuration and finds keys without effect.
 
-Invariant: all faults that the values alone reveal are found here, at once, each with its key, value, where that was set, and
-what is allowed. What needs files is left to `preflight`.
+Invariant: all faults that can be found from the values alone are reported here, together, each with its key, value, where it
+was set, and what is allowed. Checks that need files are in `preflight`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.registry import Registry, did_you_mean, import_object
 
 Options = TrainOptions | SFTOptions
 Problem = tuple[str, str]
-"""A key, and why its value is invalid."""
+"""(key, why its value is invalid)."""
 
 _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
@@ -37,17 +37,18 @@ def problems_with(
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options of the class `tree`, one line per fault).
+    """Returns (`values` as options of the class `tree`, one line per fault).
 
-    `raw` are the leaves before interpolation; `more` finds further faults of options that fit their types.
+    `raw` are the leaves before interpolation; `more` finds further faults of options whose types are right.
     """
     options, wrong = build(tree, values)
-    assert options is not None  # every key of a whole configuration has a default
+    assert options is not None  # in a complete configuration every key has a default
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _repeats_fault(key, raw, wrong)
     }
-    found = (*unknown_names(options), *_contradictions(options), *more(options))  # with defaults in place of those
-    for key, text in found:
+    # In `options`, values of the wrong type are replaced by their defaults.
+    problems = (*unknown_names(options), *_contradictions(options), *more(options))
+    for key, text in problems:
         if key not in wrong and not _repeats_fault(key, raw, lines):
             is_unset = value_of(options, key) in (None, ())
             place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
@@ -56,7 +57,7 @@ def problems_with(
 
 
 def shown_value(options: Any, key: str) -> str:
-    """The value as messages render it: text without quotes."""
+    """The value as messages show it: strings without quotes."""
     value = value_of(options, key)
     if isinstance(value, bool):
         return str(value).lower()
@@ -64,7 +65,7 @@ def shown_value(options: Any, key: str) -> str:
 
 
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
-    """A line for each of the user's `keys` that has no effect, and for settings that are allowed but probably unintended."""
+    """Yields a line for each of the user's `keys` without effect, and for settings that are valid but likely unintended."""
     yield from inert(options, keys, sources)
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -85,7 +86,7 @@ def _foreign_aggregation(key: str, run: TrainOptions, sources: Mapping[str, str]
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
-    """A line for each of `keys` that has no effect in this configuration."""
+    """Yields a line for each of `keys` that has no effect in this configuration."""
     for key in keys:
         if condition := inert_reason(options, key):
             place = f" ({sources[key]})" if key in sources else ""
@@ -93,7 +94,7 @@ def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> 
 
 
 def inert_reason(options: Options, key: str) -> str:
-    """Where `key` would apply, if it has no effect in this configuration; else empty."""
+    """If `key` has no effect in this configuration, the condition under which it applies; else empty."""
     declared = declarations(type(options)).get(key)
     if declared is None:
         return ""
@@ -102,32 +103,32 @@ def inert_reason(options: Options, key: str) -> str:
 
 
 def effective_keys(run: TrainOptions) -> list[str]:
-    """The non-default keys that have an effect, as far as is known: with an estimator or loss that a plugin has yet to
-    register, each may have one."""
+    """The non-default keys that have an effect, as far as is known: with an estimator or loss that a plugin has not
+    registered yet, any key may have one."""
     declared = declarations(TrainOptions).items()
     chosen = [key for key, each in declared if value_of(run, key) != each.default and not each.about.written]
     return [key for key in chosen if not inert_reason(run, key)]
 
 
 def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
-    """Checks `run` against its estimator and loss, now that plugins are imported; returns a line for each of the `effective`
-    keys that has no effect after all.
+    """Checks `run` against its estimator and loss, after the plugins have been imported; returns a line for each of the
+    `effective` keys that has no effect after all.
 
     Raises:
-        ConfigError: settings do not fit them.
+        ConfigError: settings do not fit the estimator or the loss.
     """
     raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
     return list(inert(run, effective, {}))
 
 
 def _repeats_fault(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
-    """Whether `key` only repeats the value of another faulty key."""
+    """Whether `key` merely interpolates another faulty key."""
     link = raw.get(key)
     return isinstance(link, str) and any(f"${{{other}}}" in link for other in wrong)
 
 
 def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
-    """Where `key` was set; for a section, where the keys named in `text` were."""
+    """Where `key` was set; for a section, where the keys that `text` names were set."""
     if key in sources:
         return f" ({sources[key]})"
     names = [name for name in sources if name.startswith(f"{key}.") and is_users(sources[name])]
@@ -138,18 +139,18 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
 
 # -- names of registered things ----------------------------------------------------------------------------------------
 
-_ALSO = {"reward_model.reward_manager": ("parallel",)}
-"""Names that are valid without being registered."""
+_ALSO_VALID = {"reward_model.reward_manager": ("parallel",)}
+"""Names that are valid although nothing is registered under them."""
 _MAX_NAMES = 12
-_NOT_FOR_RUNS = ("scripted",)
-"""The engine that replays a test's script."""
+_TEST_ENGINES = ("scripted",)
+"""The engine that replays a script, for tests."""
 
 
 def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -> Iterator[Problem]:
-    """Keys with unregistered names, each with the registered ones.
+    """Yields the keys whose value is not a registered name; the message lists the registered ones.
 
-    `late` includes those checked when a run starts. `imported`: the user's own code has been imported; before that, only
-    names that it cannot register are refused.
+    `late` includes keys that are only checked when a run starts. `imported`: the user's own code has been imported; before
+    that, only names that it cannot register are rejected.
     """
     if options.plugins and not imported:
         return
@@ -161,8 +162,8 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
         may_come = own_loops and key.endswith("default_agent_loop") and not imported
         if may_come or (declared.about.names.late and not late):
             continue
-        known = [name for name in known_names(declared.about.names) if name not in _NOT_FOR_RUNS]
-        known += _ALSO.get(key, ())
+        known = [name for name in known_names(declared.about.names) if name not in _TEST_ENGINES]
+        known += _ALSO_VALID.get(key, ())
         for name in value if isinstance(value, tuple) else (value,):
             if name not in known:
                 few = ", ".join(known[:_MAX_NAMES]) + (", …" if len(known) > _MAX_NAMES else "")
@@ -171,16 +172,16 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
 
 
 def check_names(options: Any) -> None:
-    """Refuses unregistered names, now that the plugins are imported.
+    """Rejects unregistered names, after the plugins have been imported.
 
     Raises:
-        ConfigError: names every key, and the nearest name.
+        ConfigError: a name is not registered; the message has every such key, with the closest name.
     """
     raise_faults([f"{key}: {text}" for key, text in unknown_names(options, late=True, imported=True)])
 
 
 def known_names(names: Names) -> list[str]:
-    """The registered names, as far as known without importing torch."""
+    """The registered names, as far as they are known without importing torch."""
     module, _, _ = names.registry.partition(":")
     if names.builtin and module not in sys.modules:
         return list(names.builtin)
@@ -188,7 +189,7 @@ def known_names(names: Names) -> list[str]:
     return registry.names()
 
 
-# -- settings that are valid alone and invalid together -----------------------------------------------------------------
+# -- settings that contradict each other --------------------------------------------------------------------------------
 
 
 def _contradictions(options: Options) -> Iterator[Problem]:
@@ -272,7 +273,7 @@ def _distillation(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
-    """The free-form options of estimator and loss, where these are registered already."""
+    """Checks the free-form options of estimator and loss, if these are already registered."""
     algorithm, actor = run.algorithm, run.actor
     for key, record, options in (
         ("algorithm.adv_estimator_kwargs", algorithm.estimator, algorithm.estimator_options),
@@ -324,8 +325,8 @@ def _weighted_loss(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _loss_options(run: TrainOptions) -> Iterator[Problem]:
-    """Options of policy losses that the chosen one does not read, and those it needs: a loss has defaults of its own, so
-    that a value is there because somebody meant it."""
+    """Finds policy-loss options that the chosen loss does not read, and required ones that are missing. Defaults belong to
+    the loss, so a value in the configuration was set deliberately."""
     actor, section = run.actor_rollout_ref.actor, f"{_POLICY}.actor"
     name, record = actor.policy_loss.loss_mode, actor.policy_loss.record
     for prefix, options in ((section, actor), (f"{section}.policy_loss", actor.policy_loss)):
@@ -383,8 +384,8 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
             "and custom_reward_function.path are two ways to say it: write the one in rewards",
         )
     for number, entry in enumerate(custom.rewards):
-        _, found = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
-        for text in found.values():
+        _, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
+        for text in wrong.values():
             yield "custom_reward_function.rewards", text
     if run.reward_model.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         yield "reward_model.reward_manager", "is the environment's score: set actor_rollout_ref.env.name"
@@ -452,7 +453,7 @@ def _shared_trunk(run: TrainOptions) -> Iterator[Problem]:
 
 
 _OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _correction, _weighted_loss)
-"""Checks that depend on records, and are repeated once plugins are imported."""
+"""Checks that depend on the records of estimator and loss; repeated after the plugins have been imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,

@@ -1,8 +1,8 @@
 """Composes a configuration from its four layers: group defaults < a package root < the user's YAML < the command line.
 
-Invariant: the result has exactly the keys of the package's tree (free-form sections apart), each with a value of its type,
-interpolations resolved; anything else is one `ConfigError` that names the key, where it was set and the nearest known key.
-Hydra leaves no output folder, logging set-up or global state.
+Invariant: the result has exactly the keys of the package's tree (except in free-form sections), each with a value of its
+type, interpolations resolved; anything else raises a `ConfigError` that names the key, where it was set and the closest
+known key. Hydra leaves no output folder, logging setup or global state behind.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _IDENTITY = (
     *(f"data.{name}" for name in ("train_files", "train_batch_size", "shuffle", "seed")),
     *("actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
 )
-"""Keys that identify an experiment, for `etude train` and `etude sft`: they include all that a resumed run may not
-change."""
+"""Keys that identify an experiment, for `etude train` and `etude sft`; they include all that must not change when a run is
+resumed."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration: as a tree of keys, as checked options, and by dotted key where each value came from. `faults` and
-    `remarks` are one line each; with faults, a value of the wrong type has its default in its place."""
+    """A composed configuration: `config` as a tree of keys, `options` validated, `sources` the origin of each dotted key.
+    `faults` and `remarks` are one line each; values of the wrong type are replaced by their defaults in `options`."""
 
     config: DictConfig
     sources: dict[str, str]
@@ -78,8 +78,8 @@ def compose(
     root: str = DEFAULT_ROOT,
     command: Command | None = None,
 ) -> DictConfig:
-    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. For a run that
-    starts now, `command` checks that this machine has what it needs, before torch is imported."""
+    """Composes the configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. With
+    `command`, for a run that is about to start, it checks that this machine has what it needs, before torch is imported."""
     return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 
@@ -99,11 +99,11 @@ def compose_with_sources(
         config_name: a root of the package, or the user's YAML (with or without ".yaml"). None: `root` itself.
         overrides: command-line arguments, `key=value` or `group=option`.
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
-        root: the package root under the user's YAML, unless its defaults list names another.
-        resolve: fill in interpolations in the result (types are checked with them filled in either way).
-        command: the command that starts now; this machine must have what the configuration names. "check": the one that the
-            configuration is for. None: no check.
-        collect: faults of keys and values, and remarks, are returned instead of raised and logged.
+        root: the package root below the user's YAML, unless its defaults list names another.
+        resolve: resolve interpolations in the result (types are always checked with interpolations resolved).
+        command: the command about to start; this machine must have what the configuration names. "check": the command that
+            the configuration is for. None: no such check.
+        collect: return faults of keys and values, and remarks, instead of raising and logging them.
 
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
@@ -122,7 +122,7 @@ def compose_with_sources(
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
-    filled = _fill_in(config, sources)
+    filled = _resolve(config, sources)
     options, wrong = problems_with(
         tree,
         filled,
@@ -145,7 +145,7 @@ def compose_with_sources(
 
 
 def _command_for(tree: type[Options], command: Command | Literal["check"], config_name: str) -> Command:
-    """The command that is checked for; refuses one whose configurations are of the other kind."""
+    """Resolves "check" to the command that the configuration is for; rejects a command that takes the other kind."""
     fitting: tuple[Command, ...] = ("train", "eval") if tree is TrainOptions else ("sft",)
     if command == "check":
         return fitting[0]
@@ -157,7 +157,7 @@ def _command_for(tree: type[Options], command: Command | Literal["check"], confi
 def _layers(
     config_name: str, overrides: Sequence[str], config_path: str | Path | None, root: str
 ) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
-    """((package root, its group choices), the user's own layers, lowest first)."""
+    """Returns ((package root, its group choices), the user's own layers, lowest precedence first)."""
     name, folder = _locate(config_name, config_path)
     values, choices = parse_arguments(overrides, folder)
     if folder == TREE:
@@ -168,7 +168,7 @@ def _layers(
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
-    """(name without suffix, folder) of a configuration file."""
+    """Returns (name without suffix, folder) of a configuration file."""
     given = Path(config_name)
     name = given.name.removesuffix(".yaml").removesuffix(".yml")
     if config_path is None and given.parent == Path() and name == config_name and name in package_roots():
@@ -196,7 +196,7 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
 def _user_layers(
     name: str, folder: Path, choices: Sequence[str], root: str
 ) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
-    """((package root, its group choices), layers of the user's YAML). Where the YAML lists another root, that one counts."""
+    """Returns ((package root, its group choices), layers of the user's YAML). A root in the YAML's defaults list wins."""
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
@@ -205,12 +205,12 @@ def _user_layers(
 
 @cache
 def _package_defaults(root: str, choices: tuple[str, ...]) -> DictConfig:
-    """The layers of a package root, merged; only to be read."""
+    """The merged layers of a package root; read-only."""
     return _merge(root_layers(root, choices), onto=OmegaConf.create())
 
 
 def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
-    """A copy of `onto` with the layers merged into it in order; a list replaces a list, a free-form section is merged by
+    """Returns a copy of `onto` with the layers merged into it in order; lists are replaced, free-form sections merged by
     key."""
     config = copy.deepcopy(onto)
     for layer in layers:
@@ -222,20 +222,20 @@ def _merge(layers: Sequence[Layer], onto: DictConfig) -> DictConfig:
 
 
 def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
-    """Relative paths of a user's YAML that name (or nearly name) something beside that file get their full form, in place;
-    others are left as they are, relative to the working directory. Output paths are never changed."""
+    """Makes relative paths in a user's YAML absolute, in place, if they name (or nearly name) something next to that file;
+    other paths stay relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
     for key, value in flatten(plain(layer)):
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):
-            found = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
-            if found != value:
-                OmegaConf.update(layer.values, key, found)
+            anchored = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
+            if anchored != value:
+                OmegaConf.update(layer.values, key, anchored)
 
 
 _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")
-"""Of files; other names may be modules or models on a hub."""
+"""Suffixes of files; other names may be modules or models on a hub."""
 
 
 def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
@@ -247,29 +247,29 @@ def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
     near = folder / name
-    found = near.is_file() or (or_folder and near.is_dir())
+    exists = near.is_file() or (or_folder and near.is_dir())
     named = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
     misspelt = named and one_edit_from(
         near.name, (each.name for each in near.parent.iterdir())
-    )  # told with its neighbour
-    return f"{near}{colon}{attribute}" if found or misspelt else value
+    )  # the error will suggest the file next to it
+    return f"{near}{colon}{attribute}" if exists or misspelt else value
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:
-    """Dotted key → source (a file, or "command line") of its value: the last layer that sets it."""
+    """Maps each dotted key to its source, a file or "command line": the last layer that sets it."""
     sources: dict[str, str] = {}
     for layer in layers:
         for key, _ in flatten(plain(layer)):
-            for section in ancestors(key):  # a free-form section no longer empty
+            for section in ancestors(key):  # a free-form section that was empty
                 sources.pop(section, None)
             sources[key] = layer.source
     return sources
 
 
 def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:
-    """Gives a key and its aliases the same value: what the user set under one of them, else the key's default.
+    """Gives a key and its aliases the same value: what the user set for one of them, else the key's default.
 
-    Returns a line for each that was set to different values, naming both sources.
+    Returns a line for each key that was set to different values, naming both sources.
     """
     merged, faults = _leaves(config), []
     for key, aliases in _aliases().items():
@@ -287,17 +287,17 @@ def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[L
 
 @cache
 def _aliases() -> dict[str, list[str]]:
-    """Key → its aliases."""
-    found: dict[str, list[str]] = {}
+    """Maps each key to its aliases."""
+    aliases: dict[str, list[str]] = {}
     for key, declaration in declarations(TrainOptions).items():
         if declaration.about.alias_of:
-            found.setdefault(declaration.about.alias_of, []).append(key)
-    return found
+            aliases.setdefault(declaration.about.alias_of, []).append(key)
+    return aliases
 
 
 def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, str]:
-    """((value, source) that `user` gives last under one of `names`, what is wrong); a file or command line with only null
-    clears all, and an interpolation from one to another does not count."""
+    """Returns ((value, source) of the user's last setting for one of `names`, or None; the conflict, or ""). A layer that
+    only sets null clears all of them; an interpolation from one to another does not count."""
     held: tuple[str, Any, str] | None = None
     links = [f"${{{name}}}" for name in names]
     for layer in user:
@@ -313,8 +313,8 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
     return held[1:] if held else None, ""
 
 
-def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
-    """`config` as plain containers, its interpolations filled in."""
+def _resolve(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
+    """Converts `config` to plain containers with interpolations resolved."""
     try:
         return to_container(config)
     except OmegaConfBaseException as error:
@@ -323,7 +323,7 @@ def _fill_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
 
 
 def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """`values` with the types of `options`; interpolations are kept unless `resolve` is set."""
+    """Converts `values` to the types of `options`; interpolations are kept unless `resolve` is set."""
     result, given = OmegaConf.create(values), dict(flatten(values))
     assert isinstance(result, DictConfig)
     for key, value in flatten(plain_options(options)):
@@ -334,7 +334,7 @@ def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: boo
 
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
-    """Dotted key → value, interpolations unfilled."""
+    """Maps dotted keys to values, interpolations unresolved."""
     return dict(flatten(to_container(config, resolve=False)))
 
 
@@ -347,8 +347,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _builtin_tools(*names: str) -> str | list[str]:
-    """`${etude.builtin_tools:calculator}`: the path of a built-in tool file; with several names the list of their paths,
-    which `tool_config_path` accepts."""
+    """`${etude.builtin_tools:calculator}`: the path of a built-in tool file; for several names a list of paths, which
+    `tool_config_path` accepts."""
     from etude.tools.builtin import builtin_config
 
     paths = [str(builtin_config(name)) for name in names]
@@ -356,8 +356,8 @@ def _builtin_tools(*names: str) -> str | list[str]:
 
 
 def _experiment(name: str, *, _root_: DictConfig) -> str:
-    """`${etude.experiment:name}`: `name-` and an eight-digit hash of what the run trains on, so that each experiment has its
-    own folder; from values as they were written (interpolations unfilled)."""
+    """`${etude.experiment:name}`: `name-` plus an eight-digit hash of the `_IDENTITY` keys, so that each experiment has its
+    own folder; hashes the values as written (interpolations unresolved)."""
     whole: Any = OmegaConf.to_container(_root_, resolve=False)
     chosen: list[Any] = []
     for key in _IDENTITY:
@@ -370,8 +370,8 @@ def _experiment(name: str, *, _root_: DictConfig) -> str:
 
 
 def _correction(max_staleness: int, bypass_mode: bool) -> str | None:
-    """`${etude.correction:max_staleness,bypass_mode}`: the weights that stale rollouts need, where the loss's own ratio does
-    not correct them."""
+    """`${etude.correction:max_staleness,bypass_mode}`: the level of the importance weights that stale rollouts need, unless
+    the loss's own ratio corrects them."""
     return "token" if max_staleness and not bypass_mode else None
 
 

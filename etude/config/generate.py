@@ -1,6 +1,6 @@
 """`python -m etude.config.generate`: generates the group files of `tree/` from the declarations of the keys.
 
-Invariant: running it twice changes nothing; a test runs it and compares.
+Invariant: the files in the repository are up to date; a test generates and compares them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ GROUPS: dict[type, str] = {
     TrainOptions: "ppo_trainer",
     SFTOptions: "sft",
 }
-"""Section → its file, without suffix, in the tree."""
+"""Maps each section to its file in the tree, without suffix."""
 
 
 def tree_files() -> dict[Path, str]:
-    """The group files and their texts."""
+    """The group files and their contents."""
     return {TREE / f"{name}.yaml": _group_file(cls, name) for cls, name in GROUPS.items()}
 
 
@@ -101,7 +101,7 @@ def _leaf(name: str, hint: Any, field: Any, indent: str) -> Iterator[str]:
 
 
 def _note(about: Key, hint: Any) -> str:
-    """Unit and range; that null is allowed is left out where everything else is."""
+    """Unit and range; "null" alone is left out, because then any value is allowed."""
     bounds = allowed_shortly(hint)
     return ", ".join(filter(None, (about.unit, "" if bounds == "null" else bounds)))
 
@@ -117,7 +117,7 @@ def _own_fields(cls: type) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _group(hint: Any) -> type | None:
-    """The section with a file of its own that `hint` is, or adds to."""
+    """The section with its own file that `hint` is or extends."""
     return next((cls for cls in getattr(hint, "__mro__", ()) if cls in GROUPS), None)
 
 

@@ -3,8 +3,7 @@
 Invariant: merging the layers of a configuration in order gives what Hydra composes from the same defaults lists; a layer's
 values are at the path in the tree given by its package, interpolations unresolved.
 
-Hydra resolves the defaults lists and parses the command line. Which keys exist and what type they have is left to
-`keys`.
+Hydra resolves the defaults lists and parses the command line. `translation` and `checks` know the keys and their types.
 """
 
 from __future__ import annotations
@@ -38,32 +37,32 @@ class Layer:
     """One file of a configuration, or all arguments of the command line."""
 
     source: str
-    """As rendered for users: the file's path (package files relative to the tree), or "command line"."""
+    """As shown to users: the file's path (package files relative to the tree), or "command line"."""
     name: str
-    """The file's name within its search path, as defaults lists write it: "actor/actor"."""
+    """The file's name in its search path, as in defaults lists: "actor/actor"."""
     is_package: bool
     """True for a file that comes with Étude."""
     values: DictConfig
 
 
 def is_users(source: str) -> bool:
-    """Whether a layer of this source is the user's: package files are named relative to their tree."""
+    """Whether a layer with this source is the user's; package files have relative paths."""
     return source == COMMAND_LINE or Path(source).is_absolute()
 
 
 def package_roots() -> list[str]:
-    """The configurations that come with Étude and that `--config-name` can name."""
+    """The configurations that ship with Étude and that `--config-name` can name."""
     return sorted(path.stem for path in TREE.glob("*.yaml"))
 
 
 @cache
 def root_layers(root: str, group_choices: tuple[str, ...] = ()) -> tuple[Layer, ...]:
-    """The files of a package root, cached: they do not change while a process runs."""
+    """The files of a package root; cached, because they do not change while a process runs."""
     return tuple(file_layers(root, TREE, group_choices))
 
 
 def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = ()) -> list[Layer]:
-    """The files that `folder/config_name.yaml` is composed of, lowest first; its defaults list may name our groups.
+    """The files that `folder/config_name.yaml` consists of, lowest precedence first; its defaults list may name our groups.
 
     Args:
         group_choices: command-line arguments of the form group=option.
@@ -76,18 +75,18 @@ def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = (
         arguments = [] if folder == TREE else [f"hydra.searchpath=['{TREE.as_uri()}']"]
         try:
             loader = GlobalHydra.instance().config_loader()
-            found = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
+            defaults = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"{folder / config_name}.yaml: {one_line(error)}") from error
-    entries = [entry for entry in found if not (entry.config_path or "").startswith("hydra/")]
+    entries = [entry for entry in defaults if not (entry.config_path or "").startswith("hydra/")]
     return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
 
 
 def load_file(path: Path) -> DictConfig:
-    """One YAML file as it stands, its defaults list included.
+    """Loads one YAML file as it is, including its defaults list.
 
     Raises:
-        ConfigError: it cannot be read, is malformed, or holds something other than keys; names the file.
+        ConfigError: it cannot be read, is malformed, or is not a mapping; names the file.
     """
     try:
         content = OmegaConf.load(path)
@@ -100,7 +99,7 @@ def load_file(path: Path) -> DictConfig:
 
 
 def command_line_layer(overrides: Sequence[Override]) -> Layer:
-    """The key=value arguments as a layer, later ones over earlier ones.
+    """Turns the key=value arguments into a layer; later ones override earlier ones.
 
     Raises:
         ConfigError: an argument is a sweep, or removes a key.
@@ -119,7 +118,7 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
 
 
 def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Override], list[str]]:
-    """Splits command-line arguments into values and choices of group options (group=option).
+    """Splits command-line arguments into values and group choices (group=option).
 
     Raises:
         ConfigError: an argument is not of the form key=value; names it.
@@ -185,18 +184,18 @@ def _read(name: str, package: str, folder: Path) -> Layer:
 
 
 def plain(layer: Layer) -> dict[str, Any]:
-    """A layer's values as plain containers, interpolations unfilled."""
+    """A layer's values as plain containers, interpolations unresolved."""
     return to_container(layer.values, resolve=False)
 
 
 def to_container(config: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
-    """`config` as plain containers; `resolve`: with its interpolations filled in."""
+    """Converts `config` to plain containers; `resolve`: with interpolations resolved."""
     container = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
 
 
 def ancestors(key: str) -> list[str]:
-    """The sections that `key` lies in, outermost first."""
+    """The sections that contain `key`, outermost first."""
     names = key.split(".")
     return [".".join(names[:depth]) for depth in range(1, len(names))]

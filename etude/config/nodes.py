@@ -1,8 +1,8 @@
-"""Checks a cluster's nodes before workers start there: the versions of what runs, the files that the configuration names,
-the folder of checkpoints, the sandbox.
+"""Checks a cluster's nodes before workers start there: package versions, the files that the configuration names, the
+checkpoint folder, the sandbox.
 
-Invariant: all mismatches of all nodes are found at once, one line each that names the node, and before a model is loaded.
-What only the driver reads, `data`, is not looked for elsewhere.
+Invariant: all mismatches on all nodes are reported together, one line each that names the node, before a model is loaded.
+The files of `data`, which only the driver reads, are not checked on the nodes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from etude.options import MultiTurnOptions, TrainOptions
 from etude.registry import share_folder
 
 _PACKAGES = ("etude", "torch", "transformers", "ray")
-_SECONDS = 300.0  # for a node's answer: its first task installs the runtime environment
+_SECONDS = 300.0  # timeout per check; a node's first task installs the runtime environment
 
 
 def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
-    """Asks each of the connected cluster's nodes.
+    """Checks each of the given nodes of the connected cluster.
 
     Raises:
-        ConfigErrors: something is missing, or differs from this process's.
+        ConfigErrors: something is missing, or differs from this process.
         InfrastructureError: a node does not answer.
     """
     import ray
@@ -44,14 +44,14 @@ def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
         shared = str(run_dir / Path(marker.name).name)
         here = (os.getcwd(), [os.path.abspath(folder) for folder in sys.path], versions(), shared)
         task = ray.remote(num_cpus=0, max_retries=0)(node_problems)
-        asked = [
+        tasks = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
                 options, *here, gpus
             )
             for node in node_ids
         ]
         try:
-            answers = ray.get(asked, timeout=_SECONDS)
+            answers = ray.get(tasks, timeout=_SECONDS)
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"a node of the cluster cannot be checked: {one_line(error)}") from error
     if faults := list(dict.fromkeys(line for lines in answers for line in lines)):
@@ -59,19 +59,19 @@ def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that both sides of a group need; empty for one that is not installed."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    """Versions of Python and of the packages that driver and workers need; empty for a package that is not installed."""
+    installed = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
-        found[package] = ""
+        installed[package] = ""
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def node_problems(
     options: Options, folder: str, path: Sequence[str], wanted: dict[str, str], shared: str, gpus: bool
 ) -> list[str]:
-    """A line for each thing that a worker would miss on this node. `shared` is a file of the run's folder."""
+    """Returns a line for each thing that a worker would lack on this node. `shared` is a file in the run's folder."""
     share_folder(folder, path)
     return [f"node {socket.gethostname()}: {line}" for line in _problems(options, wanted, shared, gpus)]
 
@@ -93,7 +93,7 @@ def _problems(options: Options, wanted: dict[str, str], shared: str, gpus: bool)
 
 
 def runs_code(talks: MultiTurnOptions, scorer: str | None) -> bool:
-    """Whether tools, or the custom reward function at `scorer`, name the sandbox."""
+    """Whether tool files, or the custom reward function at `scorer`, mention the sandbox."""
     texts = [scorer or ""]
     for file in (*(talks.tool_config_path or ()), *(talks.function_tool_path or ())):
         with suppress(OSError, UnicodeError):
@@ -102,7 +102,7 @@ def runs_code(talks: MultiTurnOptions, scorer: str | None) -> bool:
 
 
 def sandbox_problems() -> Iterator[str]:
-    """Why model-written code cannot be run in isolation on this machine; nothing if it can."""
+    """Yields why model-written code cannot be sandboxed on this machine; nothing if it can."""
     from etude.sandbox import Executor, SandboxUnavailableError
 
     async def open_one() -> None:

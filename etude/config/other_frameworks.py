@@ -1,9 +1,9 @@
 """Keys of verl, Search-R1 and RL-Factory that Étude's tree does not have.
 
-Invariant: none of them is a key of ours; one that gets a meaning leaves these tables. Three fates: another name of a key
-of ours (`ALIASES`), no effect on the result (`INERT`, accepted and named at the start), or a line that must change
-(`REPLACED`). `REFUSED_VALUES` are values that mean something else there. Patterns are those of `fnmatch` and cover what
-lies below a section; applying them is left to `translation`.
+Invariant: none of them is a key of ours; one that gets a meaning here leaves these tables. There are three kinds: another
+name for one of our keys (`ALIASES`), a key without effect on the result (`INERT`, accepted and logged at the start), and a
+line that must change (`REPLACED`). `REFUSED_VALUES` are values that mean something else there. Patterns are `fnmatch`
+patterns and cover everything below a section; `translation` applies them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ALIASES = {
     "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
-"""Key, or section with all keys below → its name here."""
+"""Maps a key, or a section with all keys below it, to its name here."""
 
 SWITCHES = {
     "reward_rollout": "reward_rollout.if_use_reward_rollout",
     "reward.reward_model": "reward.reward_model.enable",
 }
-"""Section → its switch: while it is off, none of the section's keys has an effect; on, it says no more than they do."""
+"""Maps a section to its switch: if off, none of the section's keys has an effect; if on, the keys say it all."""
 
 INERT = {
     key: why
@@ -165,7 +165,7 @@ INERT = {
     }.items()
     for key in keys.split()
 }
-"""Pattern → why such a key has no effect."""
+"""Maps a pattern to the reason why matching keys have no effect."""
 
 _OFF = (None, False)
 _LIMIT = "max_concurrent_calls in a tool's config bounds its calls at once"
@@ -355,7 +355,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "*.env.mmtool": ("delete it: tools answer with images wherever the model can see them", ()),
 }
-"""Pattern → (what to do about such a key, its values that say what is so here anyway: accepted as inert)."""
+"""Maps a pattern to (what to do about matching keys, values that are accepted as inert because they hold here anyway)."""
 
 _NEVER_CUT = "write error or drop: a prompt is never cut, since its start is the task"
 _ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
@@ -375,7 +375,7 @@ REFUSED_VALUES: dict[str, dict[object, str]] = {
     ),
     "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
 }
-"""Key of ours → values of other frameworks that are invalid here, each with what to do."""
+"""Maps one of our keys to values of other frameworks that are invalid here, each with what to do instead."""
 
 IN_PROCESS_VLLM: dict[str, tuple[str, object]] = {
     "gpu_memory_utilization": ("gpu_memory_utilization", None),
@@ -384,4 +384,4 @@ IN_PROCESS_VLLM: dict[str, tuple[str, object]] = {
     "enforce_eager": ("enforce_eager", False),
     "enable_chunked_prefill": ("enable_chunked_prefill", True),
 }
-"""Name in verl's rollout section → (argument of vLLM in this process, its value there without being set)."""
+"""Maps a name in verl's rollout section to (argument of in-process vLLM, its default, for which nothing needs to be set)."""

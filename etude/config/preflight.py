@@ -1,6 +1,7 @@
 """Checks what a configuration needs on this machine: files, folders, packages, a model with enough context.
 
-Invariant: all that is missing is found at once, before torch is imported; nothing is created, loaded or fetched.
+Invariant: everything that is missing is reported together, before torch is imported; nothing is created, loaded or
+downloaded.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ _EXTRAS = {
     (f"{_ROLLOUT}.trace.backend", "mlflow"): ("mlflow", "mlflow"),
     (f"{_ROLLOUT}.trace.backend", "weave"): ("weave", "weave"),
 }
-"""(Key, name) → (package, extra)."""
+"""Maps (key, name) to (package, extra)."""
 
 
 def start_problems(options: Options, command: Command) -> Iterator[Problem]:
-    """What `options` name and this machine lacks, and what only `command` refuses."""
+    """Yields what `options` name but this machine lacks, and settings that are invalid for `command` only."""
     yield from ((key, advice) for key, advice in _NEEDED[command].items() if not value_of(options, key))
     yield from unknown_names(options, late=True)
     yield from missing_paths(options)
@@ -70,7 +71,7 @@ def start_problems(options: Options, command: Command) -> Iterator[Problem]:
 
 
 def start_remarks(options: Options) -> Iterator[str]:
-    """Remarks before a run starts: trajectories that exceed the model's context."""
+    """Yields remarks before a run starts: trajectories that may exceed the model's context."""
     longest = _positions(options) if isinstance(options, TrainOptions) else None
     if longest is None or not isinstance(options, TrainOptions):
         return
@@ -85,7 +86,7 @@ def start_remarks(options: Options) -> Iterator[str]:
 
 
 def _serving(run: TrainOptions) -> Iterator[Problem]:
-    """What does not fit a built-in engine; those of plugins are checked once imported."""
+    """Settings that do not fit a built-in engine; engines of plugins are checked after import."""
     rollout = run.actor_rollout_ref.rollout
     if rollout.name in BUILTIN:
         engines = {*BUILTIN, *rollout.engine_kwargs} if run.plugins else {*BUILTIN}
@@ -94,7 +95,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _training(run: TrainOptions) -> Iterator[Problem]:
-    """Settings that are valid for evaluation and serving, but not for training."""
+    """Settings that are valid for evaluation but not for training."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
     greedy = "training needs sampled answers: greedy ones do not differ, so nothing is learned"
     if not rollout.do_sample:
@@ -106,14 +107,14 @@ def _training(run: TrainOptions) -> Iterator[Problem]:
     for teacher in run.distillation.teachers.values():
         if teacher != SELF and not is_address(teacher) and (reason := _reason("model", teacher)):
             yield "distillation.teachers", reason
-    if not ((reward.enable and reward.score_weight) or _others_reward(run) or run.distillation.alone):
+    if not ((reward.enable and reward.score_weight) or _has_other_rewards(run) or run.distillation.alone):
         key = "enable" if not reward.enable else "score_weight"
         yield f"reward_model.{key}", _NO_REWARD
 
 
-def _others_reward(run: TrainOptions) -> bool:
-    """Whether anything besides the reward manager may reward: a tool, an interaction, an environment, or the user's own
-    code."""
+def _has_other_rewards(run: TrainOptions) -> bool:
+    """Whether anything besides the reward manager may give rewards: a tool, an interaction, an environment, or the user's
+    own code."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
     talks, agent = rollout.multi_turn, rollout.agent
     tools = talks.tool_config_path or talks.function_tool_path or talks.interaction_config_path
@@ -124,14 +125,14 @@ def _others_reward(run: TrainOptions) -> bool:
 
 
 def missing_paths(options: Options) -> Iterator[Problem]:
-    """The keys that name files, code, models or folders that are not as they should be on this machine."""
+    """Yields the keys that name files, code, models or folders that are missing or invalid on this machine."""
     named = set[str]()
     for key, declared in declarations(type(options)).items():
         kind, value = declared.about.path, value_of(options, key)
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            name = name.get("path", "") if isinstance(name, Mapping) else name  # an entry of a list of sections
+            name = name.get("path", "") if isinstance(name, Mapping) else name  # an item of a list of sections
             if name and (reason := _reason(kind, name)) and reason not in named:
                 named.add(reason)
                 yield key, reason
@@ -149,20 +150,20 @@ def _reason(kind: str, name: str) -> str:
         elif kind == "output":
             return _unwritable(Path(name).expanduser().absolute())
         elif kind == "code":
-            return _no_code(name)
+            return _missing_code(name)
         elif kind == "checkpoint" and not Path(name).expanduser().is_dir():
             return f"{name} is no checkpoint: there is no such folder"
         elif kind == "file" and not Path(name).expanduser().is_file():
             return missing_file(Path(name).expanduser())
     except ConfigError as error:
         return str(error)
-    except (OSError, RuntimeError) as error:  # the name is too long, or names an unknown user's home
+    except (OSError, RuntimeError) as error:  # the name is too long, or has the home of an unknown user
         return str(error)
     return ""
 
 
-def _no_code(name: str) -> str:
-    """`path/to/file.py`, with `:name` or without, or a dotted module."""
+def _missing_code(name: str) -> str:
+    """Why `name` is not code: `path/to/file.py`, optionally with `:name`, or a dotted module; empty if it is."""
     file = name.partition(":")[0]
     if file.endswith(".py") or "/" in file:
         return "" if Path(file).expanduser().is_file() else missing_file(Path(file).expanduser())
@@ -171,10 +172,10 @@ def _no_code(name: str) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir():
-        return f"{there} is a file, not a folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
 
 
 def _extras(options: Options) -> Iterator[Problem]:
@@ -191,10 +192,10 @@ def _extras(options: Options) -> Iterator[Problem]:
 
 
 def _positions(run: TrainOptions) -> int | None:
-    """The model's maximum context length; None if unknown here."""
+    """The model's maximum context length; None if it cannot be read here."""
     path = run.actor_rollout_ref.model.path
     try:
         folder = local_folder(path) if path else None
         return longest_context(read_config(folder)) if folder else None
     except (ConfigError, OSError, RuntimeError):
-        return None  # `_missing` says why
+        return None  # `missing_paths` reports it

@@ -1,8 +1,8 @@
 """Translates the user's keys: renames those of other frameworks, and finds unknown keys, keys without effect, and keys that
 must change.
 
-Invariant: all faults of the user's keys are found at once, one line each; nothing is dropped silently. The tables of names
-and reasons are in `other_frameworks`; types and ranges are checked later.
+Invariant: all faults in the user's keys are reported together, one line each; nothing is dropped silently. The tables of
+names and reasons are in `other_frameworks`; types and ranges are checked later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.options.types import shown
 from etude.options.validate import flatten
 
 _Rule = str | tuple[str, tuple[object, ...]]
-"""Why a key has no effect; or what to do about it, and the values for which nothing need be done."""
+"""Either why a key has no effect, or (what to do about it, the values for which nothing needs to be done)."""
 _RULES: dict[str, _Rule] = {**REPLACED, **INERT}
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,14 +30,14 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass
 class Translation:
-    """The user's layers in keys of ours. `inert`: key → why it has no effect; `faults`: one line each."""
+    """The user's layers translated to our keys. `inert`: key → why it has no effect; `faults`: one line each."""
 
     layers: list[Layer] = field(default_factory=list)
     inert: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def inert_line(self) -> str:
-        """`inert` as one line, keys grouped by reason."""
+        """Formats `inert` as one line, keys grouped by reason."""
         reasons: dict[str, list[str]] = {}
         for key, why in self.inert.items():
             reasons.setdefault(why, []).append(key)
@@ -45,19 +45,19 @@ class Translation:
 
 
 def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Translation:
-    """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base`, with the keys of `tree`, lies
-    under them. Unknown keys and keys that must change are left out, too; `faults` has a line for each with what to do."""
-    found, table = Translation(), KeyTable(tree)
+    """Renames or removes the keys of other frameworks in the user's `layers`, which lie on top of `base` with the keys of
+    `tree`. Unknown keys and keys that must change are removed too; `faults` has a line for each that says what to do."""
+    translation, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not served
     off = {section: switch for section, switch in SWITCHES.items() if not settings.get(switch)}
     for layer in layers:
-        translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm, off)
+        translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
         unknown = table.faults(translated)
-        found.faults += dict.fromkeys(unknown.values())  # a section's keys share a line
-        found.layers.append(_without(translated, unknown))
-    return found
+        translation.faults += dict.fromkeys(unknown.values())  # the keys of a section share a line
+        translation.layers.append(_without(translated, unknown))
+    return translation
 
 
 def _without(layer: Layer, keys: Collection[str]) -> Layer:
@@ -70,15 +70,15 @@ def _without(layer: Layer, keys: Collection[str]) -> Layer:
 
 
 def _translate_layer(
-    layer: Layer, table: KeyTable, found: Translation, local_vllm: bool, off: Mapping[str, str]
+    layer: Layer, table: KeyTable, translation: Translation, local_vllm: bool, off: Mapping[str, str]
 ) -> Layer:
-    """`layer` without the keys that are not ours, which are recorded in `found`; `off`: `SWITCHES` that are off."""
+    """Returns `layer` in our keys; records those that were removed in `found`. `off`: the `SWITCHES` that are off."""
     values = plain(layer)
     given = dict(flatten(values))
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
         if refusal:
-            found.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
+            translation.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
             _remove(values, key)
         if table.knows(key):
             continue
@@ -87,13 +87,15 @@ def _translate_layer(
             ours, rule = None, f"{switch} is off"
         advice = _what_to_do(key, value, rule, local_vllm)
         if ours and value is not None and given.get(ours) not in (None, value):
-            found.faults.append(f"{key} and {ours} mean the same but are set to different values ({layer.source})")
+            translation.faults.append(
+                f"{key} and {ours} mean the same but are set to different values ({layer.source})"
+            )
         elif ours and value is not None:
             _set(values, ours, value)
         elif advice:
-            found.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
+            translation.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
         elif ours or rule:
-            found.inert[key] = rule if isinstance(rule, str) else "the same holds here"
+            translation.inert[key] = rule if isinstance(rule, str) else "the same holds here"
         else:
             continue
         _remove(values, key)
@@ -101,7 +103,7 @@ def _translate_layer(
 
 
 def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> str | None:
-    """What to write instead of a key that is not ours; None if nothing need be done, or if it is unknown."""
+    """What to write instead of a key that is not ours; None if nothing needs to be done, or if the key is unknown."""
     name = key.removeprefix(f"{_ROLLOUT}.")
     if local_vllm and name in IN_PROCESS_VLLM:
         argument, preset = IN_PROCESS_VLLM[name]
@@ -109,12 +111,12 @@ def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> s
     if rule is None or isinstance(rule, str):
         return None
     advice, harmless = rule
-    is_filled_in = isinstance(value, str) and value.startswith("${") and bool(harmless)  # a default, copied from a file
+    is_filled_in = isinstance(value, str) and value.startswith("${") and bool(harmless)  # a default copied from a file
     return None if is_filled_in or value in harmless else advice
 
 
 def _our_name(key: str) -> str | None:
-    """Our name of a key, if it or a section above it has another name here."""
+    """Our name for a key, if the key or a section above it is in `ALIASES`."""
     for theirs, ours in ALIASES.items():
         if key == theirs or key.startswith(f"{theirs}."):
             return ours + key.removeprefix(theirs)
@@ -122,7 +124,7 @@ def _our_name(key: str) -> str | None:
 
 
 def _rule(key: str) -> _Rule | None:
-    """The tables' entry for `key`, or for the innermost section above it."""
+    """The table entry for `key`, else for the innermost section above it."""
     names = key.split(".")
     for part in (".".join(names[:depth]) for depth in range(len(names), 0, -1)):
         for pattern, rule in _RULES.items():
@@ -132,7 +134,7 @@ def _rule(key: str) -> _Rule | None:
 
 
 def _remove(values: dict[str, Any], key: str) -> None:
-    """Removes `key`, and the sections that become empty."""
+    """Removes `key`, and any section that becomes empty."""
     first, _, rest = key.partition(".")
     if rest and isinstance(values.get(first), dict):
         _remove(values[first], rest)
@@ -151,7 +153,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 class KeyTable:
-    """Which keys a tree has: those that are declared, and anything in a free-form section."""
+    """The keys that a tree has: the declared ones, and anything in a free-form section."""
 
     def __init__(self, tree: type) -> None:
         declared = declarations(tree)
@@ -163,7 +165,7 @@ class KeyTable:
         return iter([*self._values, *self._free])
 
     def free_form(self, key: str) -> str | None:
-        """The free-form section that `key` is or lies in, if any."""
+        """The free-form section that `key` is or belongs to, if any."""
         return next((free for free in self._free if key == free or key.startswith(free + ".")), None)
 
     def knows(self, key: str) -> bool:
@@ -171,12 +173,12 @@ class KeyTable:
         return key in self._values or key in self._sections or self.free_form(key) is not None
 
     def faults(self, layer: Layer) -> dict[str, str]:
-        """Keys of `layer` that do not exist, or have a value in place of a section, each with its line."""
-        found = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
-        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in found if fault}
+        """Keys of `layer` that do not exist, or have a value where a section belongs, each with its message."""
+        faults = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
+        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in faults if fault}
 
     def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
-        """(what is wrong with a key set to `value`, what follows its source in the message), if anything."""
+        """Returns (what is wrong with `key` set to `value`, the hint after the source in the message), if anything."""
         if key in self._sections or key in self._free:
             return (
                 None
@@ -195,7 +197,7 @@ class KeyTable:
         return next((part for part in ancestors(key) if part not in self._sections), key)
 
     def _nearest(self, key: str) -> str:
-        """`"; did you mean …?"`: the key of the same section with the most similar name, else of another one."""
+        """`"; did you mean …?"` with the most similar key, preferably of the same section."""
         parent, _, name = self._unknown_part(key).rpartition(".")
 
         def likeness(known: str) -> tuple[bool, float]:

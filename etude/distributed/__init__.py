@@ -1,7 +1,7 @@
-"""Workers, and the groups through which a single-process controller drives them.
+"""Workers, and the worker groups through which a single controller process drives them.
 
-`@register` on a worker's method says how a call is divided among the ranks and how their results are gathered (table in
-`dispatch.py`); a `WorkerGroup` carries it out. Nothing here depends on what the workers do.
+`@register` on a worker's method declares how a call is dispatched to the ranks and how their results are collected (table in
+`dispatch.py`); a `WorkerGroup` executes the call. Nothing here depends on what the workers do.
 """
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, DispatchMode, Execute, register

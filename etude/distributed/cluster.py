@@ -1,7 +1,7 @@
-"""`connect`: this process's connection to a Ray cluster, which it starts itself where none is named.
+"""`connect`: connects this process to a Ray cluster; starts a local one if no address is given.
 
-Invariant: what was started here ends here; a cluster or connection that was there before stays as it is. While connected, a
-thread looks whether the cluster's head answers: 60 s after it no longer does, Ray ends this process as it stands.
+Invariant: what was started here is shut down here; an existing cluster or connection is left alone. While connected, a
+thread checks that the head node answers: Ray kills this process 60 s after the head has stopped answering.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from etude.errors import ConfigError, WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
-_HEAD_SECONDS, _LOOK_SECONDS, _KNOCK_SECONDS = 20.0, 2.0, 5.0
+_HEAD_SECONDS, _LOOK_SECONDS, _CONNECT_SECONDS = 20.0, 2.0, 5.0
 
 
 class _HeadWatch(threading.Thread):
-    """Looks whether the head at `address` takes connections; `lost` says since when it does not."""
+    """Polls the head node at `address`; `lost` is the error message once it no longer accepts connections."""
 
     def __init__(self, address: str) -> None:
         super().__init__(name="etude-head", daemon=True)
@@ -29,11 +29,11 @@ class _HeadWatch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until `close`, or until the head is lost."""
+        """Polls until `close`, or until the head is lost."""
         answered = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS) and self.lost is None:
             try:
-                _knock(self._address)
+                _try_connect(self._address)
                 answered = time.monotonic()
             except OSError as error:
                 if time.monotonic() - answered >= _HEAD_SECONDS:
@@ -44,31 +44,31 @@ class _HeadWatch(threading.Thread):
         self.join()
 
 
-def _knock(address: str) -> None:
+def _try_connect(address: str) -> None:
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
-_watch: _HeadWatch | None = None  # of the connection, of which a process has one
+_watch: _HeadWatch | None = None  # a process has at most one connection
 
 
 def check_head() -> None:
-    """Raises where the head of the cluster is lost: whatever asks it would wait until Ray ends the process.
+    """Checks that the head node is not lost; any request to a lost head would block until Ray kills the process.
 
     Raises:
-        WorkerLost: it is.
+        WorkerLost: the head is lost.
     """
     if _watch is not None and _watch.lost is not None:
         raise WorkerLost(_watch.lost)
 
 
 def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) -> Callable[[], None]:
-    """Connects to the cluster at `address`, or that of RAY_ADDRESS, or to one started here with at least `min_cpus` CPUs;
-    returns what ends that. A process that is connected already stays so.
+    """Connects to the cluster at `address`, else at RAY_ADDRESS, else to a new local one with at least `min_cpus` CPUs.
+    Returns the function that disconnects; an existing connection is reused and not closed.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers at the address, or Ray refuses an argument.
+        ConfigError: no cluster answers at the address, or Ray rejects an argument.
     """
     require_ray("trainer.backend=ray")
     import ray
@@ -78,14 +78,14 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     given = {"log_to_driver": False, "logging_level": "ERROR", **init_kwargs, "address": address}
     if address == "local":
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         cores = os.cpu_count() or 1
         given = {"include_dashboard": False, "num_cpus": max(cores, min_cpus), **given}
     elif address.startswith("ray://"):
         raise ConfigError(f"ray.address={address}: a Ray client cannot drive a run; start it on a node of the cluster")
     try:
-        if ":" in address:  # where nobody is, `ray.init` waits for minutes
-            _knock(address)
+        if ":" in address:  # without a cluster there, `ray.init` would block for minutes
+            _try_connect(address)
         ray.init(**given)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = "a cluster cannot be started here" if address == "local" else f"ray.address={address}"

@@ -1,4 +1,5 @@
-"""`@register` and the seven ways to divide a call among ranks and to gather what they return; `DispatchMode` is for others.
+"""`@register` and the seven dispatch modes: how a call is divided among ranks and its results collected. `DispatchMode` is
+for custom ones.
 
 | mode | each rank gets | the caller gets |
 |---|---|---|
@@ -6,32 +7,32 @@
 | ALL_TO_ALL | its entry of each argument; an argument is a list with one entry per rank | a list, one entry per rank |
 | DP_COMPUTE | the same, for data-parallel work | a list, one entry per rank |
 | DP_COMPUTE_PROTO | its chunk of each `DataProto`, padded to equal size; other arguments whole | one `DataProto` |
-| DP_COMPUTE_PROTO_WITH_FUNC | the same; the first argument is a function, handed to all | one `DataProto` |
+| DP_COMPUTE_PROTO_WITH_FUNC | the same; the first argument is a function, passed to every rank | one `DataProto` |
 | DP_COMPUTE_METRIC | its chunk of each `DataProto` without padding; other arguments whole | a list, see below |
-| DIRECT_ROLLOUT_METHOD | not reachable by a call of the group; see `WorkerGroup.direct` | |
-| a `DispatchMode` | what its `divide` says | what its `collect` makes |
+| DIRECT_ROLLOUT_METHOD | not callable on the group; see `WorkerGroup.direct` | |
+| a `DispatchMode` | what its `divide` returns | what its `collect` returns |
 
 Meshes. Ranks of one tensor-parallel team need the same data. A method names a mesh, and `Worker.mesh_place` says which
-shard of it a rank holds, and whether it has the output. "Each rank" in DP modes means each shard of the method's mesh: its
-ranks all get the shard's arguments, and one of them that has output answers for it.
+shard of it a rank holds and whether that rank has the output. "Each rank" in DP modes means each shard of the method's mesh:
+all its ranks get the shard's arguments, and the first rank with `collects` returns the shard's result.
 
-Columns. A method may declare the columns of a batch that it reads; no others are sent to it. A `BatchRef` is divided, and
-results that are references gathered, as batches are, without being read.
+Columns. A method may declare the columns of a batch that it reads; no others are sent to it. A `BatchRef` is divided like a
+batch, and results that are references are concatenated like batches, in both cases without reading the data.
 
 Invariant: how an argument is divided depends on the mode and its type, never on its length, and padding never reaches the
 caller. Only modes whose arguments are per-rank lists split lists; elsewhere a list is an ordinary argument.
 
-Padding. A batch that the ranks cannot share evenly is padded by `pad_dataproto_to_divisor`, so the copies are its last rows,
-and with them the last rows of the last chunks. Each chunk says in `meta_info["padding_rows"]` how many of its trailing rows
-are copies, so that a worker computing a loss or a metric can leave them out. All ranks run, even one that holds only padding
-(there may be a collective); results of such a rank are dropped.
-- PROTO: the padding rows of each output are removed. An output without rows (metrics in meta_info alone) is taken
-  as it is. An output with another number of rows than its chunk must say how many of its own trailing rows are
-  padding, 0 included, in `meta_info["output_padding_rows"]`. None from every rank gives None.
-- METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank that had any. A rank without a
-  real row runs on its copies and is left out. An empty batch has no padding: every rank's result counts.
+Padding. A batch that does not divide evenly is padded by `pad_dataproto_to_divisor`, so the copies are its last rows and
+therefore the last rows of the last chunks. `meta_info["padding_rows"]` of each chunk is the number of its trailing rows that
+are copies, so that a worker computing a loss or a metric can skip them. All ranks run, even one that holds only padding
+(there may be a collective); the result of such a rank is dropped.
+- PROTO: the padding rows of each output are removed. An output without rows (only metrics in meta_info) is taken
+  as it is. An output whose number of rows differs from its chunk's must declare how many of its own trailing rows are
+  padding, even if 0, in `meta_info["output_padding_rows"]`. If every rank returns None, so does the call.
+- METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank with a real row. A rank
+  without one runs on copies and its result is dropped. An empty batch has no padding: every rank's result counts.
 
-How a call is carried out is left to `worker_group.py`.
+`worker_group.py` executes the calls.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from etude.distributed.plane import BatchRef
 from etude.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the named arguments of a call."""
+"""A call's positional and keyword arguments."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +60,7 @@ OUTPUT_PADDING_ROWS = "output_padding_rows"
 
 
 class Dispatch(Enum):
-    """How a call is divided among the ranks and its results gathered; the table is in the module's docstring."""
+    """How a call is divided among the ranks and its results collected; see the table in the module docstring."""
 
     ONE_TO_ALL = "one_to_all"
     ALL_TO_ALL = "all_to_all"
@@ -71,7 +72,7 @@ class Dispatch(Enum):
 
 
 class Execute(Enum):
-    """Which ranks run: all, or rank 0 alone, which gets the arguments unchanged and whose result is returned as it is."""
+    """Which ranks run: all, or only rank 0, with the arguments unchanged and its result returned as it is."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -79,32 +80,34 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to share a call that is not in the table, given to `register` in place of a `Dispatch`.
+    """A custom dispatch mode, passed to `register` instead of a `Dispatch`.
 
-    `divide(shards, args, kwargs)` gives the arguments of each of `shards` shards, `collect(results, args, kwargs)` makes one
-    value of their results, in order; both get the call's own arguments.
+    `divide(shards, args, kwargs)` returns the arguments of each shard; `collect(results, args, kwargs)` combines the shards'
+    results, in order, into one value. Both get the arguments of the original call.
     """
 
     divide: Callable[[int, tuple[Any, ...], dict[str, Any]], list[Arguments]]
     collect: Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
 
     def __call__(self, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The divided call.
+        """Divides a call.
 
         Raises:
-            ValueError: `divide` gave another number of shards.
+            ValueError: `divide` did not return one entry per shard.
         """
         parts = self.divide(shards, args, kwargs)
         if len(parts) != shards:
             raise ValueError(f"a dispatch mode divided a call into {len(parts)} parts for {shards} shards")
         return Call(
-            [part for part, _ in parts], [part for _, part in parts], lambda found: self.collect(found, args, kwargs)
+            [part for part, _ in parts],
+            [part for _, part in parts],
+            lambda results: self.collect(results, args, kwargs),
         )
 
 
 @dataclass(frozen=True)
 class Registration:
-    """The arguments of `register` for a method. Without `columns` a batch is sent whole."""
+    """The arguments of a method's `register`. Without `columns` all columns of a batch are sent."""
 
     dispatch_mode: Dispatch | DispatchMode
     execute_mode: Execute
@@ -116,15 +119,15 @@ class Registration:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether a call is divided among shards of the mesh rather than ranks."""
+        """Whether a call is divided among the shards of a mesh rather than among ranks."""
         ranks = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, Dispatch.DIRECT_ROLLOUT_METHOD)
         return self.execute_mode is Execute.ALL and self.dispatch_mode not in ranks
 
     def select(self, method: str, value: Any) -> Any:
-        """The argument restricted to the declared columns, if it is a batch or a list of batches.
+        """Restricts an argument to the declared columns, if it is a batch or a list of batches.
 
         Raises:
-            ValueError: a declared column is missing; names it and the method.
+            ValueError: a declared column is missing; names the column and the method.
         """
         if isinstance(value, list):
             return [self.select(method, each) for each in value]
@@ -143,7 +146,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Call:
-    """A divided call: the arguments of shards 0, 1, … (ONE_TO_ALL: of all ranks at once), and how results are gathered."""
+    """A divided call: the arguments of shards 0, 1, … (ONE_TO_ALL: one entry for all ranks) and the collect function."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -160,15 +163,15 @@ def register(
     mesh: str = TRAIN_MESH,
     in_background: bool = False,
 ) -> Callable[[F], F]:
-    """Decorates a method of a `Worker` so that its group has it too; the method itself is unchanged.
+    """Decorates a method of a `Worker` so that its worker group exposes it; the method itself is unchanged.
 
-    With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result. `columns`
-    are those of a batch that the method reads, plus `optional` ones that may be missing; None: all. `mesh` is the one whose
-    shards a DP mode divides among. `in_background`: where ranks are processes, a rank runs it beside its other calls.
+    With `blocking=False` the group's method returns a `DataProtoFuture` immediately; its `get()` returns the result. The
+    method reads the batch columns `columns` (None: all) and those of `optional` that exist. A DP mode divides among the
+    shards of `mesh`. `in_background`: if ranks are processes, the method runs concurrently with the rank's other calls.
 
     Raises:
-        TypeError: a mode is not of its enum, or a method is `async` and not DIRECT_ROLLOUT_METHOD.
-        ValueError: RANK_ZERO with a mode that shares data among the ranks.
+        TypeError: a mode is not of its enum, or a method is `async` but not DIRECT_ROLLOUT_METHOD.
+        ValueError: RANK_ZERO with a mode that divides data among the ranks.
     """
     if not isinstance(dispatch_mode, Dispatch | DispatchMode) or not isinstance(execute_mode, Execute):
         raise TypeError(f"register takes a Dispatch and an Execute, got {dispatch_mode!r} and {execute_mode!r}")
@@ -189,20 +192,20 @@ def register(
 
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
-    """The registered methods of a class by name. An override keeps the registration unless it has its own."""
-    found: dict[str, Registration] = {}
+    """The registered methods of a class by name. An override inherits the registration unless it has its own."""
+    methods: dict[str, Registration] = {}
     for cls in reversed(worker_cls.__mro__):
         for name, attribute in vars(cls).items():
             if isinstance(registration := getattr(attribute, REGISTRATION, None), Registration):
-                found[name] = registration
-    return found
+                methods[name] = registration
+    return methods
 
 
 def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Divides a call among `shards` shards. An argument that is a `DataProtoFuture` is waited for first.
+    """Divides a call among `shards` shards, after waiting for any argument that is a `DataProtoFuture`.
 
     Raises:
-        ValueError: arguments that do not fit the mode; says how.
+        ValueError: the arguments do not fit the mode; says why.
         TypeError: a TensorDict where a `DataProto` is needed.
         RuntimeError: the method is a DIRECT_ROLLOUT_METHOD.
     """
@@ -216,7 +219,7 @@ def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwarg
     if mode is Dispatch.ONE_TO_ALL:
         return Call([args], [kwargs], list)
     if mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-        return Call(*_deal(shards, args, kwargs, lambda value: _entries(value, shards)), list)
+        return Call(*_split_arguments(shards, args, kwargs, lambda value: _per_rank_entries(value, shards)), list)
     if mode is Dispatch.DIRECT_ROLLOUT_METHOD:
         raise RuntimeError(f"a {mode.name} bypasses the controller: call it on one rank, with WorkerGroup.direct")
     if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
@@ -235,7 +238,7 @@ def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs:
     def share(value: Any) -> list[Any]:
         if not isinstance(value, DataProto | BatchRef):
             return [value] * world_size
-        rows: Any = value  # a reference is padded and divided as a batch is
+        rows: Any = value  # a reference is padded and divided like a batch
         chunks = pad_dataproto_to_divisor(rows, world_size)[0].chunk(world_size)
         chunks = [unpad_dataproto(chunk, rows) for chunk, rows in zip(chunks, removed)]
         for rank, chunk in enumerate(chunks):
@@ -248,11 +251,11 @@ def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs:
             return [results[rank] for rank in busy]
         return _gather_rows({rank: results[rank] for rank in busy}, chunk_size, padding)
 
-    return Call(*_deal(world_size, args, kwargs, share), collect)
+    return Call(*_split_arguments(world_size, args, kwargs, share), collect)
 
 
 def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
-    """The common number of rows of all batches among `values`."""
+    """The number of rows that all batches among `values` share."""
     if any(isinstance(value, TensorDict) for value in values):
         raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
     batches = [value for value in values if isinstance(value, DataProto | BatchRef)]
@@ -286,10 +289,10 @@ def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int
     return type(parts[0]).concat(parts)
 
 
-def _deal(
+def _split_arguments(
     world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The arguments of each rank; `share` gives the ranks' versions of one argument."""
+    """Returns the arguments of each rank; `share` splits one argument into one value per rank."""
     positional = [share(value) for value in args]
     named = {key: share(value) for key, value in kwargs.items()}
     ranks = range(world_size)
@@ -299,10 +302,10 @@ def _deal(
     )
 
 
-def _entries(value: Any, world_size: int) -> Sequence[Any]:
+def _per_rank_entries(value: Any, world_size: int) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or len(value) != world_size:
-        found = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {found}")
+        got = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {got}")
     return value
 
 

@@ -1,7 +1,7 @@
-"""`ResourcePool`: how many worker processes run on which node, and their place in a Ray cluster.
+"""`ResourcePool`: how many worker processes run on each node, and their placement in a Ray cluster.
 
-Invariant: the processes of an entry share a node, those of different entries do not (where Ray selects nodes by label), and
-a process that cannot get its CPU or GPU is one line that says what is asked for and what there is, in bounded time.
+Invariant: the processes of an entry share a node, those of different entries do not (if Ray can select nodes by label). If
+a process cannot get its CPU or GPU, a one-line error says what was requested and what is available, in bounded time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from etude.distributed.cluster import check_head
 from etude.errors import ConfigError, WorkerLost
 from etude.limits.cluster import require_ray
 
-_PLACE_SECONDS = 60.0  # for resources that another run may be about to give back
+_PLACE_SECONDS = 60.0  # for resources that another run may be about to release
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a rank's process goes: one bundle of a placement group, on the node `node` of the pool, `local_rank` there."""
+    """Where a rank's process runs: one bundle of a placement group, on the pool's node `node`, with rank `local_rank`
+    there."""
 
     placement_group: Any
     bundle: int
@@ -32,10 +33,10 @@ class Slot:
 @dataclass(frozen=True)
 class ResourcePool:
     """A pool of processes, `process_on_nodes[i]` of them on node i, each with a CPU and, with `use_gpu`, a GPU; up to
-    `max_colocate_count` groups share these. `each`: what each process takes in place of these.
+    `max_colocate_count` groups share these. `each`: other resources per process instead of these.
 
     Raises:
-        ValueError: no node, or a node with fewer than one process.
+        ValueError: no node, or a node without processes.
     """
 
     process_on_nodes: list[int]
@@ -54,21 +55,21 @@ class ResourcePool:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What each process has."""
+        """The resources of each process."""
         if self.each is not None:
             return dict(self.each)
         return {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
 
     @property
     def share(self) -> float:
-        """The part of it that each of the groups takes."""
+        """The fraction of `resources` that each group takes."""
         return int(10_000 / self.max_colocate_count) / 10_000
 
     def place(self, seconds: float = _PLACE_SECONDS) -> list[Slot]:
-        """A slot for each rank: reserved at the first call, the same ones afterwards.
+        """Returns a slot for each rank; the first call reserves them, later calls return the same ones.
 
         Raises:
-            ConfigError: the cluster does not have the resources, or not within `seconds`.
+            ConfigError: the cluster does not have the resources, or they are not free within `seconds`.
         """
         require_ray("a resource pool")
         import ray
@@ -97,14 +98,14 @@ class ResourcePool:
 
     @property
     def node_ids(self) -> list[str]:
-        """The nodes that its slots are on, once placed."""
+        """The ids of the nodes with its slots, once placed."""
         from ray.util.placement_group import placement_group_table
 
         groups = {id(slot.placement_group): slot.placement_group for slot in self._slots}.values()
         return sorted({node for each in groups for node in placement_group_table(each)["bundles_to_node_id"].values()})
 
     def close(self) -> None:
-        """Gives the slots back, unless the cluster's head, which has them, is lost."""
+        """Releases the slots, unless the cluster's head node, which manages them, is lost."""
         from ray.util.placement_group import remove_placement_group
 
         with suppress(WorkerLost):
@@ -114,7 +115,7 @@ class ResourcePool:
         self._slots.clear()
 
     def _fits(self, nodes: list[Mapping[str, float]]) -> bool:
-        """Whether the whole nodes would be enough."""
+        """Whether the nodes would suffice if nothing else used them."""
         rooms = sorted((int(min(node.get(kind, 0) for kind in self.resources)) for node in nodes), reverse=True)
         wanted = sorted(self.process_on_nodes, reverse=True)
         return len(rooms) >= len(wanted) and all(room >= processes for room, processes in zip(rooms, wanted))

@@ -1,7 +1,7 @@
-"""`QueueStore`: blocks in TransferQueue (the PyPI package, extra `[transferqueue]`), a key a row.
+"""`QueueStore`: blocks in TransferQueue (the PyPI package, extra `[transferqueue]`), one key per row.
 
-Rows are spread over its storage units, actors with memory of their own on the nodes of the cluster, and fetched singly: a
-reader gets its own rows only. Each row's tensors cross as bytes, so that every dtype and shape comes back as it was.
+Rows are spread over its storage units, actors with their own memory on the nodes of the cluster, and fetched individually:
+a reader gets only its own rows. Each row's tensors are sent as bytes, so that every dtype and shape is preserved.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from etude.errors import ConfigError, MissingExtraError, one_line
 from etude.protocol import DataProto, byte_view
 
 _PARTITION = "etude"
-_SECONDS = "60"  # that TransferQueue waits for a storage unit; its own default is 200
+_SECONDS = "60"  # TransferQueue's timeout for a storage unit; its default is 200
 
 
 def _queue() -> Any:
-    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _SECONDS)  # read when it is imported
+    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _SECONDS)  # read at import
     os.environ.setdefault("TQ_SIMPLE_STORAGE_MAX_ATTEMPTS", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
     try:
@@ -35,7 +35,7 @@ def _queue() -> Any:
 
 
 class QueueStore(BlockStore):
-    """Blocks in the TransferQueue of the cluster that this process is connected to; started by `start`."""
+    """Blocks in TransferQueue on the cluster that this process is connected to; `start` starts it."""
 
     @classmethod
     def start(cls, units: int = 2) -> QueueStore:
@@ -43,7 +43,7 @@ class QueueStore(BlockStore):
 
         Raises:
             MissingExtraError: it is not installed.
-            ConfigError: the cluster has too few free CPUs for its actors, for which it would wait for ever.
+            ConfigError: the cluster has too few free CPUs for its actors; it would wait for them forever.
         """
         queue = _queue()
         import ray
@@ -61,7 +61,7 @@ class QueueStore(BlockStore):
     def write(self, data: DataProto) -> Block:
         name, rows = uuid.uuid4().hex, len(data)
         fields: dict[str, Any] = {}
-        handles: dict[str, Any] = {}  # of a tensor its dtype and the shape of a row, of objects the shape alone
+        handles: dict[str, Any] = {}  # tensors: dtype and shape of a row; objects: shape only
         for key, tensor in () if data.batch is None else data.batch.items():
             handles[key] = (name, tensor.dtype, tensor.shape[1:])
             if tensor.numel():
@@ -89,16 +89,16 @@ class QueueStore(BlockStore):
         wanted = list(range(piece.block.rows)) if piece.rows is None else sorted(set(piece.rows))
         handles = {name: piece.block.handles[name] for name in piece.columns}
         stored = [name for name, (_, dtype, tail) in handles.items() if dtype is None or tail.numel()]
-        found: Any = {}
+        fetched: Any = {}
         if stored:
             keys = _keys(handles[stored[0]][0], wanted)
             try:
-                found = _queue().kv_batch_get(keys, _PARTITION, stored)
-            except Exception as error:  # whatever its client raises for a key or a unit that is gone
+                fetched = _queue().kv_batch_get(keys, _PARTITION, stored)
+            except Exception as error:  # its client may raise anything for a key or storage unit that is gone
                 raise LookupError(f"{type(error).__name__}: {one_line(error)}") from error
-            if found.batch_size != torch.Size([len(wanted)]):
-                raise LookupError(f"TransferQueue has {len(found)} of {len(wanted)} rows")
-        columns = {name: _column(found.get(name, None), len(wanted), handles[name]) for name in piece.columns}
+            if fetched.batch_size != torch.Size([len(wanted)]):
+                raise LookupError(f"TransferQueue has {len(fetched)} of {len(wanted)} rows")
+        columns = {name: _column(fetched.get(name, None), len(wanted), handles[name]) for name in piece.columns}
         data = DataProto.from_single_dict(columns)
         if piece.rows is None:
             return data
@@ -107,7 +107,7 @@ class QueueStore(BlockStore):
 
 
 class _Cell:
-    """An object of a row: TransferQueue would take arrays, tensors and None for values of its own."""
+    """Wraps an object of a row: TransferQueue treats arrays, tensors and None specially."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -117,14 +117,14 @@ def _keys(name: str, rows: Sequence[int]) -> list[str]:
     return [f"{name}/{row}" for row in rows]
 
 
-def _column(found: Any, rows: int, handle: tuple[str, torch.dtype | None, Any]) -> torch.Tensor | np.ndarray:
+def _column(fetched: Any, rows: int, handle: tuple[str, torch.dtype | None, Any]) -> torch.Tensor | np.ndarray:
     _, dtype, tail = handle
     if dtype is None:
         column = np.empty((rows, *tail), dtype=object)
-        for row, cell in enumerate(found.tolist()):
+        for row, cell in enumerate(fetched.tolist()):
             column[row] = cell.value
         return column
-    if found is None:
+    if fetched is None:
         return torch.empty((rows, *tail), dtype=dtype)
-    packed = found.values() if found.is_nested else found
+    packed = fetched.values() if fetched.is_nested else fetched
     return packed.reshape(-1).contiguous().view(dtype).reshape(rows, *tail)

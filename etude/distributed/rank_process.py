@@ -1,7 +1,7 @@
 """`RankProcess`: one rank of a `RayWorkerGroup`, in the process of a Ray actor.
 
-Invariant: whatever a worker does, a call returns a `Reply`, so that its exception arrives as what it is rather than as Ray's
-own; what it logged at WARNING and above travels with the replies. A plain class, which the group hands to `ray.remote`.
+Invariant: whatever a worker does, a call returns a `Reply`, so that the original exception arrives rather than one of Ray's.
+Log records at WARNING and above are sent with the replies. A plain class, which the group passes to `ray.remote`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from etude.errors import describe_error, user_place
 from etude.protocol import DataProto
 from etude.registry import share_folder
 
-_MAX_RECORDS = 100  # log records kept for the next reply
+_MAX_RECORDS = 100  # max. log records kept for the next reply
 
 LogRecord = tuple[str, int, str]
 """Logger, level, text."""
@@ -42,8 +42,8 @@ LogRecord = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """What a process of the group shares with the driver's: working directory and import path where they exist on its node,
-    its number of threads (None: its share of the node's cores), and the level of Étude's logs."""
+    """What a rank's process takes over from the driver: working directory and import path, where they exist on its node,
+    the number of threads (None: its share of the node's cores), and the log level of Étude."""
 
     folder: str
     path: tuple[str, ...]
@@ -52,7 +52,7 @@ class ProcessOptions:
 
     @classmethod
     def of_this_process(cls) -> ProcessOptions:
-        """Of the driver."""
+        """The options of this process, the driver."""
         threads = os.environ.get("OMP_NUM_THREADS", "")
         path = tuple(os.path.abspath(folder) for folder in sys.path)
         level = logging.getLogger("etude").getEffectiveLevel()
@@ -61,7 +61,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process runs, and the file that its standard error goes to."""
+    """Where a process runs, and the log file of its stderr."""
 
     node_id: str
     host: str
@@ -74,7 +74,7 @@ class ProcessPlace:
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception of another process: its traceback there, and the user's `place` in it."""
+    """The cause of an exception from another process: its traceback there, and the user's `place` (`file:line`) in it."""
 
     def __init__(self, text: str, place: str | None = None) -> None:
         super().__init__(text, place)
@@ -86,7 +86,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """A value, or an exception as `pack_error` made it; and the records logged since the last reply."""
+    """A call's value, or its exception packed by `pack_error`; and the records logged since the last reply."""
 
     value: Any = None
     error: bytes | None = None
@@ -94,7 +94,7 @@ class Reply:
 
 
 class RankProcess:
-    """The actor's class: joins the other ranks, builds the worker, calls it."""
+    """The actor class: joins the process group, builds the worker and calls its methods."""
 
     def __init__(self, options: ProcessOptions) -> None:
         share_folder(options.folder, options.path)
@@ -105,7 +105,7 @@ class RankProcess:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger().addHandler(self._records)
         logging.getLogger("etude").setLevel(options.log_level)
-        with suppress(Exception):  # without a file behind standard error
+        with suppress(Exception):  # if stderr has no file descriptor
             faulthandler.enable()
 
     def place(self) -> ProcessPlace:
@@ -119,10 +119,10 @@ class RankProcess:
         return ProcessPlace(node, socket.gethostname(), address, os.getpid(), log)
 
     def open_store(self, address: str, world_size: int, seconds: float) -> int:
-        """Starts the store where the ranks meet, on this rank's node; returns its port."""
+        """Starts the rendezvous store on this rank's node; returns its port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=max(world_size, 128))
-        self._store = dist.TCPStore(  # which by itself would listen on all the node's networks
+        self._store = dist.TCPStore(  # without our listener, it would listen on all network interfaces
             address,
             listener.getsockname()[1],
             world_size,
@@ -141,7 +141,7 @@ class RankProcess:
         worker_cls: type[Worker],
         given: Arguments,
     ) -> Reply:
-        """Joins `torch.distributed`, if there are several ranks, and builds the worker."""
+        """Joins `torch.distributed` if there are several ranks, then builds the worker."""
         return self._reply(self._build, environment, seconds, device, worker_cls, given)
 
     def _build(
@@ -173,31 +173,31 @@ class RankProcess:
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
 
     def call(self, method: str, given: Arguments, store: BlockStore | None, unused: Sequence[str] = ()) -> Reply:
-        """The worker's method; an `async` one runs in an event loop of its own. Batches that it is given as references are
-        fetched first; those that it returns are kept in `store`, if there is one. Blocks of the keys `unused` are freed."""
+        """Calls a method of the worker; an `async` one runs in a new event loop. References among the arguments are
+        fetched first; returned batches are written to `store`, if any. Also frees the blocks with the keys `unused`."""
         forget_kept(unused)
         return self._reply(self._call, method, given, store)
 
     def lend(self, key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:
-        """What another process reads of a block that this one keeps."""
+        """Returns what another process reads from a block that this process keeps."""
         return cut_kept(key, columns, rows)
 
     def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         fetched: Fetched = []
         args, kwargs = fetch_batches(given, fetched)
-        made = getattr(self._worker, method)(*args, **kwargs)
-        if inspect.iscoroutine(made):
-            made = asyncio.run(made)
-        made = made if store is None else keep_batches(made, store)
+        result = getattr(self._worker, method)(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        result = result if store is None else keep_batches(result, store)
         check_unwritten(fetched, f"{type(self._worker).__name__}.{method}")
-        return made
+        return result
 
     def mesh_place(self, mesh: str) -> MeshPlace:
         assert self._worker is not None
         return self._worker.mesh_place(mesh)
 
     def ping(self) -> list[LogRecord]:
-        """Says that this process lives, and what it has logged meanwhile."""
+        """Health check; returns the records logged since the last reply or ping."""
         return self._records.take()
 
     def interrupt(self) -> None:
@@ -206,7 +206,7 @@ class RankProcess:
             self._worker.interrupt()
 
     def close(self) -> Reply:
-        """Ends the worker and leaves the other ranks."""
+        """Closes the worker and leaves the process group."""
         return self._reply(self._close)
 
     def _close(self) -> None:
@@ -221,12 +221,12 @@ class RankProcess:
     def _reply(self, function: Any, *args: Any) -> Reply:
         try:
             return Reply(function(*args), records=self._records.take())
-        except BaseException as error:  # an interrupt, too, or a SystemExit, which would end the actor
+        except BaseException as error:  # also KeyboardInterrupt, and SystemExit, which would end the actor
             return Reply(error=pack_error(error), records=self._records.take())
 
 
 class _Records(logging.Handler):
-    """Keeps what is logged for the next reply."""
+    """Buffers log records for the next reply."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -246,7 +246,7 @@ class _Records(logging.Handler):
 
 
 def pack_error(error: BaseException) -> bytes:
-    """An exception as `unpack_error` reads it, with the traceback it has here."""
+    """Serializes an exception, with its traceback, for `unpack_error`."""
     from ray import cloudpickle
 
     fields = {name: value for name, value in vars(error).items() if _can_be_sent(value)}
@@ -257,19 +257,20 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack_error(packed: bytes) -> BaseException:
-    """The exception, whose cause is its traceback in the other process; one that cannot be rebuilt here is described."""
+    """Restores an exception, with the remote traceback as its cause; if it cannot be rebuilt here, a RuntimeError that
+    describes it."""
     forms, text, place = pickle.loads(packed)
     for form in forms:
         try:
             value = pickle.loads(form)
-            if isinstance(value, tuple):  # its class does not build from its args
+            if isinstance(value, tuple):  # its class cannot be constructed from `args`
                 kind, args, fields = value
                 value = kind.__new__(kind, *args)
                 value.args = args
                 vars(value).update(fields)
             value.__cause__ = RemoteTraceback(text, place)
             return value
-        except Exception:  # a class that is not there, or wants other arguments
+        except Exception:  # the class does not exist here, or takes other arguments
             continue
     raise AssertionError("unreachable: the last form is a RuntimeError")
 
@@ -279,6 +280,6 @@ def _can_be_sent(value: Any) -> bool:
 
     try:
         cloudpickle.dumps(value)
-    except Exception:  # a value may hold anything
+    except Exception:  # pickling a user's object may raise anything
         return False
     return True

@@ -1,11 +1,11 @@
 """`RayWorkerGroup`: a worker group whose ranks are processes of a Ray cluster, one actor each.
 
-Invariant: a call ends. It has a deadline; a process that died, or does not answer its pings, is a `WorkerLost` that names
-role, rank, node and its last log lines; and when one rank has failed, the others are asked to end and get a short while for
-it. After a loss no further call is tried. A rank's own exception reaches the caller as that exception, as in process.
+Invariant: every call ends. It has a deadline; a process that died or does not answer its pings raises a `WorkerLost` that
+names role, rank, node and its last log lines; and when one rank fails, the others are interrupted and get a grace period.
+After a loss, further calls fail immediately. A rank's own exception reaches the caller unchanged, as with in-process ranks.
 
-What ranks share is put into the object store once. While a call runs, its ranks are pinged, and what they log at WARNING and
-above is logged here, once for all ranks. Ray is imported when a group is made.
+Arguments that ranks share are put into the object store once. While a call runs, its ranks are pinged, and what they log at
+WARNING and above is logged here, once for all ranks. Ray is imported when a group is created.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from etude.errors import WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
 CALL_SECONDS = 3600.0
-SILENT_SECONDS = 120.0  # of a process that does not answer; longer than any stall of a healthy one
-_START_SECONDS = 600.0  # of a process, which imports torch, perhaps from a slow file system
+SILENT_SECONDS = 120.0  # after which a process that answers no ping is lost; longer than any stall of a healthy one
+_START_SECONDS = 600.0  # for a process to start: it imports torch, perhaps from a slow file system
 _PING_SECONDS = 5.0
-_SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
-_LOG_SECONDS = 5.0  # to read a file of another node
+_SETTLE_SECONDS = 30.0  # grace period for the other ranks after one has failed, and for a worker to close
+_LOG_SECONDS = 5.0  # for reading a log file on another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
-_MAX_LOGGED = 1000  # records that are known to have been logged for another rank
-_RAYS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray marks a log file with
-_THREADS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
-"""Concurrency groups of an actor; its other calls run one after another in a thread of their own."""
+_MAX_LOGGED = 1000  # max. records remembered as already logged for another rank
+_RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")  # marker lines that Ray writes into log files
+_CONCURRENCY_GROUPS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
+"""Concurrency groups of an actor; its other calls run one after another in a separate thread."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """An actor, where it runs, and the keys of blocks that it need not keep any longer."""
+    """An actor, where it runs, and the keys of blocks that it no longer needs to keep."""
 
     rank: int
     actor: Any
@@ -59,9 +59,9 @@ class _Rank:
 class RayWorkerGroup(WorkerGroup):
     """`pool.world_size` ranks of `worker_cls` on the slots of `pool`; needs a connection to a cluster (`ray.init`).
 
-    `args` and `kwargs` go to the constructor of every worker, together with `rank` and `world_size`; before, each process
-    has joined `torch.distributed` (gloo, with GPUs NCCL too) and has the environment that `worker.py` describes.
-    A call may take `call_seconds`; a process is lost after `silent_seconds` without an answer.
+    `args` and `kwargs` go to the constructor of every worker, together with `rank` and `world_size`; by then, each process
+    has joined `torch.distributed` (gloo, and NCCL with GPUs) and has the environment variables that `worker.py` describes.
+    The deadline of a call is `call_seconds`; a process is lost after `silent_seconds` without an answer to a ping.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -89,7 +89,7 @@ class RayWorkerGroup(WorkerGroup):
         self._watches: set[_Watch] = set()
         self._lost: WorkerLost | None = None
         self._gone: set[int] = set()
-        self._logged: dict[LogRecord, int] = {}  # by the rank that said it first
+        self._logged: dict[LogRecord, int] = {}  # record → the rank that logged it first
         self._guard = threading.Lock()
         try:
             self._start(args, kwargs)
@@ -102,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
 
         ray, pool = self._ray, self._pool
         slots, options = pool.place(), ProcessOptions.of_this_process()
-        cls = ray.remote(concurrency_groups=_THREADS)(RankProcess)
+        cls = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(RankProcess)
         actors = [
             cls.options(
                 num_cpus=pool.share * pool.resources.get("CPU", 0.0),
@@ -140,7 +140,7 @@ class RayWorkerGroup(WorkerGroup):
         return [rank.place for rank in self._ranks]
 
     def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:
-        """As of every group; an `async` method is awaited here, and runs in the rank's process."""
+        """See `WorkerGroup.direct`; an `async` method runs in the rank's process and can be awaited here."""
         call = super().direct(name, rank)
         if not inspect.iscoroutinefunction(getattr(self.worker_cls, name)):
             return call
@@ -151,8 +151,8 @@ class RayWorkerGroup(WorkerGroup):
         return run
 
     def interrupt(self) -> None:
-        """Asks the running calls to end early, and waits a while for it. A rank that does not end its call is not lost: it
-        can still save in the background, and `close` ends it as it stands."""
+        """Asks the running calls to end early and waits for a grace period. A rank that does not end its call is not lost:
+        it can still save in the background, and `close` kills it."""
         running, end = list(self._watches), time.monotonic() + _SETTLE_SECONDS
         for watch in running:
             watch.is_abandoned = True
@@ -163,7 +163,7 @@ class RayWorkerGroup(WorkerGroup):
             self._gone.update(watch.waits_for())
 
     def close(self) -> None:
-        """Ends the workers, which have a short while for it, and their processes."""
+        """Closes the workers, with a grace period, and kills their processes."""
         ranks, self._ranks = self._ranks, []
         self._lost = self._lost or WorkerLost(f"{self.worker_cls.__name__}: the group is closed")
         if not ranks or not self._ray.is_initialized():
@@ -200,7 +200,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._watch(method_name, refs, called, keeping=parts)
 
     def _alive(self) -> list[_Rank]:
-        """The ranks, which another thread may close meanwhile; raises WorkerLost where a call is of no use."""
+        """Returns the ranks, which another thread may close meanwhile; raises WorkerLost if the group is unusable."""
         ranks = self._ranks
         check_head()
         if self._lost is not None:
@@ -224,26 +224,28 @@ class RayWorkerGroup(WorkerGroup):
         return watch.futures
 
     def _ask(self, method: str, refs: Sequence[Any], **limits: Any) -> list[Any]:
-        """The values of calls that are no worker's."""
+        """Calls the rank processes themselves rather than their workers, and waits for the values."""
         watch = _Watch(self, method, refs, self._ranks[: len(refs)], **limits)
         watch.start()
         return [future.result() for future in watch.futures]
 
-    # -- what went wrong -------------------------------------------------------------------------------------------
+    # -- failures --------------------------------------------------------------------------------------------------
 
     def _lose(self, rank: _Rank, method: str, what: str) -> WorkerLost:
-        """Remembers that the group is of no use any more."""
+        """Marks a rank as lost, which makes the group unusable; returns the error."""
         lines = self._last_lines(rank.place)
-        said = f"; its last lines: {lines}" if lines else ""
+        log_end = f"; its last lines: {lines}" if lines else ""
         role = self.worker_cls.__name__
-        lost = WorkerLost(f"{role}, rank {rank.rank} of {self.world_size}, on {rank.place}: {what} in {method}{said}")
+        lost = WorkerLost(
+            f"{role}, rank {rank.rank} of {self.world_size}, on {rank.place}: {what} in {method}{log_end}"
+        )
         with self._guard:
             self._lost = self._lost or lost
             self._gone.add(rank.rank)
         return lost
 
     def _last_lines(self, place: ProcessPlace) -> str:
-        """Of the process's log, read on its node."""
+        """The last lines of the process's log, read on its node."""
         if not place.log:
             return ""
         if os.path.exists(place.log):  # never raises
@@ -251,13 +253,13 @@ class RayWorkerGroup(WorkerGroup):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with suppress(Exception):  # the node may be gone
-            there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-            task = self._ray.remote(num_cpus=0)(read_end).options(scheduling_strategy=there)
+            on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+            task = self._ray.remote(num_cpus=0)(read_end).options(scheduling_strategy=on_node)
             return str(self._ray.get(task.remote(place.log), timeout=_LOG_SECONDS))
         return ""
 
     def _log(self, records: Sequence[LogRecord], rank: int) -> None:
-        """Logs what a rank has logged, unless another rank has said the same."""
+        """Logs a rank's records, unless another rank has logged the same."""
         for record in records:
             with self._guard:
                 if self._logged.setdefault(record, rank) != rank:
@@ -270,10 +272,10 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _Watch(threading.Thread):
-    """Waits for the ranks of one call: fills their futures, looks after their processes.
+    """Waits for the ranks of one call, resolves their futures, and pings their processes.
 
-    Failures are kept back until all have ended or had time to: a lost rank is what the others' errors come from. `keeping`
-    is what must not be freed meanwhile.
+    Failures are held back until all ranks have ended or the grace period is over, because a lost rank causes errors in the
+    others. `keeping` is referenced so that it is not freed meanwhile.
     """
 
     def __init__(
@@ -293,25 +295,27 @@ class _Watch(threading.Thread):
         self._keeping = keeping  # blocks of the arguments are needed until the call ends
         self.futures: list[Future[Any]] = [Future() for _ in refs]
         self._waiting = {ref: (rank, future) for ref, rank, future in zip(refs, ranks, self.futures)}
-        self._failed: list[tuple[_Rank, Future[Any], BaseException | None]] = []  # None: given up because of another
+        self._failed: list[
+            tuple[_Rank, Future[Any], BaseException | None]
+        ] = []  # None: abandoned because another failed
         self._pings: dict[int, tuple[Any, float]] = {}
-        self._settling: float | None = None  # until when, after a first failure
-        self.is_abandoned = False  # nobody wants its results any more
+        self._settling: float | None = None  # end of the grace period, after a first failure
+        self.is_abandoned = False  # its results are no longer needed
 
     def start(self) -> None:
-        """Starts the thread, which the group knows while it runs."""
+        """Starts the thread, and registers it with the group while it runs."""
         self._group._watches.add(self)
         super().start()
 
     def waits_for(self) -> list[int]:
-        """The ranks that have not ended."""
+        """The ranks that have not finished."""
         return [rank.rank for rank, _ in list(self._waiting.values())]
 
     def run(self) -> None:
-        """Until every future has its result or exception."""
+        """Runs until every future has its result or exception."""
         try:
             self._wait()
-        except BaseException as error:  # the cluster is gone, or this is our bug: nobody may wait for ever
+        except BaseException as error:  # the cluster is gone, or this is our bug: no caller may hang
             self._give_up(f"could not be waited for ({one_line(error)})")
         finally:
             self._fail()
@@ -324,7 +328,7 @@ class _Watch(threading.Thread):
             ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
             for ref in ready:
                 self._take(ref)
-                del self._waiting[ref]  # until then `run` answers for it
+                del self._waiting[ref]  # only now: if `_take` raises, `run` still fails this future
             check_head()
             now = time.monotonic()
             if self._pinging and now >= next_ping:
@@ -349,7 +353,7 @@ class _Watch(threading.Thread):
         except self._ray.exceptions.RayError as error:
             self._failed.append((rank, future, self._group._lose(rank, self._method, f"died ({_reason(error)})")))
             return
-        except Exception as error:  # its result names what is not there in this process
+        except Exception as error:  # its result cannot be unpickled in this process
             self._failed.append((rank, future, error))
             return
         if not isinstance(reply, Reply):
@@ -359,11 +363,11 @@ class _Watch(threading.Thread):
         if reply.error is None:
             watch_blocks(reply.value, rank.actor, rank.unused)
             future.set_result(reply.value)
-        else:  # one that was asked to end did so
+        else:  # while settling, the error is the interrupt's
             self._failed.append((rank, future, None if self._settling else unpack_error(reply.error)))
 
     def _ping(self, now: float) -> None:
-        """Takes answers, notes silence, and asks again."""
+        """Collects answers, marks silent ranks as lost, and pings again."""
         for ref, (rank, future) in list(self._waiting.items()):
             ping, since = self._pings.get(rank.rank, (None, now))
             if ping is not None:
@@ -373,7 +377,7 @@ class _Watch(threading.Thread):
                         lost = self._group._lose(rank, self._method, f"silent for {now - since:.0f} s")
                         self._failed.append((rank, future, lost))
                     continue
-                with suppress(Exception):  # of one that died: the call itself says so
+                with suppress(Exception):  # if the process died, the call itself reports it
                     self._group._log(self._ray.get(ping), rank.rank)
             self._pings[rank.rank] = rank.actor.ping.options(concurrency_group="control").remote(), now
 
@@ -384,8 +388,8 @@ class _Watch(threading.Thread):
         self._waiting.clear()
 
     def _fail(self) -> None:
-        """Sets the exceptions: a loss is why others failed, so it goes to all that did; else each gets its own, and those
-        that were given up the first."""
+        """Sets the exceptions. A lost rank caused the other failures, so all failed futures get the loss; otherwise each
+        gets its own error, and the abandoned ones get the first."""
         errors = [error for *_, error in self._failed if error is not None]
         lost = next((error for error in errors if isinstance(error, WorkerLost)), None)
         for rank, _, error in self._failed:
@@ -396,19 +400,19 @@ class _Watch(threading.Thread):
 
 
 def take_all(queue: deque[str]) -> list[str]:
-    """Empties it, while other threads may do the same."""
-    found = []
+    """Empties the queue; thread-safe."""
+    items = []
     with suppress(IndexError):
         while True:
-            found.append(queue.popleft())
-    return found
+            items.append(queue.popleft())
+    return items
 
 
 def _reason(error: BaseException) -> str:
-    """Of Ray's message, whose first line names classes and ids, the part that says what happened."""
+    """The line of Ray's message that gives the reason; its first line only names classes and ids."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line.startswith(("The actor died", "The actor is dead", "The node", "Worker"))]
-    return one_line(RuntimeError(told[-1] if told else " ".join(lines) or type(error).__name__), 200)
+    reasons = [line for line in lines if line.startswith(("The actor died", "The actor is dead", "The node", "Worker"))]
+    return one_line(RuntimeError(reasons[-1] if reasons else " ".join(lines) or type(error).__name__), 200)
 
 
 def read_end(path: str, lines: int = _LOG_LINES) -> str:
@@ -420,5 +424,5 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAYS)]
-    return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]
+    texts = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKERS)]
+    return " | ".join(texts[-lines:])[-_LOG_CHARACTERS:]

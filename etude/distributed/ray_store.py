@@ -1,8 +1,8 @@
-"""Where blocks are on a cluster. `RayStore`: plain Ray objects, one a column, on the node of the process that wrote them.
-`RankStore`: the memory of the rank that wrote them, and Ray objects of what others read.
+"""Stores for a Ray cluster. `RayStore`: Ray objects, one per column, on the node of the process that wrote them.
+`RankStore`: the memory of the rank that wrote them, plus Ray objects for what other processes read.
 
-The writer owns its objects: they live as long as it does and somebody refers to them. Ray fetches to a node what a reader
-there asks for, once for all its readers, and they read it in place. Ray is imported at the first use.
+The writer owns its Ray objects: they live as long as it does and something refers to them. Ray copies an object to a node
+once for all readers there, and they read it in place. Ray is imported on first use.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from etude.errors import one_line
 from etude.protocol import DataProto
 
 _kept: dict[str, DataProto] = {}
-"""In a rank: the blocks that it wrote, by key, until the driver refers to them no more."""
+"""In a rank: the blocks that it wrote, by key, until the driver no longer refers to them."""
 _lenders: dict[str, Any] = {}
-"""In the driver: the actors that keep them."""
+"""In the driver: the actor that keeps each block, by key."""
 
 
 class RayStore(BlockStore):
@@ -56,24 +56,24 @@ class RayStore(BlockStore):
         try:
             objects = dict(zip(refs, ray.get(refs, timeout=timeout)))
         except RayError as error:
-            cause = getattr(error, "cause", None) or error  # of a rank's own error, which Ray wraps
+            cause = getattr(error, "cause", None) or error  # Ray wraps a rank's own error
             raise LookupError(f"{type(cause).__name__}: {one_line(cause)}") from error
-        found = []
+        batches = []
         for piece in pieces:
             whole = DataProto()
             for ref in dict.fromkeys(piece.block.handles[name] for name in piece.columns):
                 whole = whole.union(objects[ref])
-            found.append(select_rows(_select(whole, piece.columns), piece.rows))
-        return found
+            batches.append(select_rows(_select(whole, piece.columns), piece.rows))
+        return batches
 
     def drop(self, block: Block) -> None:
-        """Nothing to do: Ray frees the objects when the last reference to the block goes."""
+        """Does nothing: Ray frees the objects with the last reference to the block."""
 
 
 class RankStore(RayStore):
-    """Blocks of the ranks of worker groups. Each stays, not pickled, in the process that wrote it, which reads it as it is.
-    The rows and columns that another process reads become one Ray object, which the driver asks for when it sends the
-    reference there (`lend_batches`); the driver also says when nothing refers to a block any more (`watch_blocks`)."""
+    """Blocks of the ranks of worker groups. Each stays, without pickling, in the process that wrote it, which reads it
+    directly. The rows and columns that another process reads become one Ray object, which the driver requests when it sends
+    the reference there (`lend_batches`). The driver also reports blocks that nothing refers to any more (`watch_blocks`)."""
 
     def write(self, data: DataProto) -> Block:
         key = uuid4().hex
@@ -84,15 +84,15 @@ class RankStore(RayStore):
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
         near = [piece if _key(piece.block) in _kept else _lend(piece) for piece in pieces]
         lent = iter(super().read([piece for piece in near if _key(piece.block) is None], timeout))
-        found = []
+        batches = []
         for block, columns, rows in near:
             key = _key(block)
-            found.append(next(lent) if key is None else cut_kept(key, columns, rows))
-        return found
+            batches.append(next(lent) if key is None else cut_kept(key, columns, rows))
+        return batches
 
 
 def cut_kept(key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:
-    """Of a block that this process keeps. Raises LookupError if it does not."""
+    """Reads columns and rows of a block that this process keeps. Raises LookupError if it does not."""
     return select_rows(_select(_kept[key], columns), rows)
 
 
@@ -103,8 +103,8 @@ def forget_kept(keys: Iterable[str]) -> None:
 
 
 def watch_blocks(value: Any, actor: Any, unused: deque[str]) -> None:
-    """Notes that `actor` keeps what it returned references to in `value`; the key of a block that nothing in this process
-    refers to any more is added to `unused`."""
+    """Records that `actor` keeps the blocks that `value`, its result, refers to; once nothing in this process refers to a
+    block any more, its key is added to `unused`."""
 
     def forget(key: str) -> None:
         _lenders.pop(key, None)
@@ -121,7 +121,8 @@ def watch_blocks(value: Any, actor: Any, unused: deque[str]) -> None:
 
 
 def lend_batches(value: Any, actor: Any) -> Any:
-    """What `actor` is sent in place of `value`: references to Ray objects where these are to blocks that others keep."""
+    """Prepares `value` for sending to `actor`: references to blocks that other actors keep become references to Ray
+    objects."""
 
     def lend(ref: BatchRef) -> BatchRef:
         return replace(ref, layouts=tuple(map(lend_layout, ref.layouts)))
@@ -141,7 +142,7 @@ def lend_batches(value: Any, actor: Any) -> Any:
 
 
 def _lend(piece: Piece) -> Piece:
-    """All of a block of one Ray object; a block of such is its own."""
+    """Returns the piece as a whole block made of one Ray object; a piece already in the object store is unchanged."""
     (block, columns, rows), key = piece, _key(piece.block)
     if key is None:
         return piece
@@ -153,7 +154,7 @@ def _lend(piece: Piece) -> Piece:
 
 
 def _key(block: Block) -> str | None:
-    """Of a block that a rank keeps; None: it is in the object store."""
+    """The key of a block that a rank keeps; None if it is in the object store."""
     handle = next(iter(block.handles.values()), None)
     return handle if isinstance(handle, str) else None
 
@@ -165,7 +166,7 @@ def _select(data: DataProto, columns: Sequence[str]) -> DataProto:
 
 @cache
 def this_node() -> str:
-    """Id and address of the node of this process."""
+    """Id and address of this process's node."""
     import ray
 
     context = ray.get_runtime_context()

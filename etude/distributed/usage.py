@@ -1,7 +1,7 @@
-"""`Usage`: the CPU time and GPUs that processes take, so that a run's can be summed over machines.
+"""`Usage`: the CPU time and GPUs that processes use, so that a run's total can be summed over machines.
 
-Invariant: a process counts once however many workers report it, and a child that ended counts with the parent that waited
-for it. A process that left the tree of its workers, such as a server started by hand, does not count.
+Invariant: a process counts once however many workers report it, and a child that has ended counts towards the parent that
+waited for it. A process outside the workers' process trees, such as a server started by hand, does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Usage:
-    """`cpu_seconds` of each process since it began, its ended children's included; `gpus` by machine and number."""
+    """`cpu_seconds` of each process since its start, including ended children; `gpus` by machine and index."""
 
     cpu_seconds: Mapping[str, float]
     gpus: frozenset[str] = frozenset()
@@ -29,23 +29,23 @@ class Usage:
 
 
 def measure_usage(device: torch.device | None = None) -> Usage:
-    """Of this process and its descendants, with the GPU that it computes on."""
+    """Measures this process and its descendants, and the GPU `device`."""
     me, host = psutil.Process(), platform.node()
-    found = {}
+    cpu_seconds = {}
     for process in [me, *me.children(recursive=True)]:
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # it has ended in the meantime
             spent = process.cpu_times()
             ended = getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
-            found[f"{host}:{process.pid}:{process.create_time()}"] = spent.user + spent.system + ended
+            cpu_seconds[f"{host}:{process.pid}:{process.create_time()}"] = spent.user + spent.system + ended
     if device is None or device.type != "cuda":
-        return Usage(found)
+        return Usage(cpu_seconds)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     number = torch.cuda.current_device() if device.index is None else device.index
-    return Usage(found, frozenset({f"{host}:{visible}:{number}"}))
+    return Usage(cpu_seconds, frozenset({f"{host}:{visible}:{number}"}))
 
 
 def join_usage(parts: Iterable[Usage]) -> Usage:
-    """That of several workers, each process once."""
+    """Merges the usage of several workers, counting each process once."""
     seconds: dict[str, float] = {}
     gpus: frozenset[str] = frozenset()
     for part in parts:

@@ -1,11 +1,11 @@
 """`WorkerGroup`: the controller's handle on all ranks of a worker class.
 
-Invariant: a group has exactly the registered methods of its worker class, and each of them divides the call, runs it on its
-ranks and gathers the results as `dispatch.py` says, however the ranks are run. Groups differ only in `_run`. An error of a
-rank reaches the caller as the same exception, with a note that names the rank and the method (also logged, for the commands
-that print an error as one line).
+Invariant: a group has exactly the registered methods of its worker class, and each of them divides the call, runs it on the
+ranks and collects the results as `dispatch.py` describes, however the ranks run. Groups differ only in `_run`. A rank's
+exception reaches the caller unchanged, with a note that names the rank and the method (also logged, for the commands that
+print an error as one line).
 
-In one process the ranks run one after another, so a worker must not wait for another rank there; `ray_group.py` has the
+In one process the ranks run one after another, so there a worker must not wait for another rank; `ray_group.py` has the
 group whose ranks are processes of a cluster.
 """
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerGroup(ABC):
-    """`world_size` ranks of `worker_cls`, each registered method of which is a method of the group.
+    """`world_size` ranks of `worker_cls`; each registered method of the worker is a method of the group.
 
     Raises:
         ValueError: `world_size` is less than 1, or a registered method's name clashes with the group's own.
@@ -46,7 +46,7 @@ class WorkerGroup(ABC):
     def __init__(self, worker_cls: type[Worker], world_size: int) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, is {world_size}")
-        self.store: BlockStore | None = None  # where ranks elsewhere keep the batches that they return
+        self.store: BlockStore | None = None  # where ranks in other processes write the batches that they return
         self.worker_cls = worker_cls
         self.world_size = world_size
         self._methods = registered_methods(worker_cls)
@@ -59,17 +59,17 @@ class WorkerGroup(ABC):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise self._unknown(name)
+        raise self._unknown_method(name)
 
     def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:
-        """The DIRECT_ROLLOUT_METHOD `name` of one rank, to be called without the controller dividing or gathering.
+        """Returns the DIRECT_ROLLOUT_METHOD `name` of one rank; the controller does not divide or collect its calls.
 
         Raises:
             AttributeError: no registered method has that name.
             ValueError: the method is registered with another mode, or there is no such rank.
         """
         if name not in self._methods:
-            raise self._unknown(name)
+            raise self._unknown_method(name)
         if self._methods[name].dispatch_mode is not Dispatch.DIRECT_ROLLOUT_METHOD:
             raise ValueError(f"'{name}' is not a DIRECT_ROLLOUT_METHOD: call it on the group")
         if not 0 <= rank < self.world_size:
@@ -78,15 +78,15 @@ class WorkerGroup(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Into how many parts a training batch is divided: `world_size`, unless several ranks share one."""
+        """Number of data-parallel shards of a training batch: `world_size`, unless several ranks share a shard."""
         return self._mesh(TRAIN_MESH)[0].dp_size
 
-    def close(self) -> None:  # noqa: B027  (a group may have nothing to end)
-        """Ends the ranks; no method may be called any more."""
+    def close(self) -> None:  # noqa: B027  (a group may have nothing to close)
+        """Closes the ranks; no method may be called afterwards."""
 
     @abstractmethod
     def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
-        """Starts a method on ranks, `ranks[i]` with the arguments `parts[i]`; one future per rank, in that order.
+        """Starts a method on each of `ranks[i]` with the arguments `parts[i]`; returns one future per rank, in that order.
 
         A failing rank does not stop the others; its future holds the exception, annotated by `note_rank`.
         """
@@ -109,8 +109,8 @@ class WorkerGroup(ABC):
         return pending.get() if registration.blocking else pending
 
     def _targets(self, registration: Registration) -> tuple[list[list[int]], list[int]]:
-        """The ranks that get the arguments of each shard; and, of all these in order, the numbers of those whose results
-        are gathered."""
+        """Returns the ranks that get the arguments of each shard, and the indices, into these ranks in order, of those
+        whose results are collected."""
         everyone = list(range(self.world_size))
         if registration.execute_mode is Execute.RANK_ZERO:
             return [[0]], [0]
@@ -124,10 +124,10 @@ class WorkerGroup(ABC):
         return shards, [order.index(next(rank for rank in shard if places[rank].collects)) for shard in shards]
 
     def _mesh(self, mesh: str) -> list[MeshPlace]:
-        """Each rank's place.
+        """Each rank's place in a mesh, cached.
 
         Raises:
-            ValueError: the ranks contradict one another.
+            ValueError: the ranks' answers are inconsistent.
         """
         if mesh not in self._meshes:
             places = self._places(mesh)
@@ -139,7 +139,7 @@ class WorkerGroup(ABC):
             self._meshes[mesh] = places
         return self._meshes[mesh]
 
-    def _unknown(self, name: str) -> AttributeError:
+    def _unknown_method(self, name: str) -> AttributeError:
         known, hint = ", ".join(sorted(self._methods)) or "none", did_you_mean(name, self._methods)
         return AttributeError(
             f"{self.worker_cls.__name__} has no registered method '{name}'{hint} (there are: {known})"
@@ -147,7 +147,7 @@ class WorkerGroup(ABC):
 
 
 class InProcessWorkerGroup(WorkerGroup):
-    """A group whose ranks live in this process and run one after another, each call as soon as it is made.
+    """A group whose ranks live in this process and run one after another; a call runs immediately.
 
     `args` and `kwargs` go to the constructor of every worker, together with `rank` and `world_size`.
     """
@@ -166,7 +166,7 @@ class InProcessWorkerGroup(WorkerGroup):
         for (args, kwargs), same in zip(parts, ranks, strict=True):
             for rank in same:
                 future: Future[Any] = Future()
-                own = tuple(map(_own, args)), {key: _own(value) for key, value in kwargs.items()}
+                own = tuple(map(_shallow_copy, args)), {key: _shallow_copy(value) for key, value in kwargs.items()}
                 try:
                     future.set_result(getattr(self._workers[rank], method_name)(*own[0], **own[1]))
                 except Exception as error:
@@ -179,15 +179,15 @@ class InProcessWorkerGroup(WorkerGroup):
         return [worker.mesh_place(mesh) for worker in self._workers]
 
 
-def _own(value: Any) -> Any:
-    """A shallow copy of a batch, so that a rank's additions stay its own; anything else unchanged."""
+def _shallow_copy(value: Any) -> Any:
+    """Copies a batch shallowly, so that columns a rank adds stay private to it; returns anything else unchanged."""
     return value[:] if isinstance(value, DataProto) else value
 
 
 def note_rank(error: BaseException, rank: int, world_size: int, method: str) -> None:
     """Adds a note to `error` with the rank and method that raised it, and logs it.
 
-    A one-line error that the user sees anyway is logged only if the rank adds information.
+    A one-line error, which the user sees anyway, is logged only if the rank adds information.
     """
     note = f"raised on rank {rank} of {world_size} in {method}"
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # what add_note does, on Python 3.10 too

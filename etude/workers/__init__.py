@@ -1,4 +1,4 @@
-"""The roles as workers: rollout, actor with its reference, critic, reward, teacher; rollout and actor in one."""
+"""The workers, one class per role: rollout, actor with reference, critic, reward, teacher; and actor and rollout in one."""
 
 from etude.workers.actor import TrainWorker
 from etude.workers.critic import CriticWorker

@@ -1,4 +1,4 @@
-"""`TrainWorker`: the actor, which is trained, and the frozen reference policy."""
+"""`TrainWorker`: trains the actor; also holds the frozen reference policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from etude.workers.weights import WeightSender
 
 
 class TrainWorker(TrainedWorker):
-    """Computes log-probs and trains, on demonstrations or advantages."""
+    """Computes log-probs and trains the policy, on advantages or demonstrations."""
 
     role = "actor"
     _copied_critic: dict[str, Tensor] | None = None
@@ -83,41 +83,41 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
-        weights, at meta_info's `temperature`; with its `in_update`, of the weights that the next gradient is taken at."""
+        """Returns `old_log_probs`, `entropys` and, if meta_info asks for it, `sum_pi_squared` (batch, response_len) of the
+        current weights at meta_info's `temperature`; with `in_update`, of the weights where the next gradient is taken."""
         meta, squares = data.meta_info, bool(data.meta_info.get("sum_pi_squared"))
         with self._optimizer.training() if meta.get("in_update") else nullcontext():
-            found = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
-        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
+            outputs = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
+        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
 
     def _add_critic(self, total_steps: int | None) -> None:
-        """A value head on the policy's trunk, with an optimizer of its own."""
+        """Adds a value head on the policy's trunk, with its own optimizer."""
         critic, head = self.options.critic, SharedValueHead(self.model)
         optimizer = OptimizerSet(head, critic.optim, total_steps, rank=self.rank, world_size=self.world_size)
         self._actor.critic = ValueEngine(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:
-        """As `CriticWorker`'s, by the head on the policy's trunk."""
+        """See `CriticWorker.compute_values`; uses the value head on the policy's trunk."""
         assert self._actor.critic is not None
         return DataProto.from_single_dict({"values": self._actor.critic.values(data)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=CRITIC_COLUMNS, optional=("rollout_tokens", IMAGES))
     def update_critic(self, data: DataProto) -> Metrics:
-        """As `CriticWorker`'s, of the head alone: before the actor's updates begin, which move both."""
+        """See `CriticWorker.update_critic`; updates only the value head, before the actor's updates, which change both."""
         assert self._actor.critic is not None
         self._actor.critic.optimizer.training_step = data.meta_info["global_step"]
         return self._actor.critic.update(data, **value_options(self.options))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """As `TeacherWorker`'s, by the current weights."""
+        """See `TeacherWorker.compute_teacher_log_prob`; uses the current weights."""
         return teacher_columns(self._actor, data, self.options.distillation.topk, len(self.tokenizer))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start, whose routers, if
-        any, choose for themselves."""
+        """Returns `ref_log_prob` (batch, response_len) of the reference policy: the initial model, whose routers, if any,
+        select experts themselves (no replay)."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
         with without_adapters(self._ref.model):
@@ -140,14 +140,14 @@ class TrainWorker(TrainedWorker):
         ),
     )
     def update_actor(self, data: DataProto) -> Metrics:
-        """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
-        `etude.training.count_scored`, and `compare_rollout`: whether the step's own log-probs, at weights that no update has
-        changed yet, are compared with the engine's. Returns metrics named `actor/*`."""
+        """Takes one optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts
+        of `etude.training.count_scored`, and `compare_rollout`: whether to compare the step's log-probs, while no update has
+        changed the weights yet, with the engine's. Returns metrics named `actor/*`."""
         actor, meta = self.options.actor, data.meta_info
         self._optimizer.training_step = meta["global_step"]
         if self._actor.critic is not None:
             self._actor.critic.optimizer.training_step = meta["global_step"]
-        compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # then these weights did not sample
+        compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # else other weights sampled
         loss: MicroLoss = self._loss_with_mismatch if compares else self._loss
         if "row" in data.batch:
             loss = self._record_values(loss)
@@ -157,17 +157,17 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def next_weights(self, first: bool) -> DataProto:
-        """A chunk of the weights for a rollout group of its own; see `WeightSender.next`."""
+        """Returns a chunk of the weights for a separate rollout group; see `WeightSender.next`."""
         return self._sender.next(first)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def score_draws(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-        """Log-probs of all responses of (prompt, response) pairs in a row, at the temperature of the rollouts."""
-        found = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
-        return [value for row in found for value in row]
+        """Log-probs of the responses of (prompt, response) pairs at the rollout temperature, flattened into one list."""
+        scores = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
+        return [value for row in scores for value in row]
 
     def _record_values(self, loss: MicroLoss) -> MicroLoss:
-        """`loss`, which also keeps what `take_token_values` returns."""
+        """Wraps `loss` to also record what `take_token_values` returns."""
 
         def record(log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> Any:
             kept = self._token_values = self._token_values or {}
@@ -180,18 +180,18 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_token_values(self) -> DataProto | None:
-        """`row` (rows,), `log_probs` and `entropys` (rows, response_len): as this rank's last update of each row saw them,
-        since the last call; None without any. A batch with the column `row` is recorded."""
-        found, self._token_values = self._token_values, None
-        if not found:
+        """Returns `row` (rows,), `log_probs` and `entropys` (rows, response_len) of this rank's last update of each row
+        since the last call; None if there was none. Only batches with a column `row` are recorded."""
+        recorded, self._token_values = self._token_values, None
+        if not recorded:
             return None
-        log_probs, entropys = (torch.stack(column) for column in zip(*found.values()))
-        return DataProto.from_dict({"row": torch.tensor([*found]), "log_probs": log_probs, "entropys": entropys})
+        log_probs, entropys = (torch.stack(column) for column in zip(*recorded.values()))
+        return DataProto.from_dict({"row": torch.tensor([*recorded]), "log_probs": log_probs, "entropys": entropys})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:
-        """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
-        meta_info: `global_step`, and the counts of `etude.training.count_scored`."""
+        """Takes one supervised step on this rank's part of tokenised demonstrations
+        (`etude.training.demonstrations_to_batch`); meta_info: `global_step`, and the counts of `count_scored`."""
         self._optimizer.training_step = data.meta_info["global_step"]
         metrics = sft_step(self._actor, data)
         self.weights_changed()
@@ -213,7 +213,7 @@ class TrainWorker(TrainedWorker):
             "loss_agg_mode": scale.loss_agg_mode,
             "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
         }
-        # Without old log-probs the batch has a single update, whose own log-probs are the old ones.
+        # Without old log-probs there is a single update per batch, whose own log-probs serve as the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
         weights, metrics = self._loss_weights(log_probs, micro)
         inputs: dict[str, Any] = {need: columns[need] for need in record.needs}
@@ -239,19 +239,19 @@ class TrainWorker(TrainedWorker):
             penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
             loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
-        if (ours := columns.get("topk_log_probs")) is not None:
-            distances, found = forward_kl_topk(ours, columns["teacher_topk_log_probs"], mask)
+        if (topk_log_probs := columns.get("topk_log_probs")) is not None:
+            distances, topk_metrics = forward_kl_topk(topk_log_probs, columns["teacher_topk_log_probs"], mask)
             loss = loss + self.options.distillation.coef * agg_loss(distances, mask, **scaling)
-            metrics |= found
+            metrics |= topk_metrics
         if "vpreds" in columns:
-            added, of_values = self._value_loss(micro, scale)
-            loss, metrics = loss + added, metrics | of_values
+            vf_loss, vf_metrics = self._value_loss(micro, scale)
+            loss, metrics = loss + vf_loss, metrics | vf_metrics
         return loss, metrics
 
     def _value_loss(self, micro: DataProto, scale: LossScale) -> tuple[Tensor, Metrics]:
-        """The critic's part of the objective, where it shares the trunk."""
+        """The critic's part of the objective, if it shares the trunk."""
         columns, options = micro.batch, value_options(self.options)
-        loss, found = value_loss(
+        loss, loss_metrics = value_loss(
             vpreds=columns["vpreds"],
             values=columns["old_values"],
             returns=columns["value_targets"],
@@ -260,12 +260,12 @@ class TrainWorker(TrainedWorker):
             **scale.counts(micro),
         )
         own = replace(scale, loss_agg_mode=options["loss_agg_mode"])
-        metrics: Metrics = {**found, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
+        metrics: Metrics = {**loss_metrics, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
         return self.options.critic.vf_coef * loss, metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
-        """As for any trained role; the critic's with it."""
+        """See `TrainedWorker.copy_state`; includes the state of a critic on the trunk."""
         super().copy_state()
         if self._actor.critic is not None:
             state = self._actor.critic.optimizer.state_dict()
@@ -273,7 +273,7 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
-        """As for any trained role; the state of a critic on the trunk goes to `critic/state`."""
+        """See `TrainedWorker.save_checkpoint`; the state of a critic on the trunk goes to `critic/state`."""
         super().save_checkpoint(folder)
         if self._actor.critic is not None and (self._group is not None or self.rank == 0):
             state = self._copied_critic or self._actor.critic.optimizer.state_dict()
@@ -287,8 +287,8 @@ class TrainWorker(TrainedWorker):
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
-        """What multiplies the loss of each token, if anything: the driver's importance weights; with `bypass_mode`, weights
-        and rejection at the current policy; and the off-policy sequence mask. A sequence here is a row."""
+        """The weights of each token's loss, if any: the driver's importance weights; with `bypass_mode`, importance weights
+        and rejection mask at the current policy; and the off-policy sequence mask. A sequence here is a row."""
         correction, columns = self.options.correction, micro.batch
         mask, engine = columns["response_mask"], columns["rollout_log_probs"]
         weights, metrics = columns.get("rollout_is_weights"), Metrics()

@@ -1,8 +1,8 @@
-"""What a trained role saves: a model folder for any Hugging Face program, and beside it the state that training resumes
-from, written by `torch.distributed.checkpoint`.
+"""Checkpoints of trained roles: a model folder that any Hugging Face program loads, and the state to resume training from,
+written by `torch.distributed.checkpoint`.
 
-Invariant: the state holds only tensors, by parameter name, and is the same whatever number of ranks wrote it; reading a
-foreign one runs no code; any fault of a file is one `CheckpointError` that names it.
+Invariant: the state holds only tensors, by parameter name, and does not depend on the number of ranks that wrote it; reading
+an untrusted one runs no code; any fault of a file is a `CheckpointError` that names it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from etude.options import ActorOptions, CriticOptions
 from etude.training import OptimizerSet, is_sharded, round_weights
 from etude.workers.role import RoleWorker
 
-MODEL, STATE = "huggingface", "state"  # the two parts of a role
+MODEL, STATE = "huggingface", "state"  # the two parts of a role's checkpoint
 _OLD_STATE = "optimizer.pt"  # of an earlier format
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class TrainedWorker(RoleWorker):
-    """A role with a `model` and its optimizer, which a checkpoint holds in the folder `role`."""
+    """A role with a `model` and its optimizer, checkpointed in the folder `role`."""
 
     role: str
     model: Any
@@ -47,7 +47,7 @@ class TrainedWorker(RoleWorker):
     _group: dist.ProcessGroup | None = None
 
     def mesh_place(self, mesh: str) -> MeshPlace:
-        """In training, `tensor_parallel_size` ranks in a row get the same rows, and the first of them answers."""
+        """In training, `tensor_parallel_size` consecutive ranks get the same rows, and the first of them has the output."""
         options = getattr(self.options, self.role)
         if mesh != TRAIN_MESH or not self.is_spread(options):
             return super().mesh_place(mesh)
@@ -57,7 +57,8 @@ class TrainedWorker(RoleWorker):
     def build_optimizer(
         self, options: ActorOptions | CriticOptions, total_steps: int | None, first_step: int = 0
     ) -> OptimizerSet:
-        """The optimizer of `model`, which computes in `model.dtype` from here on, and is sharded if `options` say so."""
+        """Builds the optimizer of `model`; from then on the model computes in `model.dtype`, and is sharded if `options` say
+        so."""
         dtype, sharded = torch_dtype(self.options.model.dtype), self.shard(self.model, options)
         return OptimizerSet(
             self.model,
@@ -71,18 +72,18 @@ class TrainedWorker(RoleWorker):
         )
 
     def prepare_saves(self) -> None:
-        """Called by all ranks at the end of `init_model`: saves in the background must not meet the training's collective
-        operations."""
+        """Called by all ranks at the end of `init_model`: gives background saves their own process group, separate from the
+        collectives of training."""
         if self.world_size > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
     def weights_changed(self) -> None:
-        """Called after each change of the weights."""
+        """Hook called after each change of the weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
-        """Copies weights and optimizer state to the CPU's memory, for the next `save_checkpoint`: it may run in another
-        thread, and writes the weights of this moment whatever is trained meanwhile."""
+        """Copies weights and optimizer state to CPU memory for the next `save_checkpoint`, which may run in another thread
+        and writes this snapshot although training continues."""
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copy(tensor: Tensor) -> Tensor:
@@ -99,8 +100,8 @@ class TrainedWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
-        """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
-        `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.
+        """Writes `ROLE/huggingface` (a folder that any Hugging Face program loads), `ROLE/state` and, if there are adapters,
+        `ROLE/lora_adapter`: the snapshot of `copy_state` if there is one, else the current weights.
 
         Raises:
             CheckpointError: a file cannot be written.
@@ -117,13 +118,13 @@ class TrainedWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
-        """Writes the model alone, as it is now, into `folder`."""
+        """Writes only the model, with its current weights, into `folder`."""
         weights = self._full_weights()
         if self.rank == 0:
             self._write_model(Path(folder), weights)
 
     def _full_weights(self) -> dict[str, Tensor] | None:
-        """The gathered weights of a sharded model, on rank 0's CPU; None: the model has them itself."""
+        """The gathered weights of a sharded model, on rank 0's CPU; None if the model is not sharded."""
         if not is_sharded(self.model):
             return None
         return gather_weights(self.model, torch_dtype(self.options.model.dtype), keep=self.rank == 0)
@@ -136,17 +137,17 @@ class TrainedWorker(RoleWorker):
         """Restores weights, in place, and the optimizer's state, bit for bit.
 
         Raises:
-            CheckpointError: the state cannot be read, or is that of another model or optimizer; nothing has changed then.
+            CheckpointError: the state cannot be read, or belongs to another model or optimizer; then nothing is changed.
         """
         self._optimizer.load_state_dict(read_state(Path(folder) / self.role / STATE, empty=self._optimizer.empty))
         self.weights_changed()
 
 
 def write_state(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes a folder for `read_state`; all ranks of `group` write parts of it.
+    """Writes `state` to a folder that `read_state` reads; all ranks of `group` write parts of it.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     try:
         writer = dcp.FileSystemWriter(folder)
@@ -158,11 +159,11 @@ def write_state(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGr
 def read_state(
     folder: Path, prefix: str = "", empty: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The state that `write_state` wrote to `folder`, on the CPU, whatever the number of ranks then and now; only the
-    tensors whose names begin with `prefix`. `empty` makes what a tensor is read into, where that is a part of it.
+    """Reads the state that `write_state` wrote to `folder`, on the CPU; the number of ranks may differ. Only tensors whose
+    names begin with `prefix` are read. `empty` allocates the tensor to read into, for example a shard of it.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or holds something else.
+        CheckpointError: a file is missing, damaged or of another kind.
     """
     try:
         reader = _Reader(folder)
@@ -170,7 +171,7 @@ def read_state(
         make = empty or (lambda name, size, dtype: torch.empty(size, dtype=dtype))
         state = {name: make(name, part.size, part.properties.dtype) for name, part in parts.items()}  # type: ignore[union-attr]
         dcp.load(state, storage_reader=reader, no_dist=True)
-    except (CheckpointException, Exception) as error:  # a damaged file raises anything
+    except (CheckpointException, Exception) as error:  # a damaged file can raise anything
         if (folder.parent / _OLD_STATE).is_file():
             raise CheckpointError(
                 f"{folder.parent} was written by an older version, which kept the state in {_OLD_STATE}: start a new run "
@@ -181,14 +182,14 @@ def read_state(
 
 
 def _cause(error: BaseException) -> str:
-    """`CheckpointException` lists failures by rank; the first says what happened."""
+    """The reason of an error; of a `CheckpointException`, which lists failures by rank, the first failure's."""
     failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
     first = failures[0][0] if failures else error
     return one_line(first) or type(first).__name__
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the index, which is a pickle, with nothing but its own classes."""
+    """Unpickles the index with an allowlist of its own classes."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -217,9 +218,9 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = f"{module}.{name}"
-        if found in self._INDEX | self._PLAIN:
+        qualified = f"{module}.{name}"
+        if qualified in self._INDEX | self._PLAIN:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"names {found}, which no index of tensors holds")
+        raise pickle.UnpicklingError(f"names {qualified}, which no index of tensors holds")

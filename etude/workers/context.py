@@ -1,8 +1,7 @@
-"""The tools, interactions and environment of a rollout worker: loaded once, by the worker itself, and described to the
-driver.
+"""The tools, interactions and environment of a rollout worker, loaded once by the worker itself.
 
-Invariant: `ToolCatalogue` is all that leaves the worker: plain values, from which rows and prompts are checked before any
-model is loaded.
+Invariant: the driver gets only a `ToolCatalogue`: plain values with which rows and prompts are checked before any model is
+loaded.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 
 @dataclass(frozen=True)
 class ToolCatalogue:
-    """The configured tools' OpenAI schemas by name, and names of interactions and of registered agent loops.
+    """The OpenAI schemas of the configured tools by name, and the names of interactions and registered agent loops.
 
-    `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop renders tool
-    answers with the chat template; a user's loop, or an environment, may do it differently. `addresses`: (where configured,
-    http address) of the services that tools name.
+    `judging_tools`: the tools that override `calc_reward`. `tool_messages`: whether the default agent loop renders tool
+    responses with the chat template; a user's loop or an environment may not. `addresses`: (configuration key, http address)
+    of the services that tools use.
     """
 
     schemas: Mapping[str, dict[str, Any]]
@@ -44,7 +43,7 @@ class ToolCatalogue:
 
     @classmethod
     def of(cls, context: AgentContext) -> ToolCatalogue:
-        """Of what a worker has loaded."""
+        """The catalogue of what a worker has loaded."""
         loop = AGENT_LOOPS.get(context.options.agent.default_agent_loop or "tool_agent")
         return cls(
             {name: tool.get_openai_tool_schema().to_openai() for name, tool in context.tools.items()},
@@ -58,7 +57,7 @@ class ToolCatalogue:
 
 
 def addresses_in(values: object, place: str = "") -> Iterator[tuple[str, str]]:
-    """(place, http address) of the addresses within nested configuration; `tool.config.url` is such a place."""
+    """Yields (key path, http address) for each address in a nested configuration; a path is like `tool.config.url`."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from addresses_in(value, f"{place}.{name}" if place else str(name))
@@ -70,7 +69,7 @@ def addresses_in(values: object, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
-    """The configured tools, interactions and environment, and everything else that a worker's trajectories share.
+    """Loads the configured tools, interactions and environment, and everything else that a worker's trajectories share.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -98,7 +97,7 @@ def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
 
 
 def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
-    """All configured tools by name; none when `multi_turn.enable=false`.
+    """Loads all configured tools, by name; none if `multi_turn.enable=false`.
 
     Raises:
         ConfigError: two sources define the same name, or one cannot be loaded.
@@ -113,6 +112,6 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
         for tool in load(path):
             if tool.name in tools:
                 raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
-            ToolRuntime.of(tool)  # refuses invalid limits, schemas or recordings
+            ToolRuntime.of(tool)  # rejects invalid limits, schemas or recordings
             tools[tool.name] = tool
     return tools

@@ -1,4 +1,4 @@
-"""The critic: values of contexts, trained on returns."""
+"""The critic: estimates the value of contexts; trained on returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CRITIC_COLUMNS = (*TOKENS, "values", "returns")
 
 
 class CriticWorker(TrainedWorker):
-    """A value model with its optimizer, started from `critic.model.path` (by default the policy's)."""
+    """A value model with its optimizer, initialised from `critic.model.path` (default: the policy's model)."""
 
     role = "critic"
 
@@ -47,19 +47,19 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` (batch, response_len): the value of the context before each sampled token."""
+        """Returns `values` (batch, response_len): the value of the context before each sampled token."""
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=CRITIC_COLUMNS, optional=("rollout_tokens", IMAGES))
     def update_critic(self, data: DataProto) -> Metrics:
-        """One optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the counts
-        of `etude.training.count_scored`. Metrics are named `critic/*`."""
+        """Takes one optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the
+        counts of `etude.training.count_scored`. Metrics are named `critic/*`."""
         self._optimizer.training_step = data.meta_info["global_step"]
         return self._engine.update(data, **value_options(self.options))
 
 
 def value_options(options: RoleOptions) -> dict[str, Any]:
-    """What the value loss is called with beside columns and counts."""
+    """Arguments of the value loss other than columns and counts."""
     critic, scale = options.critic, options.rollout.response_length
     return {
         "cliprange_value": critic.cliprange_value,

@@ -1,9 +1,9 @@
-"""The worker's link to its inference engine: builds it, hands weights over and probes them, frees its memory.
+"""The worker's link to its inference engine: builds it, syncs and probes weights, frees its memory.
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
-found its log-probs equal to the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle. Where the trainer is another
-group (`receives`), weights come in chunks (see `weights.py`), and the trainer judges what the probe drew.
+verified that its log-probs match the trainer's. An engine that shares the trainer's tensors is only notified of the change;
+others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle (CUDA IPC). If the trainer is
+another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer judges the probe's samples.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes,
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "etude-weights-"
-_ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
+_ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and a margin
 
 
 def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[int, int] = (0, 1)) -> Engine:
-    """The engine named by `rollout.name`, on the weights of `model`; where that is None or sharded, on weights of its own,
-    first those of `model.path`. `place`: the rank of the worker that has it, and how many there are.
+    """Builds the engine `rollout.name` on the weights of `model`; if that is None or sharded, on its own weights, initially
+    those of `model.path`. `place`: (rank of its worker, number of ranks).
 
     Raises:
-        ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
+        ConfigError: the engine cannot be built from this configuration, or is text-only while the model takes images.
     """
     rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
     own_weights = (model is None or is_sharded(model)) and not hasattr(engine, "from_setup")
@@ -76,8 +76,8 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
     if model is not None and rollout.max_model_len is None:
         longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
     if not hasattr(engine, "from_setup"):
-        made: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
-        return made
+        in_process: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
+        return in_process
     setup = EngineSetup(
         model_path=str(options.model.path),
         tokenizer=tokenizer,
@@ -120,11 +120,11 @@ def _native_options(
 
 
 class WeightSyncError(EtudeError):
-    """The engine did not take the trainer's weights."""
+    """The engine did not load the trainer's weights."""
 
 
 class EngineLink:
-    """`actor` computes the trainer's log-probs; None where the engine only evaluates and gets no weights."""
+    """`actor` computes the trainer's log-probs; None if the engine only evaluates or another group sends its weights."""
 
     def __init__(
         self,
@@ -137,23 +137,23 @@ class EngineLink:
         streams: bool = False,
         receives: bool = False,
     ) -> None:
-        """`dtype`: the trainer's; `adapter_versions`: of LoRA adapters, so many are kept at a server; `streams`: whether the
-        engine is in use while `actor` learns; `receives`: whether weights come from another group."""
+        """`dtype`: the trainer's; `adapter_versions`: number of LoRA adapter versions kept on a server; `streams`: whether
+        the engine runs while `actor` is trained; `receives`: whether weights come from another group."""
         self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
         self._receives = receives
         self.is_current = actor is None and not receives  # whether the engine has the current weights
-        self.drawn: list[ProbeDraws] = []  # after the last sync
+        self.drawn: list[ProbeDraws] = []  # the probe's samples after the last sync
         self._files: CheckpointFolder | None = None
         self._sync_began: float | None = None
         self._asleep = False
         self._version = 0
         self._folder: Scratch | None = None
         self._written: list[Path] = []
-        self._numbers = 0  # of the folders that were received
+        self._numbers = 0  # number of the last received folder
         self._adapter_versions = adapter_versions
         self._probe = self._build_probe(chat, dtype) if (actor or receives) and rollout.weight_probe else None
-        # An actor that learns meanwhile cannot say what is right, nor can one rank of a sharded one.
+        # An actor in training cannot provide reference log-probs, nor can a single rank of a sharded one.
         scores = actor is not None and not streams and not is_sharded(actor.model)
         if isinstance(engine, Router) and self._probe is not None:
             engine.admit = self._probe.check if scores else self._compare_returned
@@ -161,7 +161,7 @@ class EngineLink:
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout, actor = self._rollout, self._actor
         tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
-        tokens = 4 if self._shares else 16  # sharing tensors, it can only be wrong through stale caches
+        tokens = 4 if self._shares else 16  # with shared tensors, only stale caches can be wrong
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
             [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
@@ -172,11 +172,11 @@ class EngineLink:
         )
 
     async def ready(self) -> None:
-        """Wakes the engine, and probes one that slept.
+        """Wakes the engine, and probes it if it slept.
 
         Raises:
-            EtudeError: the weights have changed since they were handed over.
-            WeightMismatch: it lost them in its sleep.
+            EtudeError: the weights have changed since the last sync.
+            WeightMismatch: it lost the weights during sleep.
         """
         if not self.is_current:
             raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
@@ -190,10 +190,10 @@ class EngineLink:
             await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
 
     async def receive(self, data: DataProto) -> None:
-        """Takes a chunk of the weights that the next `push` makes the current ones.
+        """Takes a chunk of the weights that the next `push` activates.
 
         Raises:
-            EtudeError: a tensor is not what was sent, or the engine's model has none such; names it.
+            EtudeError: a tensor differs from what was sent, or the engine's model does not have it; names it.
         """
         if self._sync_began is None:
             self._sync_began = time.perf_counter()
@@ -204,21 +204,21 @@ class EngineLink:
         if self._files is None:
             adapters = self._rollout.weight_transfer == "adapter"
             base = self._base_folder(model_bytes(data))
-            if not adapters:  # a second copy of the model would be too much; who comes back now waits for this one
+            if not adapters:  # no room for a second copy of the model; a replica that comes back waits for this version
                 self._forget_versions(0)
             self._numbers += 1
             self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters)
         self._files.write(data)
 
     async def push(self, version: int) -> Metrics:
-        """Hands over the current weights as `version`, and probes.
+        """Syncs the current weights to the engine as `version`, and probes it.
 
         Returns:
             `weight_sync/seconds` and, from the probe, `weight_sync/largest_difference` in nats.
 
         Raises:
-            WeightSyncError: the engine did not take them.
-            WeightMismatch: it claims to have them, but samples from others.
+            WeightSyncError: the engine did not load them.
+            WeightMismatch: it claims to have them but samples from others.
         """
         if self._actor is None and not self._receives:
             return {}
@@ -248,7 +248,7 @@ class EngineLink:
         return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
 
     async def _draw(self, version: int) -> list[ProbeDraws]:
-        """What every engine that takes requests draws."""
+        """Draws the probe's samples from every engine that takes requests."""
         assert self._probe is not None
         probe = self._probe
         if isinstance(self.engine, Router):
@@ -257,15 +257,15 @@ class EngineLink:
         else:
             drawn, probed = [await probe.draw(self.engine, version)], [self.engine]
         for engine in probed:
-            engine.metrics()  # the probe's tokens do not count for the next rollout
+            engine.metrics()  # resets them: the probe's tokens do not count towards the next rollout
         return drawn
 
     async def _compare_returned(self, engine: Engine, version: int) -> None:
-        """Admits a replica that comes back if it draws what was drawn after the last sync.
+        """Admits a replica that comes back if it draws the same samples as after the last sync.
 
         Raises:
             WeightMismatch: it does not.
-            EngineError: nothing is known yet of what this version draws.
+            EngineError: this version has not been probed yet.
         """
         assert self._probe is not None
         known = next((draws for draws in self.drawn if draws.version == version), None)
@@ -273,7 +273,7 @@ class EngineLink:
             raise EngineError(f"version {version} of the weights has not been probed yet")
         (await self._probe.draw(engine, version, "the server")).judge_again(known)
 
-    # -- how weights travel --------------------------------------------------------------------------------------
+    # -- weight transfer -----------------------------------------------------------------------------------------
 
     async def _source(self, version: int) -> Any:
         if self._shares:
@@ -297,7 +297,7 @@ class EngineLink:
         return self._written_source(folder)
 
     def _received_source(self) -> Any:
-        """What `receive` has taken, for the engine."""
+        """Returns what `receive` has taken, in the engine's form."""
         if isinstance(self.engine, NativeEngine):
             return ()
         files, self._files = self._files, None
@@ -307,8 +307,8 @@ class EngineLink:
         return self._written_source(files.folder)
 
     def _written_source(self, folder: Path) -> Path | AdapterFolder:
-        """A folder as the engine takes it; of the earlier ones the adapters that are in use stay, else none. This one stays
-        for a replica that comes back."""
+        """Returns a folder in the form that the engine takes, and deletes earlier ones, except adapter versions in use. This
+        one is kept for a replica that comes back."""
         adapters = self._rollout.weight_transfer == "adapter"
         self._written = [*(other for other in self._written if other != folder), folder]
         keep = self._adapter_versions if adapters else 1
@@ -323,7 +323,7 @@ class EngineLink:
         if self._folder is None:
             parent = self._rollout.weight_sync_dir
             if parent is None:
-                sweep(_MEMORY_FOLDER, _PREFIX)  # before free memory is measured
+                sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
                 parent = _memory_folder(int(_ROOM * size))
             else:
                 Path(parent).mkdir(parents=True, exist_ok=True)
@@ -334,7 +334,7 @@ class EngineLink:
     # -- memory --------------------------------------------------------------------------------------------------
 
     async def rest(self) -> None:
-        """After a rollout: frees the engine's memory, if `rollout.free_cache_engine` is set."""
+        """Called after a rollout: frees the engine's memory if `rollout.free_cache_engine` is set."""
         if self._rollout.free_cache_engine and not self._asleep:
             self._asleep = await self._call_engine("sleep")
 
@@ -343,10 +343,10 @@ class EngineLink:
             self._asleep = not await self._call_engine("wake")
 
     async def _call_engine(self, what: str) -> bool:
-        """Whether the engine supports sleep and wake.
+        """Calls the engine's `sleep` or `wake`; returns whether it supports them.
 
         Raises:
-            EtudeError: it does, and failed.
+            EtudeError: the call failed.
         """
         if not hasattr(self.engine, what):
             return False
@@ -360,12 +360,12 @@ class EngineLink:
 
 
 def _tolerance(*dtypes: str) -> float:
-    """The tolerance of the coarsest of `dtypes`."""
+    """The tolerance of the least precise of `dtypes`."""
     return max(TOLERANCES[DTYPES[name]] for name in dtypes)
 
 
 def _memory_folder(size: int) -> str | None:
-    """A folder in memory with room for `size` bytes; None: the temporary directory."""
+    """The in-memory folder if it has room for `size` bytes; None: the temporary directory."""
     if not os.access(_MEMORY_FOLDER, os.W_OK) or shutil.disk_usage(_MEMORY_FOLDER).free < size:
         return None
     return str(_MEMORY_FOLDER)
@@ -374,7 +374,7 @@ def _memory_folder(size: int) -> str | None:
 def score_rows(
     actor: PolicyEngine, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
 ) -> list[list[float]]:
-    """The actor's log-probs of the responses of (prompt, response) pairs."""
+    """Computes the actor's log-probs of the responses in (prompt, response) pairs."""
     prompts, responses = zip(*rows)
     mask = pad_rows([[1] * len(ids) for ids in responses], 0)
     attention = torch.cat([pad_rows([[1] * len(ids) for ids in prompts], 0, left=True), mask], dim=1)

@@ -1,7 +1,7 @@
-"""`GenerativeRewardModel`: a language model as judge, on a native engine of its own in this process.
+"""`GenerativeRewardModel`: a language model as judge, on a separate native engine in this process.
 
-Invariant: it never learns, and its engine shares nothing with the policy's. What it is asked goes through its own chat
-template, in which control tokens that an answer spells out are text.
+Invariant: it is never trained, and its engine shares nothing with the policy's. Its prompts go through its own chat
+template, and control tokens that an answer spells out are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class GenerativeRewardModel:
-    """What `etude.rewards.judge.ChatModel` says, and RL-Factory's judges, which are given whole prompts."""
+    """Implements `etude.rewards.judge.ChatModel`, and `generate` for RL-Factory's judges, which pass whole prompts."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class GenerativeRewardModel:
         trust_remote_code: bool = False,
         deterministic: bool = False,
     ) -> None:
-        """Reads the tokenizer; `load` loads the weights. `deterministic`: one answer at a time, so that no other changes the
-        rounding of its numbers.
+        """Loads the tokenizer; `load` loads the weights. `deterministic`: generates one answer at a time, so that batching
+        does not change rounding.
 
         Raises:
             ConfigError: the folder, its tokenizer or its chat template is missing or broken.
@@ -71,7 +71,7 @@ class GenerativeRewardModel:
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int | None, seed: int
     ) -> Completion:
-        """Its answer, from any event loop.
+        """Returns the model's answer; callable from any event loop.
 
         Raises:
             InfrastructureError: the engine failed, or the prompt leaves no room for an answer.
@@ -86,7 +86,7 @@ class GenerativeRewardModel:
         return await asyncio.wrap_future(self._submit(self._complete(self._chat.initial_ids(shown), params)))
 
     def generate(self, prompts: Sequence[str]) -> list[str]:
-        """Its greedy answers to rendered prompts; blocks, for code in threads. Raises as `complete`."""
+        """Returns greedy answers to rendered prompts; blocks, for code in threads. Raises the errors of `complete`."""
         params = SamplingParams(
             temperature=0.0, max_tokens=self._response_length, stop_token_ids=self._chat.stop_token_ids
         )

@@ -1,4 +1,4 @@
-"""`RoleOptions`: the plain options that a run's workers are built from, in any process."""
+"""`RoleOptions`: the options that a run's workers are built from, in any process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from etude.options import (
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Everything the workers of one run are built from: frozen options, dictionaries and strings, so that it pickles.
+    """Everything that the workers of a run are built from: frozen options, dictionaries and strings, so that it pickles.
 
-    `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
+    `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after the critic's warm-up).
     `needs_ref`: some loss or reward uses the reference policy. `value_head`: the critic is a head on the actor's trunk.
-    `teacher`: the folder or server that a `TeacherWorker` scores with. `standalone`: rollout workers are a group of their
-    own, which gets its weights from the actor's. `streams`: rollouts go on while the policy learns, on weights of up to
-    `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`, `seed` (None: left alone)
-    and `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, for
-    users' agent loops and reward managers.
+    `teacher`: the folder or server with which a `TeacherWorker` scores. `standalone`: rollout workers are a separate group,
+    which gets its weights from the actor's. `streams`: rollouts continue while the policy is trained, on weights of up to
+    `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`, `seed` (None: unchanged)
+    and `deterministic` are settings of the worker's process. `config` is the whole resolved configuration as plain
+    containers, for users' agent loops and reward managers.
 
     Raises:
         ConfigError: the rollout section does not fit its engine or the device; names the key.
@@ -78,9 +78,9 @@ class RoleOptions:
             raise ConfigError("actor_rollout_ref.rollout.enable_rollout_routing_replay needs rollout.name=native")
 
     def user_config(self) -> DictConfig | None:
-        """`config` for users' code: by attribute; unknown keys raise."""
+        """`config` for user code, with attribute access; unknown keys raise."""
         if self.config is None:
             return None
-        made = OmegaConf.create(dict(self.config))
-        OmegaConf.set_struct(made, True)
-        return made
+        config = OmegaConf.create(dict(self.config))
+        OmegaConf.set_struct(config, True)
+        return config

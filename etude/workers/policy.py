@@ -1,7 +1,7 @@
-"""`ActorRolloutRefWorker`: actor, reference and rollout in one process, where actor and rollout share the weights.
+"""`ActorRolloutRefWorker`: actor, reference and rollout in one process; actor and rollout share the weights.
 
-Invariant: no rollout starts before the engine is notified of new weights: an engine in this process samples from the tensors
-that the actor updates, so its caches would be stale.
+Invariant: no rollout starts before the engine is notified of new weights: an in-process engine samples from the tensors
+that the actor updates, so without the notification its caches would be stale.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ class ActorRolloutRefWorker(TrainWorker, RolloutWorker):
         self.start_engine(self._actor)
 
     def weights_changed(self) -> None:
-        """`update_weights` is due before the next rollout."""
+        """Requires an `update_weights` before the next rollout."""
         self._link.is_current = False

@@ -1,4 +1,4 @@
-"""The reward role: scores finished trajectories, one by one as they end or a batch at a time."""
+"""The reward role: scores finished trajectories, one at a time as they end or in batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_reward_model(options: RoleOptions, device: Any) -> RewardModel | GenerativeRewardModel | None:
-    """The model of `reward_model.model.path`, its weights not loaded yet; None without one.
+    """Opens the model of `reward_model.model.path`, without loading its weights yet; None if there is no path.
 
     Raises:
         ConfigError: the folder, its tokenizer or its chat template is missing or broken.
@@ -45,7 +45,7 @@ def open_reward_model(options: RoleOptions, device: Any) -> RewardModel | Genera
         "trust_remote_code": options.model.trust_remote_code,
     }
     if is_sequence_classifier(path):
-        # Alone in its batch, a conversation's score does not depend on which others end at the same time.
+        # With one row per batch, a conversation's score does not depend on which others end at the same time.
         rows = 1 if options.deterministic else reward.micro_batch_size_per_gpu
         return RewardModel(path, rows=rows, max_length=reward.max_length, **given)
     return GenerativeRewardModel(
@@ -54,12 +54,11 @@ def open_reward_model(options: RoleOptions, device: Any) -> RewardModel | Genera
 
 
 def build_scorer(options: RoleOptions, tokenizer: Any, model: Any = None) -> TrajectoryScorer | None:
-    """The scorer that the configuration asks for, with what `open_reward_model` opened; None with
-    `reward_model.enable=false`.
+    """Builds the configured scorer, with the `model` that `open_reward_model` opened; None if `reward_model.enable=false`.
 
     Raises:
-        ConfigError: unknown reward manager, one that cannot be made, a custom function that cannot be loaded, or a
-            generative reward model that nothing asks.
+        ConfigError: the reward manager is unknown or cannot be built, a custom function cannot be loaded, or nothing uses a
+            generative reward model.
     """
     if not options.reward.enable:
         return None
@@ -76,7 +75,7 @@ def build_scorer(options: RoleOptions, tokenizer: Any, model: Any = None) -> Tra
 
 
 def _scorer(options: RoleOptions, model: Any) -> Scorer | None:
-    """The user's functions and a discriminative reward model; None: the built-in scorers."""
+    """Combines the user's functions and a discriminative reward model; None: the built-in scorers."""
     custom = options.custom_reward
     offered = {"reward_model": model} if isinstance(model, GenerativeRewardModel) else {}
     function: Any = None
@@ -97,7 +96,7 @@ def _scorer(options: RoleOptions, model: Any) -> Scorer | None:
 
 
 class RewardWorker(RoleWorker):
-    """Scores batches: for lock-step rollouts (`rollout.mode=sync`) and for re-scoring."""
+    """Scores batches, for lock-step rollouts (`rollout.mode=sync`) and for re-scoring."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         super().__init__(options, **place)
@@ -116,7 +115,7 @@ class RewardWorker(RoleWorker):
 
     @register(dispatch_mode=BY_GROUP)
     def compute_scores(self, data: DataProto) -> DataProto:
-        """Scores the trajectories of column `rollout`, in place of their earlier scores; returns that column."""
+        """Scores the trajectories in the column `rollout`, replacing earlier scores; returns that column."""
         rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()
         if self._scorer is not None:
             asyncio.run(self._score_all(rollouts, rows_of(data), self._scorer))

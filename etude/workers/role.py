@@ -1,7 +1,7 @@
-"""`RoleWorker`: the base of the workers of all roles.
+"""`RoleWorker`: the base class of the workers of all roles.
 
-Invariant: a worker is built from its `RoleOptions` alone: it imports the user's plug-ins, sets up its process and loads what
-it needs itself, each once.
+Invariant: a worker is built from its `RoleOptions` alone: it imports the user's plugins, sets up its process and loads what
+it needs, each once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 TOKENS = ("input_ids", "attention_mask", "response_mask")
-"""The columns that every forward pass reads, besides any images."""
+"""The columns that every forward pass reads, apart from images."""
 
 
 def start_process(
@@ -37,10 +37,10 @@ def start_process(
     seed: int | None,
     deterministic: bool,
 ) -> None:
-    """Registers the user's names in this process and sets threads, seed and determinism; idempotent.
+    """Imports the user's plugins in this process and sets threads, seed and determinism; idempotent.
 
     Raises:
-        ConfigError: a plug-in or the file of agent loops cannot be loaded.
+        ConfigError: a plugin or the file of agent loops cannot be loaded.
     """
     load_plugins(plugins)
     if agent_loop_config_path is not None:
@@ -55,7 +55,7 @@ def start_process(
 
 
 class RoleWorker(Worker):
-    """A worker of one of the roles; `bundle` (tokenizer, chat template, image processor) is loaded on first use."""
+    """Base class of the roles; `bundle` (tokenizer, chat template, image processor) is loaded on first use."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         start_process(
@@ -70,7 +70,7 @@ class RoleWorker(Worker):
 
     @cached_property
     def bundle(self) -> TokenizerBundle:
-        """Of the policy's model.
+        """The bundle of the policy's model.
 
         Raises:
             ConfigError: the model's folder is not set, or something in it is missing or broken.
@@ -83,15 +83,15 @@ class RoleWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def run(self, function: Callable[..., Any], *args: Any, with_chat: bool = False) -> Any:
-        """`function(*args)`, or with `with_chat` `function(chat, *args)`: a function of a module. Where this worker is
-        another process, batches among the arguments may have references in their place, and those returned get them."""
+        """Returns `function(*args)`, or `function(chat, *args)` if `with_chat`; the function must be a module-level one. If
+        this worker is another process, batches among the arguments may be references, and returned batches become ones."""
         return function(self.bundle.chat, *args) if with_chat else function(*args)
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
-        """Whether this role's model is to be spread over the ranks. It is loaded on the CPU then, and its parts move.
+        """Whether this role's model is sharded over the ranks; if so, it is loaded on the CPU and its shards are moved.
 
         Raises:
-            ConfigError: the ranks cannot be divided as `options` say, or something else of them cannot be divided.
+            ConfigError: the ranks do not fit the mesh of `options`, or the optimizer or quantization cannot be sharded.
         """
         if self.world_size == 1 or options.strategy == "ddp":
             return False
@@ -108,8 +108,8 @@ class RoleWorker(Worker):
         return True
 
     def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
-        """The policy's network as `model.path` has it, on the worker's device or `device`; a quantised one, whose own
-        weights are never trained, in `model.dtype`."""
+        """Loads the policy's network from `model.path`, on `device` (default: the worker's), in `dtype`; a quantised one,
+        whose own weights are never trained, in `model.dtype`."""
         tokenizer, model = self.tokenizer, self.options.model
         assert model.path is not None
         network = load_causal_lm(
@@ -123,10 +123,10 @@ class RoleWorker(Worker):
         return network
 
     def shard(self, model: Any, options: ActorOptions | CriticOptions) -> bool:
-        """Spreads `model` over the ranks if there are several and `options` say so; whether it did.
+        """Shards `model` over the ranks if there are several and `options` say so; returns whether it did.
 
         Raises:
-            ConfigError: it cannot be spread as they say.
+            ConfigError: it cannot be sharded as `options` say.
         """
         if not self.is_spread(options):
             return False
@@ -136,13 +136,13 @@ class RoleWorker(Worker):
         return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
-        """Makes `network` train as `options` say.
+        """Prepares `network` for training: Liger kernels, LoRA adapters and gradient checkpointing, as `options` say.
 
         Raises:
             MissingExtraError: a package that they need is not installed.
-            ConfigError: `network` has no modules of the names that LoRA should adapt.
+            ConfigError: `network` has no modules with the names of LoRA's target modules.
         """
-        if options.use_liger:  # before adapters: it replaces the forward passes of whole modules
+        if options.use_liger:  # before adapters, because it replaces the forward passes of whole modules
             try:
                 from liger_kernel.transformers import _apply_liger_kernel_to_instance
             except ImportError as error:
@@ -151,7 +151,7 @@ class RoleWorker(Worker):
         if options.lora_rank:
             add_adapters(network, options, self.options.seed or 0)
         if options.enable_gradient_checkpointing:
-            # The first name is Transformers' new one for the second.
+            # Newer versions of Transformers have the first name, older ones the second.
             enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-            network.disable_input_require_grads()  # its hook is for reentrant checkpoints, and would slow down the engine
+            network.disable_input_require_grads()  # its hook is for reentrant checkpointing, and slows down the engine

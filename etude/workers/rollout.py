@@ -1,4 +1,4 @@
-"""`RolloutWorker`: agent loops, the engine that they sample from, and the scoring of their trajectories."""
+"""`RolloutWorker`: runs agent loops, the engine that they sample from, and the scoring of their trajectories."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from etude.workers.reward import build_scorer, open_reward_model
 from etude.workers.role import RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
-ROLLOUT_MESH = "rollout"  # every rank has an engine of its own, also where ranks share a model in training
+ROLLOUT_MESH = "rollout"  # every rank has its own engine, even if ranks share a model in training
 _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
 class RolloutWorker(RoleWorker):
-    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder; in a group
-    of its own (`standalone`) from the weights that the training group sends.
+    """Rolls out rows. Without a trainer, for instance in an evaluation, it samples from the model in its folder; in a
+    separate group (`standalone`), from the weights that the training group sends.
 
-    Where the options say `streams`, its event loop runs in a thread of its own: groups that were submitted roll out while
-    the caller trains, on weights that change only in `update_weights`.
+    With `options.streams`, its event loop runs in a separate thread: submitted groups roll out while the caller trains, on
+    weights that change only in `update_weights`.
     """
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         super().__init__(options, **place)
-        self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
+        self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may hold connections bound to it
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
-        self._cancel: Callable[[], object] = lambda: None  # of the running call
+        self._cancel: Callable[[], object] = lambda: None  # cancels the running call
         self._watch: StallWatch | None = None
-        self._hand_over = ExitStack()  # what lasts as long as one of weights does
+        self._sync_contexts = ExitStack()  # contexts that last for one weight sync
 
     @cached_property
     def context(self) -> AgentContext:
         """Tools, interactions, environment, tokenizer and parser.
 
         Raises:
-            ConfigError: one of them cannot be loaded, or an environment's judge is no language model.
+            ConfigError: one of them cannot be loaded, or an environment's judge is not a language model.
         """
         judge = self.reward_model if isinstance(self.reward_model, GenerativeRewardModel) else None
         if self.reward_model is not None and judge is None and not self.options.reward.enable:
@@ -70,13 +70,13 @@ class RolloutWorker(RoleWorker):
 
     @cached_property
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
-        """What scores here, or judges for an environment; its weights are loaded with the policy's."""
+        """The model that scores here, or judges for an environment; its weights are loaded together with the policy's."""
         own = self.options.rollout.mode == "async" and self.options.reward.enable
         return open_reward_model(self.options, self.device) if own or self.options.env.chosen else None
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:
-        """Scores trajectories as they end; None where `RewardWorker` does, or nothing."""
+        """Scores trajectories as they end; None if `RewardWorker` scores them, or nothing does."""
         if self.options.rollout.mode != "async":
             return None
         return build_scorer(self.options, self.tokenizer, self.reward_model)
@@ -93,7 +93,7 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model, unless the engine samples from one of its own, and builds the engine.
+        """Loads the model, unless the engine loads its own, and builds the engine.
 
         Raises:
             ConfigError: the model's folder, or a name in the rollout section, is wrong.
@@ -105,8 +105,8 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
-        `update_weights`. None: it has its own."""
+        """Builds the engine and the manager. `actor` holds the weights to sample from; with `streams`, the engine copies
+        them in `update_weights`. None: the engine has its own."""
         options, context = self.options, self.context
         if self.reward_model is not None:
             self.reward_model.load()
@@ -131,7 +131,7 @@ class RolloutWorker(RoleWorker):
             self._thread.start()
 
     def _serve(self) -> None:
-        """Runs the event loop until it is stopped; an interrupt raised inside a task reaches the caller of `collect`."""
+        """Runs the event loop until it is stopped; an interrupt raised in a task is re-raised by `collect`."""
         while True:
             try:
                 return self._loop.run_forever()
@@ -140,8 +140,8 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Metrics:
-        """Hands the current weights to the engine as `version`, and probes it (see `EngineLink.push`). Trajectories in
-        flight go on with them (`rollout.partial_rollout`), or end first."""
+        """Syncs the current weights to the engine as `version`, and probes it (see `EngineLink.push`). Trajectories in
+        flight continue on the new weights (`rollout.partial_rollout`) or finish first."""
         metrics: Metrics = self._run(self._push(version))
         return metrics
 
@@ -151,26 +151,26 @@ class RolloutWorker(RoleWorker):
         try:
             return await self._link.push(version)
         finally:
-            self._hand_over.close()
+            self._sync_contexts.close()
             if self._thread is not None:
                 self._stream.resume()
 
     async def _drain(self) -> None:
-        """Lets trajectories in flight end, where weights may not change beneath them."""
+        """Waits for trajectories in flight, unless weights may change during a trajectory."""
         if self._thread is not None and not self.options.rollout.partial_rollout:
             await self._stream.drain()
 
     def _suspend_watch(self) -> None:
-        """Trajectories in flight stand still from a hand-over's first chunk to its end."""
+        """Suspends the stall watch: trajectories in flight are paused from a sync's first chunk to its end."""
         if self._watch is not None:
-            self._hand_over.enter_context(self._watch.suspended())
+            self._sync_contexts.enter_context(self._watch.suspended())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, chunk: DataProto) -> None:
-        """Takes a chunk of the weights of another group (see `weights.py`), which `update_weights` makes the current ones.
+        """Takes a chunk of weights from another group (see `weights.py`), which `update_weights` activates.
 
         Raises:
-            EtudeError: a tensor is not what was sent, or not one of the engine's; names it.
+            EtudeError: a tensor differs from what was sent, or the engine's model does not have it; names it.
         """
         self._run(self._receive(chunk))
 
@@ -181,7 +181,7 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def probe_draws(self) -> list[ProbeDraws]:
-        """What the engines drew after the last update, for the group that they have their weights from."""
+        """The probe's samples after the last update, to be judged by the training group."""
         return self._link.drawn
 
     @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
@@ -190,8 +190,8 @@ class RolloutWorker(RoleWorker):
 
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; optionally
         `least_group`, the minimum number of survivors per `uid` (see `AgentLoopManager.generate`), and `greedy`. Returns the
-        columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
-        `metrics`, the engine's metrics; where rollouts stream, `collect` has them all.
+        columns of `etude.agents.to_batch`, in row order; dropped rows have an all-zero mask. The engine's metrics are in
+        `meta_info["metrics"]`, except with `streams`, where `collect` returns them.
         """
         if not len(data):
             return DataProto()
@@ -206,7 +206,7 @@ class RolloutWorker(RoleWorker):
         return batch
 
     def _asked(self, key: str, data: DataProto) -> Submission:
-        """Rows and sampling of a request for rollouts."""
+        """Builds the rows and sampling parameters for a batch."""
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
         greedy = data.meta_info.get("greedy") or not chosen.do_sample
@@ -220,19 +220,19 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def submit(self, key: str, data: DataProto) -> None:
-        """Begins to roll out one group, as `generate_sequences` would; `collect` returns it under `key`."""
+        """Starts to roll out one group, as `generate_sequences` would; `collect` returns it under `key`."""
         self._stream.submit(self._asked(key, data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def collect(self, seconds: float) -> tuple[list[tuple[str, DataProto]], Metrics]:
-        """The submitted groups that have ended since the last call, as `generate_sequences` returns them, and the engine's
-        metrics since; waits up to `seconds` for the first.
+        """Returns the submitted groups that have ended since the last call, as `generate_sequences` does, and the engine's
+        metrics since then; waits up to `seconds` for the first.
 
         Raises:
             Exception: a trajectory failed for a reason that is not infrastructure.
         """
-        pad, found = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
-        return [(key, to_batch(results, pad)) for key, results in found], self._run(self._engine_metrics())
+        pad, finished = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
+        return [(key, to_batch(results, pad)) for key, results in finished], self._run(self._engine_metrics())
 
     async def _engine_metrics(self) -> Metrics:
         assert self._manager is not None
@@ -248,7 +248,8 @@ class RolloutWorker(RoleWorker):
         self._cancel()
 
     def close(self) -> None:
-        """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
+        """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection) and shuts
+        down the engine."""
         if self._watch is not None:
             self._watch.close()
         if self._thread is not None:
@@ -268,7 +269,7 @@ class RolloutWorker(RoleWorker):
         await settle(tasks, GRACE_SECONDS)
 
     def _run(self, work: Any) -> Any:
-        """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""
+        """Runs a coroutine to completion; an interrupt cancels it, which releases its tools, before it is re-raised."""
         if self._thread is not None:
             return self._run_in_thread(work)
         task = self._loop.create_task(work)

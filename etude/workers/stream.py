@@ -1,7 +1,7 @@
-"""`RolloutStream`: groups of rows that roll out in a worker's event loop while its caller does something else.
+"""`RolloutStream`: rolls out groups of rows in a worker's event loop while the caller does something else.
 
-Invariant: groups start in the order in which they were handed over, with at most `slots` trajectories in flight (a larger
-group runs alone); each is collected once, or an error is raised in its place. `drain` returns with no trajectory in flight.
+Invariant: groups start in the order of submission, with at most `max_concurrent_trajectories` in flight (a larger group runs
+alone); each is collected once, or an error is raised instead. `drain` returns with no trajectory in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.trajectory import Rollout
 
 @dataclass(frozen=True)
 class Submission:
-    """Rows of one group, to roll out with `AgentLoopManager.generate`; `key` names the group."""
+    """The rows of one group, to be rolled out with `AgentLoopManager.generate`; `key` names the group."""
 
     key: str
     rows: Sequence[dict[str, Any]]
@@ -29,7 +29,7 @@ class Submission:
 
 
 class RolloutStream:
-    """`submit` and `collect` are called from any thread, everything else runs in `loop`."""
+    """`submit`, `collect` and `fail` may be called from any thread; everything else runs in `loop`."""
 
     def __init__(self, manager: AgentLoopManager, loop: asyncio.AbstractEventLoop) -> None:
         self._manager, self._loop = manager, loop
@@ -42,11 +42,11 @@ class RolloutStream:
         self._error: BaseException | None = None
 
     def submit(self, group: Submission) -> None:
-        """Rolls `group` out as soon as there are slots for it."""
+        """Queues `group`; it starts as soon as there is room for it."""
         self._loop.call_soon_threadsafe(self._add, group)
 
     def collect(self, seconds: float) -> list[tuple[str, list[Rollout]]]:
-        """The groups that have ended since the last call, with their keys; waits up to `seconds` for the first.
+        """Returns the groups that have ended since the last call, with their keys; waits up to `seconds` for the first.
 
         Raises:
             Exception: a group failed for a reason that is not infrastructure.
@@ -55,28 +55,28 @@ class RolloutStream:
             self._changed.wait_for(lambda: self._finished or self._error, seconds)
             if self._error is not None:
                 raise self._error
-            found, self._finished = self._finished, []
-            return found
+            finished, self._finished = self._finished, []
+            return finished
 
     def fail(self, error: BaseException) -> None:
-        """`collect` raises `error`."""
+        """Makes `collect` raise `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     async def drain(self) -> None:
-        """Starts no further group until `resume`, and waits for those that run."""
+        """Stops starting groups until `resume`, and waits for the running ones."""
         self._paused = True
         if self._running:
             await asyncio.wait(self._running)
 
     def resume(self) -> None:
-        """Goes on after `drain`."""
+        """Starts groups again after `drain`."""
         self._paused = False
         self._start()
 
     async def close(self) -> None:
-        """Cancels what runs, which releases its tools, and forgets what waits."""
+        """Cancels running groups, which releases their tools, and discards waiting ones."""
         self._waiting.clear()
         await settle(set(self._running), self._manager.clean_up_seconds + 2 * GRACE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""`TeacherWorker`: a frozen model, here or on a vLLM server, that scores the tokens the policy sampled."""
+"""`TeacherWorker`: a frozen model, local or on a vLLM server, that scores the tokens that the policy sampled."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ from etude.workers.role import TOKENS, RoleWorker
 
 _ROUTE = "/v1/completions"
 TOPK_COLUMNS = ("teacher_topk_ids", "teacher_topk_log_probs")
-Scores = tuple[float, list[int], list[float]]  # a token's log-prob, and the likeliest ids there with theirs
+Scores = tuple[float, list[int], list[float]]  # a token's log-prob; the top-k ids at its position, and their log-probs
 
 
 def teacher_columns(engine: PolicyEngine, data: DataProto, topk: int, vocabulary: int) -> DataProto:
-    """`teacher_log_probs` (batch, response_len) of the sampled tokens by the engine's model at meta_info's `temperature`, 0
-    where `response_mask` is 0; with `topk`, also `teacher_topk_ids` (batch, response_len, topk), those below `vocabulary`
-    among its likeliest, and `teacher_topk_log_probs`, `ABSENT` elsewhere."""
+    """Computes `teacher_log_probs` (batch, response_len) of the sampled tokens with the engine's model at meta_info's
+    `temperature`, 0 where `response_mask` is 0; with `topk`, also `teacher_topk_ids` (batch, response_len, topk), the top-k
+    ids that are below `vocabulary`, and `teacher_topk_log_probs`, `ABSENT` for the other ids."""
     log_probs, _, *likeliest = engine.log_probs(data, data.meta_info["temperature"], topk=topk)
     columns = {"teacher_log_probs": log_probs}
     if likeliest:
         ids, top = likeliest
-        known = ids < vocabulary  # an embedding may have rows beyond the tokenizer's, each model another number of them
+        known = (
+            ids < vocabulary
+        )  # embeddings may have padding rows beyond the tokenizer's ids, in a number that differs by model
         columns |= zip(TOPK_COLUMNS, (ids.where(known, 0).int(), top.where(known, ABSENT)))
     return DataProto.from_single_dict(columns)
 
 
 class TeacherWorker(RoleWorker):
-    """Scores with the model or the server that `options.teacher` names."""
+    """Scores with the model or server `options.teacher`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model; a server is asked for a first score.
+        """Loads the model, or sends a first request to the server.
 
         Raises:
             ConfigError: the model's folder is wrong, or the model has fewer embedding rows than the policy has tokens.
-            EngineError: the server does not answer, or gives no log-probs of prompts.
+            EngineError: the server does not answer, or returns no prompt log-probs.
         """
         options, teacher = self.options, self.options.teacher
         if teacher is None:
@@ -75,10 +77,10 @@ class TeacherWorker(RoleWorker):
         """
         assert self.options.teacher is not None
         if is_address(self.options.teacher):
-            return asyncio.run(self._served(data))
+            return asyncio.run(self._score_on_server(data))
         return teacher_columns(self._engine, data, self.options.distillation.topk, len(self.tokenizer))
 
-    async def _served(self, data: DataProto) -> DataProto:
+    async def _score_on_server(self, data: DataProto) -> DataProto:
         columns = data.batch
         ids, real = columns["input_ids"], columns["attention_mask"].bool()
         mask = columns["response_mask"].bool()
@@ -92,14 +94,14 @@ class TeacherWorker(RoleWorker):
             for column, of_tokens in zip(columns.values(), zip(*values)):
                 column[row, real[row]] = torch.tensor(of_tokens, dtype=column.dtype)
 
-        def on_the_mask(column: Tensor) -> Tensor:
+        def mask_response(column: Tensor) -> Tensor:
             column = column[:, -width:]
             return torch.where(mask.view(*mask.shape, *[1] * (column.ndim - 2)), column, 0)
 
-        return DataProto.from_single_dict({name: on_the_mask(column) for name, column in columns.items()})
+        return DataProto.from_single_dict({name: mask_response(column) for name, column in columns.items()})
 
     async def _ask(self, sequences: list[list[int]]) -> list[list[Scores]]:
-        """What the server says of each token given those before it; zeros of the first."""
+        """Requests the scores of each token given the ones before it; zeros for the first token."""
         limit = asyncio.Semaphore(self.options.distillation.max_concurrent_requests)
 
         async def ask(sequence: list[int]) -> list[Scores]:
@@ -123,15 +125,15 @@ class TeacherWorker(RoleWorker):
 
 
 def _read(answer: Any, sequence: list[int], k: int, vocabulary: int, url: str) -> list[Scores]:
-    """The log-probs in vLLM's `prompt_logprobs`: per token a mapping from ids to log-probs, null for the first."""
+    """Parses vLLM's `prompt_logprobs`: per token a mapping from ids to log-probs, null for the first."""
     scored = answer["choices"][0]["prompt_logprobs"]
-    found = [(0.0, [0] * k, [0.0] * k)]
-    found += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
+    scores = [(0.0, [0] * k, [0.0] * k)]
+    scores += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
     if len(scored) != len(sequence) or not all(
-        map(math.isfinite, (value for one, _, top in found for value in (one, *top)))
+        map(math.isfinite, (value for one, _, top in scores for value in (one, *top)))
     ):
         raise EngineError(f"{url}{_ROUTE}: prompt_logprobs do not match the {len(sequence)} tokens of the request")
-    return found
+    return scores
 
 
 def _read_token(entry: Mapping[str, Any], token: int, k: int, vocabulary: int) -> Scores:

@@ -1,6 +1,7 @@
-"""`TokenizerBundle`: a model's tokenizer and chat template and, of a vision model, its image processor.
+"""`TokenizerBundle`: a model's tokenizer, chat template and, for a vision model, image processor.
 
-Invariant: the trainer, which measures prompts, and the workers, which roll them out, get the same from the same options.
+Invariant: the trainer, which measures prompts, and the workers, which roll them out, build identical bundles from the same
+options.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from etude.options import ModelOptions
 
 @dataclass(frozen=True)
 class TokenizerBundle:
-    """`processor` (Hugging Face's) and `images` are None where the model reads text only."""
+    """`processor` (from Hugging Face) and `images` are None for a text-only model."""
 
     tokenizer: Any
     chat: ChatTemplate
@@ -26,10 +27,10 @@ class TokenizerBundle:
 
 
 def load_tokenizer_bundle(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> TokenizerBundle:
-    """Loads that of `model.path`; `template_kwargs` go to every rendering of the chat template.
+    """Loads the bundle of `model.path`; `template_kwargs` are passed to every rendering of the chat template.
 
     Raises:
-        ConfigError: there is no path, or its tokenizer, chat template or image processor is missing or broken.
+        ConfigError: the path is not set, or its tokenizer, chat template or image processor is missing or broken.
     """
     if model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")

@@ -1,9 +1,9 @@
-"""How weights reach a rollout group of its own: the training group sends them in chunks of named tensors, which pass through
-the data plane, and every rollout worker reads each chunk once.
+"""Weight sync to a separate rollout group: the training group sends chunks of named tensors through the data plane, and
+every rollout worker reads each chunk once.
 
-Invariant: at most two chunks are on their way, so no process holds a second copy of the model for a sync, nor does the
-object store. Every tensor comes with the checksum that it had in the trainer: a native engine compares it in the memory that
-it samples from, and the files that other engines load hold nothing else.
+Invariant: at most two chunks are in flight, so neither a process nor the object store holds a second copy of the model.
+Every tensor comes with its checksum in the trainer: a native engine verifies it in the memory that it samples from; for
+other engines it is verified before the file that they load is written.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WEIGHTS, _TENSORS, _CONFIG, _BYTES = "weights", "tensors", "config", "bytes"
 
 
 def keeps_adapters(model: ModelOptions) -> bool:
-    """Whether a native engine with a model of its own has the actor's adapters in it: then they alone are sent."""
+    """Whether a native engine with its own model also has the actor's LoRA adapters, so that only these are sent."""
     return bool(model.lora_rank) and model.quantization is None
 
 
 class WeightSender:
-    """Makes the chunks of one actor's weights; ranks that share a sharded model make them together."""
+    """Produces the chunks of an actor's weights; the ranks of a sharded model produce them together."""
 
     def __init__(self, model: Any, options: RoleOptions, rank: int) -> None:
         self._model, self._options, self._rank = model, options, rank
@@ -46,19 +46,19 @@ class WeightSender:
         self._chunks: Iterator[tuple[Chunk, dict[str, Any]]] = iter(())
 
     def next(self, first: bool) -> DataProto:
-        """The next chunk (a row of bytes), the `first` of a sync or one after it; without rows after the last one, and on
-        all ranks but the first."""
+        """Returns the next chunk (one row of bytes); `first` starts a new sync. An empty batch after the last chunk, and on
+        all ranks other than 0."""
         if self._rank and not is_sharded(self._model):
             return DataProto()
         if first:
-            self._chunks = self._of_one_sync()
-        found = next(self._chunks, None)
-        if found is None or self._rank:
+            self._chunks = self._produce_chunks()
+        chunk = next(self._chunks, None)
+        if chunk is None or self._rank:
             return DataProto()
-        packed, entries = pack_chunk(found[0])
-        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **found[1]})
+        packed, entries = pack_chunk(chunk[0])
+        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **chunk[1]})
 
-    def _of_one_sync(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
+    def _produce_chunks(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
         model, rollout, options = self._model, self._options.rollout, self._options.model
         dtype = torch_dtype(options.dtype)
         if not hasattr(ENGINES.get(rollout.name), "from_setup"):
@@ -79,11 +79,11 @@ class WeightSender:
 
 
 class CheckpointFolder:
-    """A folder that a server loads, written chunk by chunk: of a whole model, or of `adapters`, which are one chunk."""
+    """A folder for a server to load, written chunk by chunk: a whole model, or `adapters`, which are a single chunk."""
 
     def __init__(self, folder: Path, adapters: bool) -> None:
         self.folder, self._adapters = folder, adapters
-        shutil.rmtree(folder, ignore_errors=True)  # of a sync that did not end
+        shutil.rmtree(folder, ignore_errors=True)  # left by a sync that failed
         folder.mkdir(parents=True)
         self._files: dict[str, str] = {}
         self._config = ""
@@ -92,7 +92,7 @@ class CheckpointFolder:
         """Adds a chunk.
 
         Raises:
-            EtudeError: a tensor is not what was sent; names it.
+            EtudeError: a tensor differs from what was sent; names it.
         """
         chunk, sums = tensors_of(data)
         for name, tensor in chunk:
@@ -104,7 +104,7 @@ class CheckpointFolder:
         self._files |= {name: file for name, _ in chunk}
 
     def finish(self) -> None:
-        """Writes what says what the files are."""
+        """Writes the model or adapter config and, for a model, the index of the files."""
         (self.folder / ("adapter_config.json" if self._adapters else "config.json")).write_text(self._config)
         if not self._adapters:
             (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
@@ -116,22 +116,22 @@ def tensors_of(data: DataProto) -> tuple[list[tuple[str, Tensor]], dict[str, int
 
 
 def model_bytes(data: DataProto) -> int:
-    """Of the model that a chunk is part of."""
+    """Size of the model that a chunk belongs to."""
     return int(data.meta_info.get(_BYTES, data.batch[_WEIGHTS].nbytes))
 
 
 def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int) -> list[Metrics]:
-    """Hands the weights of `actor` to `rollout`, which are its own group, as `version`, and probes its engines: the actor
-    scores what they draw.
+    """Syncs the weights of `actor` to `rollout`, a separate group, as `version`, and probes its engines: the actor scores
+    what they sample.
 
     Raises:
-        EtudeError: a tensor did not arrive as it was sent.
+        EtudeError: a tensor differs from what was sent.
         WeightSyncError, WeightMismatch: see `EngineLink.push`.
     """
     chunk, *_ = actor.next_weights(True)
     while len(chunk):
         loading = rollout.load_weights(chunk)
-        following, *_ = actor.next_weights(False)  # while the last one is being copied
+        following, *_ = actor.next_weights(False)  # while the previous chunk is being loaded
         loading.get()
         chunk = following
     metrics: list[Metrics] = rollout.update_weights(version)
