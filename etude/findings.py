@@ -80,12 +80,12 @@ class Findings:
         self.add(level, subject, message, advice)
 
     def run(self, subject: str, step: Callable[[], str | None], *, fix: str, ready: bool = True) -> None:
-        """Runs a step; the line that it returns is added as OK, unless it raised or added an error or warning. Skipped
-        unless `ready`, that is, if something that it needs is missing."""
+        """Runs a step; the line that it returns is added as OK, unless the step raised, logged a warning, or added an error
+        or warning itself. Skipped unless `ready`, that is, if something that it needs is missing."""
         if not ready:
             self.add(Level.SKIPPED, subject, "not checked: an error above stands in the way")
             return
-        before = len(self.all)
+        before, summary = len(self.all), None
         with self._warnings(subject, fix):
             try:
                 summary = step()
@@ -96,9 +96,8 @@ class Findings:
                 self.add_line(Level.ERROR, subject, " ".join(str(error).split()), fix)
             except Exception as error:  # user code may raise anything
                 self.add_line(Level.ERROR, subject, describe_error(error), fix)
-            else:
-                if summary and all(each.level is Level.OK for each in self.all[before:]):
-                    self.add(Level.OK, subject, summary)
+        if summary and all(each.level is Level.OK for each in self.all[before:]):
+            self.add(Level.OK, subject, summary)
 
     @contextmanager
     def _warnings(self, subject: str, fix: str) -> Iterator[None]:
