@@ -19,7 +19,8 @@ _KEY = "model.quantization"
 
 
 def quantize(model: Any, kind: str, device: torch.device | str) -> None:
-    """Quantises the linear layers of a loaded `model` in place and moves them to `device`; call `check_quantization` first."""
+    """Quantises the linear layers of a loaded `model` in place and moves them to `device`. Call `check_quantization`
+    first."""
     for name, part in linear_layers(model):
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _quantized(part, kind, device))
