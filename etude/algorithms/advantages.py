@@ -63,7 +63,7 @@ def compute_advantage(
     return advantages.to(kind), returns.to(kind)
 
 
-def _of_groups(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _group_estimator(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Turns a function of one group into an estimator. `judge` takes the (n,) total scores of the group's rollouts, their
     (n,) numbers of sampled tokens and the options that it names, and returns (n,) advantages."""
     options = list(inspect.signature(judge).parameters.values())[2:]
@@ -92,14 +92,14 @@ def _of_groups(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
     return estimate
 
 
-@_of_groups
+@_group_estimator
 def grpo(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε);
     `norm_adv_by_std_in_grpo=False` leaves out the division (Dr. GRPO, arXiv 2503.20783)."""
     return centre(scores, norm_adv_by_std_in_grpo)
 
 
-@_of_groups
+@_group_estimator
 def grpo_passk(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Credit for pass@k (arXiv 2503.19595): the best rollout of a group gets its lead over the second best, divided by
     (std_g + ε) with `norm_adv_by_std_in_grpo`; all others get 0."""
@@ -108,19 +108,19 @@ def grpo_passk(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool
     return torch.zeros_like(scores).index_put((places[0],), lead)
 
 
-@_of_groups
+@_group_estimator
 def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
     """REINFORCE leave-one-out (arXiv 2402.14740): r − mean of the group's other rewards = n/(n − 1) · (r − mean_g)."""
     return centre(scores, by_std=False) * len(scores) / (len(scores) - 1)
 
 
-@_of_groups
+@_group_estimator
 def opo(scores: Tensor, lengths: Tensor) -> Tensor:
     """On-policy optimal baseline (arXiv 2505.23585): r − Σ l r / Σ l over the group, l the number of sampled tokens."""
     return scores - (lengths * scores).sum() / lengths.sum()
 
 
-@_of_groups
+@_group_estimator
 def max_rl(scores: Tensor, lengths: Tensor) -> Tensor:
     """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is at most 1e-6, where it is
     undefined."""
@@ -166,7 +166,7 @@ def reinforce_plus_plus_baseline(
         singleton_advantage=singleton_advantage,
         norm_adv_by_std_in_grpo=False,
     )
-    advantages = whiten_masked(advantages, _compared(response_mask, index, singleton_advantage))
+    advantages = whiten_masked(advantages, _without_singletons(response_mask, index, singleton_advantage))
     return advantages, advantages
 
 
@@ -200,11 +200,11 @@ def gdpo(
         advantages += weight * compare(
             scores, valid, index, lambda group, _: centre(group, norm_adv_by_std_in_grpo), singleton_advantage
         )
-    found = whiten_masked(advantages[:, None], _compared(response_mask, index, singleton_advantage))
+    found = whiten_masked(advantages[:, None], _without_singletons(response_mask, index, singleton_advantage))
     return found, found
 
 
-def _compared(response_mask: Tensor, index: GroupIds, singleton: Singleton) -> Tensor:
+def _without_singletons(response_mask: Tensor, index: GroupIds, singleton: Singleton) -> Tensor:
     """Returns `response_mask` without groups of one whose advantage is 0 by definition."""
     mask = response_mask > 0
     alone = [rows for rows in group_rows(index, mask.any(dim=1)) if len(rows) == 1 and singleton == "zero"]

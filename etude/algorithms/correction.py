@@ -98,7 +98,7 @@ def importance_weights(
     logs = torch.where(mask, log_ratio.detach().double(), 0.0)
     members = _members(mask, rollout)
     if level == "sequence":
-        logs = _total(logs, members)[:, None].expand_as(logs)
+        logs = _sequence_sum(logs, members)[:, None].expand_as(logs)
     raw = _exp(logs)
     low, high = bounds if isinstance(bounds, tuple) else (None, bounds)
     outside = raw > high if low is None else (raw > high) | (raw < low)
@@ -118,7 +118,7 @@ def importance_weights(
     if low is not None:
         metrics[f"{name}_oob_ratio"] = Mean(float(outside[mask].sum()), count)
     if batch_normalize:
-        each = _each_sequence(weights.sum(dim=1), mask, members) if level == "sequence" else weights[mask]
+        each = _per_sequence(weights.sum(dim=1), mask, members) if level == "sequence" else weights[mask]
         mean = float(each.mean()) if len(each) else 0.0
         metrics[f"{name}_batch_norm_factor"] = Mean(mean if mean > 1e-8 else 1.0, 1)
         weights = weights / mean if mean > 1e-8 else weights
@@ -146,16 +146,16 @@ def rejection_mask(
         span, _, kind = name.rpartition("_")
         values = estimates[kind]
         if span == "seq_max":
-            values = _maximum(values, mask, members)[:, None]
+            values = _sequence_max(values, mask, members)[:, None]
         elif span != "token":
-            values = _total(values, members)[:, None]
+            values = _sequence_sum(values, members)[:, None]
             if span == "seq_mean":
-                values = values / _total(mask.double(), members).clamp(min=1)[:, None]
+                values = values / _sequence_sum(mask.double(), members).clamp(min=1)[:, None]
         if kind == "k1":
             low, high = math.log(low), math.log(high)
         kept = kept & (values >= low) & (values <= high)
     lost = mask & ~kept
-    touched = _each_sequence(lost.sum(dim=1).double(), mask, members, per_token=False) > 0
+    touched = _per_sequence(lost.sum(dim=1).double(), mask, members, per_token=False) > 0
     return response_mask * kept, {
         "rollout_corr/rollout_rs_masked_fraction": Mean(float(lost.sum()), float(mask.sum())),
         "rollout_corr/rollout_rs_seq_masked_fraction": Mean(float(touched.sum()), len(touched)),
@@ -189,19 +189,19 @@ def _members(mask: Tensor, rollout: Tensor | None) -> Tensor:
     return torch.unique(rollout, return_inverse=True)[1]
 
 
-def _total(values: Tensor, members: Tensor) -> Tensor:
+def _sequence_sum(values: Tensor, members: Tensor) -> Tensor:
     """(batch,) sum over each row's sequence."""
     return torch.zeros(len(members), dtype=values.dtype).to(values).index_add(0, members, values.sum(dim=1))[members]
 
 
-def _maximum(values: Tensor, mask: Tensor, members: Tensor) -> Tensor:
+def _sequence_max(values: Tensor, mask: Tensor, members: Tensor) -> Tensor:
     """(batch,) maximum over each row's sequence; 0 for an empty one."""
     largest = torch.where(mask, values, -torch.inf).amax(dim=1)
     found = torch.full_like(largest, -torch.inf).scatter_reduce(0, members, largest, "amax")[members]
     return torch.where(found.isinf(), 0.0, found)
 
 
-def _each_sequence(of_rows: Tensor, mask: Tensor, members: Tensor, *, per_token: bool = True) -> Tensor:
+def _per_sequence(of_rows: Tensor, mask: Tensor, members: Tensor, *, per_token: bool = True) -> Tensor:
     """(sequences,) for each sequence with a sampled token, the sum of its rows' values, with `per_token` divided by its
     number of tokens."""
     zeros = torch.zeros(int(members.max()) + 1 if len(members) else 0, dtype=torch.float64, device=mask.device)

@@ -267,7 +267,7 @@ def select_clip_cov(
     candidates = _by_covariance(covariance, is_candidate)
     count = min(max(int(clip_cov_ratio * int(mask.sum())), 1), len(candidates))
     places = (torch.arange(count, dtype=torch.float64) + 0.5) * (len(candidates) / max(count, 1))
-    return _marked(mask, candidates[places.long()])
+    return _mask_of(mask, candidates[places.long()])
 
 
 @_loss
@@ -284,7 +284,7 @@ def select_kl_cov(*, old_log_probs: Tensor, advantages: Tensor, response_mask: T
     covariance."""
     mask = response_mask > 0
     ordered = _by_covariance(_covariance(old_log_probs, advantages, response_mask), mask)
-    return _marked(mask, ordered[: max(int(kl_cov_ratio * len(ordered)), 1)])
+    return _mask_of(mask, ordered[: max(int(kl_cov_ratio * len(ordered)), 1)])
 
 
 def _covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def _by_covariance(covariance: Tensor, chosen: Tensor) -> Tensor:
     return places[covariance.flatten()[places].round(decimals=6).argsort(descending=True, stable=True)]
 
 
-def _marked(mask: Tensor, places: Tensor) -> Tensor:
+def _mask_of(mask: Tensor, places: Tensor) -> Tensor:
     selected = torch.zeros(mask.numel(), dtype=torch.long, device=mask.device)
     selected[places] = 1
     return selected.view_as(mask)

@@ -36,7 +36,7 @@ def enable_packing(model: Any) -> None:
     kind = model.config.model_type
     if model.config._attn_implementation == ATTENTION_NAME:
         return
-    for reason in _reasons(model):
+    for reason in _incompatibilities(model):
         raise ConfigError(f"model type '{kind}' is not supported by the native engine: {reason}")
     if kind in KINDS:  # the vision tower keeps its own attention
         model.set_attn_implementation({"": ATTENTION_NAME, "text_config": ATTENTION_NAME})
@@ -55,7 +55,7 @@ def key_width(model: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def _reasons(model: Any) -> Iterator[str]:
+def _incompatibilities(model: Any) -> Iterator[str]:
     config = model.config.get_text_config()
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if foreign:
@@ -82,7 +82,7 @@ def _rope_types(parameters: Any) -> set[str]:
     return {str(parameters.get("rope_type", "default"))}.union(*nested)
 
 
-class _KeptKeys:
+class _ProbeCache:
     """A key/value cache for one sequence fed in parts. It keeps one entry per layer, as in the native engine: a layer that
     attends twice finds the entry of its last call."""
 
@@ -120,7 +120,7 @@ def _compare(model: Any, kind: str) -> None:
     training, device = model.training, next(model.parameters()).device
     rows = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
-    layout, kept = CausalSequences(_PROBE_TOKENS), _KeptKeys()
+    layout, kept = CausalSequences(_PROBE_TOKENS), _ProbeCache()
     parts = ids[: sum(_PROBE_PARTS)].split(_PROBE_PARTS)
     model.eval()
     try:

@@ -26,7 +26,7 @@ from etude.models.attention import Scoring, partial_attention, visibility
 from etude.models.vision import ShownImages, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
-_LEFT_OUT = -1e30  # finite, so that 0 · logit is 0, at any temperature
+_MASKED_LOGIT = -1e30  # finite, so that 0 · logit is 0, at any temperature
 _UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
@@ -150,7 +150,7 @@ def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
     def finish(logits: Tensor) -> Tensor:
         if vision is not None:
             left_out = torch.tensor([vision.image_token_id, vision.video_token_id], device=logits.device)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, left_out, _LEFT_OUT)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, left_out, _MASKED_LOGIT)
         if factor != 1.0:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -24,7 +24,7 @@ def quantize(model: Any, kind: str, device: torch.device | str) -> None:
     for name, part in linear_layers(model):
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _quantized(part, kind, device))
-    model.is_loaded_in_4bit = True  # where peft looks
+    model.is_loaded_in_4bit = True  # peft checks this attribute
 
 
 def check_quantization(kind: str, device: torch.device | str) -> None:

@@ -53,8 +53,8 @@ def account(
 def accounting_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Number of prompts that a step took from the plan, trained on, and dropped, by cause."""
     counts = {cause: float(len(prompts)) for cause, prompts in record["dropped"].items()}
-    found = {
+    totals = {
         "prompts/planned": len(record["trained"]) + sum(counts.values()),
         "prompts/trained": len(record["trained"]),
     }
-    return {**{name: float(n) for name, n in found.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}
+    return {**{name: float(n) for name, n in totals.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}

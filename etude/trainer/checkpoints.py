@@ -113,9 +113,9 @@ class Checkpoints:
             return None
         text = pointer.read_text().strip()
         target = self.folder / f"global_step_{text}"
-        replaced = _replaced(target)
-        if replaced.exists() and not target.exists():  # killed while replacing this checkpoint
-            os.replace(replaced, target)
+        backup = _backup_path(target)
+        if backup.exists() and not target.exists():  # killed while replacing this checkpoint
+            os.replace(backup, target)
         if not text.isdigit() or not (target / _STATE).is_file():
             raise CheckpointError(
                 f"{pointer} names step '{text}', but {target} is no checkpoint; correct or remove the file"
@@ -166,19 +166,19 @@ def write_whole(target: Path, advice: str = "free space or set trainer.default_l
         CheckpointError: the folder could not be written, for instance because the disk is full; an existing `target` stays
             intact.
     """
-    temporary, replaced = target.with_name(f"{_TEMPORARY}{target.name}"), _replaced(target)
+    temporary, backup = target.with_name(f"{_TEMPORARY}{target.name}"), _backup_path(target)
     try:
-        for left in (temporary, replaced):  # left by a run that was killed while writing
+        for left in (temporary, backup):  # left by a run that was killed while writing
             _remove(left)
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)  # contents reach the disk before the rename
         if target.exists():
-            os.replace(target, replaced)
+            os.replace(target, backup)
         os.replace(temporary, target)
         _sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(backup, ignore_errors=True)
     except BaseException as error:
         reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -187,7 +187,7 @@ def write_whole(target: Path, advice: str = "free space or set trainer.default_l
         raise
 
 
-def _replaced(target: Path) -> Path:
+def _backup_path(target: Path) -> Path:
     return target.with_name(f"{_TEMPORARY}replaced-{target.name}")
 
 

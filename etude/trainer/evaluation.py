@@ -129,9 +129,9 @@ def evaluate(
                         for start in range(0, len(missing), size):
                             batch = rollouts.validate_rows(dataset, missing[start : start + size])
                             place = (str(journal.part), step, batch, setup.roles.reward)
-                            found, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
+                            batch_samples, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
                             lost, cause = lost + dropped, cause if lost else why
-                            for uid, sample in found:
+                            for uid, sample in batch_samples:
                                 samples.setdefault(uid, []).append(sample)
                 finally:
                     emit(RunEnded())

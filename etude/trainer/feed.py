@@ -87,7 +87,7 @@ class PromptQueue:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan has no more rows."""
+        """Whether the plan has no rows left."""
         return not self._next and self._epochs is not None and self._loader.epoch >= self._epochs
 
     def take(self, count: int) -> list[Place]:
@@ -168,7 +168,7 @@ class DirectFeed:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan ends here."""
+        """Whether no prompts are left."""
         return self._prompts.exhausted
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class StreamingFeed:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan ends here."""
+        """Whether no prompts are left."""
         return self._prompts.exhausted and not self._window.groups
 
     def state_dict(self) -> dict[str, Any]:

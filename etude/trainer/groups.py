@@ -171,7 +171,7 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
-            beside, rank = _beside_driver(actor or rollout, options, stack)
+            beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = RankStore()
@@ -185,7 +185,7 @@ def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
     return InProcessWorkerGroup(worker, 1, options)
 
 
-def _beside_driver(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
+def _rank_on_driver_node(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
     """Returns a rank on the driver's node: one of `actor` if there is one, else that of a separate group that reserves no
     CPU."""
     import ray

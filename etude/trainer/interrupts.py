@@ -42,17 +42,17 @@ class Interrupts:
         self.signal_number: int = signal.SIGINT
         self._emit = emit
         self._abandonable = False
-        self._held: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored, such as under `nohup`
-                    self._held[number] = signal.signal(number, self._on_signal)
+                    self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for number, handler in self._held.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         if self.stop and isinstance(error, LOSSES):  # the run was stopping anyway
             raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error

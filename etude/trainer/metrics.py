@@ -48,7 +48,7 @@ _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
-def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
+def _mean_max_min(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
     """`{name}/mean|max|min`; empty without values."""
     flat = torch.as_tensor(values, dtype=torch.float64).flatten()
     if flat.numel() == 0:
@@ -87,10 +87,10 @@ def data_metrics(
             if "main_sequence" in columns and not batch.meta_info.get("episodes"):
                 number = columns["main_sequence"].cumsum(0) - 1
                 totals = torch.zeros_like(totals).index_add(0, number, totals)[number]
-            metrics |= _spread(f"critic/{name}", totals[rollouts])
+            metrics |= _mean_max_min(f"critic/{name}", totals[rollouts])
     for name in ("advantages", "returns", "values"):
         if name in columns:
-            metrics |= _spread(f"critic/{name}", columns[name][valid][mask])
+            metrics |= _mean_max_min(f"critic/{name}", columns[name][valid][mask])
     if {"values", "returns"} <= columns.keys() and mask.any():
         metrics["critic/vf_explained_var"] = _explained_variance(
             columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
@@ -116,7 +116,7 @@ def _length_metrics(
     """`attention_mask`: (valid rows, prompt_len + width)."""
     split = attention_mask.shape[-1] - width
     prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
-    metrics = _spread("response_length", response) | _spread("prompt_length", prompt)
+    metrics = _mean_max_min("response_length", response) | _mean_max_min("prompt_length", prompt)
     if response.numel():
         clipped = response >= max_response_length
         if longest_sequence is not None:
@@ -137,14 +137,14 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     """
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     metrics: Metrics = {}
-    for name, group in _by_tool([*calls, *broken_calls]).items():
+    for name, group in _group_by_tool([*calls, *broken_calls]).items():
         metrics |= _call_metrics(name, group)
     if not trajectories:
         return metrics
     kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     metrics |= _tool_rewards(kept)
-    metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
-    metrics |= _spread("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
+    metrics |= _mean_max_min("num_turns", [trajectory.num_turns for trajectory in kept])
+    metrics |= _mean_max_min("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
     if kept:
         used = [any(call.error is None for call in trajectory.tool_calls) for trajectory in kept]
         metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
@@ -156,7 +156,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     return metrics
 
 
-def _by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
+def _group_by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
     groups: dict[str, list[ToolCallRecord]] = defaultdict(list)
     for call in calls:
         if call.error not in _NOT_A_TOOL:

@@ -239,8 +239,8 @@ class PPOTrainer:
                     batch = self._with_values(batch)
             with timings("adv"):
                 judged = self.groups.run(judge_batch, batch, self.setup.plain, self.kl_coef)
-                learned, values, self.kl_coef, found, tokens = judged
-                metrics |= found
+                learned, values, self.kl_coef, batch_metrics, tokens = judged
+                metrics |= batch_metrics
             if len(learned):
                 self._midstep = True
                 with timings("update_critic"):
@@ -324,11 +324,11 @@ class PPOTrainer:
         ranks: int,
     ) -> Metrics:
         """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies."""
-        order, found = self.setup.roles.actor, list[MetricParts]()
+        order, parts = self.setup.roles.actor, list[MetricParts]()
         for number in range(count_updates(len(uids_of(batch)), options)):
             cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
-            found += update(self.groups.run(update_parts, *cut))
-        return finish_metrics(add_metrics(found))
+            parts += update(self.groups.run(update_parts, *cut))
+        return finish_metrics(add_metrics(parts))
 
     def _update_weights(self) -> Metrics:
         """Sends the new weights to the engine; their version is the number of the step that produced them."""

@@ -60,7 +60,7 @@ def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
     return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
 
 
-def _other_rank(key: str) -> Callable[[Leaves, Leaves], bool]:
+def _rank_differs(key: str) -> Callable[[Leaves, Leaves], bool]:
     return lambda then, now: (then.get(key) or 0) != (now.get(key) or 0)  # older runs do not have the key
 
 
@@ -80,8 +80,8 @@ RULES = (
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
     Rule("critic.share_trunk", Effect.REFUSED, "other weights were trained", _has_critic),
     Rule("critic.*", Effect.HONOURED, when=lambda then, now: not _has_critic(then, now)),
-    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_LORA_RANK)),
-    Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_CRITICS_RANK)),
+    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
+    Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),

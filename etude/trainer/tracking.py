@@ -71,7 +71,9 @@ class Tracking:
                 if factory is JsonlTracker:
                     self._trackers[name] = JsonlTracker(Path(run_dir), experiment, resume_step)
                 elif factory is not _console:
-                    self._trackers[name] = _Threaded(name, partial(factory, Path(run_dir), experiment, resume_step))
+                    self._trackers[name] = _ThreadedTracker(
+                        name, partial(factory, Path(run_dir), experiment, resume_step)
+                    )
             except EtudeError:
                 self.close()
                 raise
@@ -95,7 +97,7 @@ class Tracking:
             self._trackers.popitem()[1].close()
 
 
-class _Threaded:
+class _ThreadedTracker:
     """Creates and calls a tracker in its own thread, so that its failures and delays do not affect the run."""
 
     def __init__(self, name: str, make: Callable[[], Tracker | None]) -> None:

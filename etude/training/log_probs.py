@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 22  # logits per chunk (16 MiB in float32): fits into a CPU's cache
-_NEVER = -1e30  # logit of an id that could not be sampled
+_MASKED_LOGIT = -1e30  # logit of an id that could not be sampled
 _KEEP = 1 << 24  # max probabilities (64 MiB) to keep: up to here, keeping is cheaper than recomputing
 
 Finish = Callable[[Tensor], Tensor]
@@ -101,7 +101,7 @@ class _Head:
         finished = finished.to(torch.promote_types(finished.dtype, torch.float32))
         finished = finished if self.temperature == 1.0 else finished / self.temperature
         if self.support is not None:  # finite, so that 0 · logit is 0
-            finished = finished.masked_fill(self.support.outside(rows, weight.shape[0]), _NEVER)
+            finished = finished.masked_fill(self.support.outside(rows, weight.shape[0]), _MASKED_LOGIT)
         return product, finished
 
     def gradient(self, product: Tensor, gradient: Tensor) -> Tensor:

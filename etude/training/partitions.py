@@ -75,14 +75,14 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     items = [i for i, length in enumerate(lengths) if length <= max_tokens]
     costs = [lengths[i] for i in items]
-    for k in range(_fewest(costs, max_tokens), len(items) + 1):
+    for k in range(_min_parts(costs, max_tokens), len(items) + 1):
         parts = balanced_partitions(costs, k)
         if all(sum(costs[j] for j in part) <= max_tokens for part in parts):
             return sorted(alone + [[items[j] for j in part] for part in parts])
     return sorted(alone)
 
 
-def _fewest(costs: Sequence[int], budget: int) -> int:
+def _min_parts(costs: Sequence[int], budget: int) -> int:
     """A lower bound on the number of parts: by the total, and because at most n items above budget/(n+1) fit one part."""
     by_size = (-(-sum(cost * (n + 1) > budget for cost in costs) // n) for n in range(1, 9))
     return max(1, -(-sum(costs) // budget), *by_size)
