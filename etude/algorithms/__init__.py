@@ -1,5 +1,5 @@
-"""Pure tensor functions: advantage estimators, policy losses, KL penalties, aggregation; and the records of what they need.
-Functions are imported on first use: the records serve configurations, which need no torch.
+"""Pure tensor functions: advantage estimators, policy losses, KL penalties, loss aggregation; and records of what they need.
+Functions are imported lazily, because checking a configuration needs the records but not torch.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""`compute_advantage`, and the estimators that judge an answer as a whole: one number per rollout, from its group.
+"""`compute_advantage`, and the outcome estimators: one advantage per rollout, relative to its group.
 
-Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and their
-advantages are 0. Masked tokens (tool output, template glue) have advantage 0. Equal scores (`equal_scores`) and a group of
-one have advantage 0, the latter its raw score with `singleton_advantage="raw"`.
+Invariant: rows whose mask is all zero (padding, dropped trajectories) are excluded from means, standard deviations and group
+sizes, and their advantages are 0. Masked tokens (tool output, template glue) have advantage 0. A group with equal scores
+(`equal_scores`) has advantage 0, and so has a group of one, unless `singleton_advantage="raw"` gives it its raw score.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def compute_advantage(
     lam: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, each (batch, response_len), by the estimator registered as `name`. They are computed
-    in float64, and returned in the rewards' type.
+    """Computes advantages and returns, each (batch, response_len), with the estimator registered as `name`. Computed in
+    float64, returned in the dtype of the rewards.
 
     Args:
         token_level_rewards: (batch, response_len).
         response_mask: (batch, response_len), 1 for sampled tokens.
-        index: (batch,) group ids of any hashable kind; rows of one prompt share an id.
+        index: (batch,) hashable group ids; rows of one prompt share an id.
         values: (batch, response_len), for estimators that need a critic.
-        options: the estimator's options, and the other columns that it needs.
+        options: the estimator's options, and other columns that it needs.
 
     Raises:
-        ConfigError: unknown estimator, or an argument that it needs is missing.
+        ConfigError: the estimator is unknown, or an argument that it needs is missing.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     given = {"values": values, **options}
@@ -63,9 +63,9 @@ def compute_advantage(
     return advantages.to(kind), returns.to(kind)
 
 
-def _of_groups(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Makes an estimator of what judges a group: the (n,) advantages of the (n,) total scores of its answers, given their
-    (n,) numbers of sampled tokens and the options that it names."""
+def _group_estimator(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Turns a function of one group into an estimator. `judge` takes the (n,) total scores of the group's rollouts, their
+    (n,) numbers of sampled tokens and the options that it names, and returns (n,) advantages."""
     options = list(inspect.signature(judge).parameters.values())[2:]
 
     @functools.wraps(judge)
@@ -87,43 +87,43 @@ def _of_groups(judge: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
 
     common = list(
         inspect.signature(estimate, follow_wrapped=False).parameters.values()
-    )  # the record passes what this names
+    )  # the record passes the arguments that the signature names
     estimate.__signature__ = inspect.Signature([*common[:-1], *options])  # type: ignore[attr-defined]
     return estimate
 
 
-@_of_groups
+@_group_estimator
 def grpo(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε); without the
-    division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO, arXiv 2503.20783)."""
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε);
+    `norm_adv_by_std_in_grpo=False` leaves out the division (Dr. GRPO, arXiv 2503.20783)."""
     return centre(scores, norm_adv_by_std_in_grpo)
 
 
-@_of_groups
+@_group_estimator
 def grpo_passk(scores: Tensor, lengths: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
-    """Credit for pass@k (arXiv 2503.19595): the best answer of a group gets its distance from the second best, divided by
-    (std_g + ε) with `norm_adv_by_std_in_grpo`; all others 0."""
+    """Credit for pass@k (arXiv 2503.19595): the best rollout of a group gets its lead over the second best, divided by
+    (std_g + ε) with `norm_adv_by_std_in_grpo`; all others get 0."""
     (best, second), places = scores.topk(2)
     lead = (best - second) / (scores.std() + EPSILON if norm_adv_by_std_in_grpo else 1.0)
     return torch.zeros_like(scores).index_put((places[0],), lead)
 
 
-@_of_groups
+@_group_estimator
 def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
-    """REINFORCE leave-one-out (arXiv 2402.14740): r − the mean of the group's others = n/(n − 1) · (r − mean_g)."""
+    """REINFORCE leave-one-out (arXiv 2402.14740): r − mean of the group's other rewards = n/(n − 1) · (r − mean_g)."""
     return centre(scores, by_std=False) * len(scores) / (len(scores) - 1)
 
 
-@_of_groups
+@_group_estimator
 def opo(scores: Tensor, lengths: Tensor) -> Tensor:
     """On-policy optimal baseline (arXiv 2505.23585): r − Σ l r / Σ l over the group, l the number of sampled tokens."""
     return scores - (lengths * scores).sum() / lengths.sum()
 
 
-@_of_groups
+@_group_estimator
 def max_rl(scores: Tensor, lengths: Tensor) -> Tensor:
-    """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is below 1e-6, where it
-    means nothing."""
+    """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is at most 1e-6, where it is
+    undefined."""
     mean = scores.mean()
     return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
 
@@ -136,8 +136,8 @@ def gpg(
     f_norm: float = 1.0,
     singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (arXiv 2504.02546): α (r − mean_g) / `f_norm`, α = rollouts / rollouts with an advantage: groups
-    whose scores are equal do not make the step smaller, as in TRL's GPG (verl's α counts scores other than 0)."""
+    """Group policy gradient (arXiv 2504.02546): α (r − mean_g) / `f_norm`. α = rollouts / rollouts in groups with a non-zero
+    advantage, so groups with equal scores do not shrink the step, as in TRL's GPG (verl's α counts non-zero scores)."""
     advantages, _ = grpo(
         token_level_rewards=token_level_rewards,
         response_mask=response_mask,
@@ -166,7 +166,7 @@ def reinforce_plus_plus_baseline(
         singleton_advantage=singleton_advantage,
         norm_adv_by_std_in_grpo=False,
     )
-    advantages = whiten_masked(advantages, _compared(response_mask, index, singleton_advantage))
+    advantages = whiten_masked(advantages, _without_singletons(response_mask, index, singleton_advantage))
     return advantages, advantages
 
 
@@ -180,11 +180,11 @@ def gdpo(
     norm_adv_by_std_in_grpo: bool = True,
     singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Group reward-decoupled normalisation (arXiv 2601.05242): Σ_k w_k · grpo(r_k) of the components `gdpo_reward_keys`,
-    whitened over the batch's sampled tokens, so that no component drowns another.
+    """Group reward-decoupled normalisation (arXiv 2601.05242): Σ_k w_k · grpo(r_k) over the components `gdpo_reward_keys`,
+    whitened over the batch's sampled tokens, so that no component drowns out another.
 
     Raises:
-        ConfigError: there is no such component, or a row lacks it.
+        ConfigError: a component is unknown, or a row lacks it.
     """
     valid = (response_mask > 0).any(dim=1)
     advantages = torch.zeros(len(valid), dtype=torch.float64)
@@ -200,12 +200,12 @@ def gdpo(
         advantages += weight * compare(
             scores, valid, index, lambda group, _: centre(group, norm_adv_by_std_in_grpo), singleton_advantage
         )
-    found = whiten_masked(advantages[:, None], _compared(response_mask, index, singleton_advantage))
+    found = whiten_masked(advantages[:, None], _without_singletons(response_mask, index, singleton_advantage))
     return found, found
 
 
-def _compared(response_mask: Tensor, index: GroupIds, singleton: Singleton) -> Tensor:
-    """`response_mask` without the groups of one whose advantage is 0."""
+def _without_singletons(response_mask: Tensor, index: GroupIds, singleton: Singleton) -> Tensor:
+    """Returns `response_mask` without groups of one whose advantage is 0 by definition."""
     mask = response_mask > 0
     alone = [rows for rows in group_rows(index, mask.any(dim=1)) if len(rows) == 1 and singleton == "zero"]
     return mask.index_fill(0, torch.tensor([row for rows in alone for row in rows], dtype=torch.long), False)

@@ -1,9 +1,9 @@
 """Loss aggregation: from per-token losses to a scalar.
 
-The `seq-mean-…` modes average over rollouts: a rollout that consists of several sequences counts once, and its tokens as if
-they stood in one sequence.
+The `seq-mean-…` modes average over rollouts: a rollout with several sequences counts once, as if its tokens were in one
+sequence.
 
-Invariant: with `batch_num_tokens`, `global_batch_size` and `rollout_tokens` of the whole mini-batch, the sum of the results
+Invariant: given `batch_num_tokens`, `global_batch_size` and `rollout_tokens` of the whole mini-batch, the sum of the results
 over micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was split, nor on how
 rollouts are split into sequences. Rollouts without a scored token do not count.
 """
@@ -23,21 +23,21 @@ LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is 1, as a scalar; 0 where the mask is empty. Masked values may be anything."""
+    """Scalar mean of `values` where `mask` is 1; 0 for an empty mask. Masked values have no effect, even if non-finite."""
     counts = mask > 0
     return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
 
 
 def equal_scores(scores: Tensor) -> bool:
-    """Whether scores (n,) of one group differ by rounding at most: max − min ≤ max(1e-6, 1e-8 · max |score|).
+    """Whether the scores (n,) of one group are equal up to rounding: max − min ≤ max(1e-6, 1e-8 · max |score|).
 
-    Rounding of log-probs is part of a score where the KL is in the reward: about 1e-7 per token in float32.
+    With the KL penalty in the reward, scores include the rounding of log-probs: about 1e-7 per token in float32.
     """
     return bool(scores.max() - scores.min() <= max(1e-6, 1e-8 * float(scores.abs().max())))
 
 
 def loss_count(loss_agg_mode: str, tokens: float, rollouts: float) -> float:
-    """What a mode divides a mini-batch's loss by: its scored tokens, its rollouts, or 1."""
+    """Returns the divisor of a mini-batch's loss in this mode: its scored tokens, its rollouts, or 1."""
     if loss_agg_mode == "token-sum":
         return 1.0
     return tokens if loss_agg_mode == "token-mean" else rollouts
@@ -54,11 +54,11 @@ def agg_loss(
     rollout_tokens: Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Averages or sums the loss per token.
+    """Aggregates per-token losses to a scalar.
 
     Args:
         loss_mat: (batch, response_len).
-        loss_mask: (batch, response_len), 1 where a token counts.
+        loss_mask: (batch, response_len), 1 for tokens that count.
         loss_agg_mode: `token-mean` (DAPO, arXiv 2503.14476, eq. 8), `token-sum`, `seq-mean-token-sum` (Dr. GRPO, arXiv
             2503.20783), `seq-mean-token-sum-norm` (the same divided by `loss_scale_factor`, by default the width),
             `seq-mean-token-mean` (GRPO, arXiv 2402.03300, eq. 3).
@@ -68,10 +68,10 @@ def agg_loss(
         rollout_tokens: (batch,) scored tokens of the rollout that a row belongs to, over all ranks (default: the row's).
 
     Raises:
-        ConfigError: unknown mode.
+        ConfigError: the mode is unknown.
     """
     mask = loss_mask > 0
-    # where() rather than a product: a masked infinity must not become NaN.
+    # where() instead of a product, so that a masked infinity does not become NaN.
     losses = torch.where(mask, loss_mat, 0.0)
     rollouts = float(mask.any(dim=-1).sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "token-mean":

@@ -1,14 +1,14 @@
-"""Mismatch between the policy that sampled and the one that is trained: measured, and corrected.
+"""Measures and corrects the mismatch between the policy that sampled (the engine) and the one that is trained.
 
 With μ the engine's probabilities of the sampled tokens and π the trainer's, the log-ratio is log π − log μ. Three
-corrections follow from it: importance weights (truncated, or IcePop's), which multiply the loss; rejection, which takes
-tokens or sequences out of the mask; and the off-policy sequence mask, weights of 0 or 1.
+corrections are based on it: importance weights (truncated, or IcePop's), which multiply the loss; rejection, which removes
+tokens or sequences from the mask; and the off-policy sequence mask, weights of 0 or 1.
 
-A sequence is all sampled tokens of a rollout where `rollout` says which rows belong together, and a row otherwise: how a
-rollout is split into rows then changes nothing.
+A sequence is all sampled tokens of a rollout if `rollout` says which rows belong together, so that it does not matter how a
+rollout is split into rows; otherwise each row is a sequence.
 
-Invariant: what is at masked positions has no effect. All tensors are (batch, response_len) unless said; results carry no
-gradient, are computed in float64, and metrics are parts that ranks and micro-batches add up.
+Invariant: values at masked positions have no effect. All tensors are (batch, response_len) unless stated otherwise; results
+carry no gradient and are computed in float64; metrics are partial results to be added over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from etude.metrics import Max, Mean, Metrics, Pooled
 
 Bounds: TypeAlias = tuple[float, float]
 
-_MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: larger ratios say nothing more, and their squares must not overflow
+_MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: larger ratios add no information, and squares must not overflow
 _BINS_PER_DECADE, _SMALLEST, _DECADES = 20, -9, 11  # |Δ log p| from 1e-9 to 100
 
 
 def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
-    """Differences between the trainer's and the engine's log-probs of the sampled tokens; no metrics without any.
+    """Metrics of the differences between the trainer's and the engine's log-probs of the sampled tokens; none without such
+    tokens.
 
-    `training/rollout_probs_diff_{mean,max}`: |π − μ|. As `rollout_corr/…`, with Δ = log π − log μ, Δ clipped to ±20 where it
-    is exponentiated:
+    `training/rollout_probs_diff_{mean,max}`: |π − μ|. Under `rollout_corr/…`, with Δ = log π − log μ, clipped to ±20 before
+    exponentiation:
 
-    - `kl`, `k3_kl`: KL(μ ‖ π) a token, as mean −Δ and mean exp(Δ) − 1 − Δ; `chi2_token`: mean exp(2Δ) − 1;
+    - `kl`, `k3_kl`: KL(μ ‖ π) per token, as mean −Δ and mean exp(Δ) − 1 − Δ; `chi2_token`: mean exp(2Δ) − 1;
     - `log_prob_diff_max`, `log_prob_diff_p99`: of |Δ|; the second is the upper edge of a bin 12 % wide;
-    - `eff_sample_size`: (Σ w)² / (n Σ w²) of w = exp(Δ): the share of the tokens that reweighting them would leave;
-    - means over sequences (rows): `training_ppl`, `rollout_ppl` = exp(−mean log p), their ratio `ppl_ratio`, `log_ppl_diff`,
+    - `eff_sample_size`: (Σ w)² / (n Σ w²) with w = exp(Δ): the effective sample size after reweighting, as a share of n;
+    - means over rows: `training_ppl`, `rollout_ppl` = exp(−mean log p), their ratio `ppl_ratio`, `log_ppl_diff`,
       `log_ppl_abs_diff`, and `chi2_seq`: exp(2 Σ Δ) − 1.
     """
     mask = response_mask > 0
@@ -82,22 +83,22 @@ def importance_weights(
     batch_normalize: bool = False,
     rollout: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Weights that multiply the loss of each token, 0 where masked, and `rollout_corr/rollout_is_*`.
+    """Computes the factor of each token's loss, 0 where masked, and the metrics `rollout_corr/rollout_is_*`.
 
-    The weight w is exp(log-ratio) of each token (`level="token"`) or of the whole sequence's sum ("sequence"). `bounds` is a
-    number C: truncated importance sampling, min(w, C) (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training"). Or a pair: IcePop (Ring-1T, arXiv 2510.18855), w within [low, high] and else 0. The
-    tokens that get 0 still count in the loss's denominators.
+    The weight w is exp(log-ratio) of each token (`level="token"`) or of the sum over its sequence ("sequence"). If `bounds`
+    is a number C: truncated importance sampling, min(w, C) (Ionides 2008; Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"). If a pair: IcePop (Ring-1T, arXiv 2510.18855), w within [low, high], 0
+    outside. Tokens with weight 0 still count in the loss's denominators.
 
     Args:
-        batch_normalize: divide by the mean weight of the batch: over its tokens, or its sequences.
-        rollout: (batch,) number of each row's rollout; see the module's docstring.
+        batch_normalize: divides by the batch's mean weight, over its tokens or its sequences.
+        rollout: (batch,) index of each row's rollout; see the module's docstring.
     """
     mask = response_mask > 0
     logs = torch.where(mask, log_ratio.detach().double(), 0.0)
     members = _members(mask, rollout)
     if level == "sequence":
-        logs = _total(logs, members)[:, None].expand_as(logs)
+        logs = _sequence_sum(logs, members)[:, None].expand_as(logs)
     raw = _exp(logs)
     low, high = bounds if isinstance(bounds, tuple) else (None, bounds)
     outside = raw > high if low is None else (raw > high) | (raw < low)
@@ -117,7 +118,7 @@ def importance_weights(
     if low is not None:
         metrics[f"{name}_oob_ratio"] = Mean(float(outside[mask].sum()), count)
     if batch_normalize:
-        each = _each_sequence(weights.sum(dim=1), mask, members) if level == "sequence" else weights[mask]
+        each = _per_sequence(weights.sum(dim=1), mask, members) if level == "sequence" else weights[mask]
         mean = float(each.mean()) if len(each) else 0.0
         metrics[f"{name}_batch_norm_factor"] = Mean(mean if mean > 1e-8 else 1.0, 1)
         weights = weights / mean if mean > 1e-8 else weights
@@ -127,14 +128,14 @@ def importance_weights(
 def rejection_mask(
     log_ratio: Tensor, response_mask: Tensor, criteria: Sequence[tuple[str, Bounds]], rollout: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
-    """`response_mask` without what fails any of the criteria, and `rollout_corr/rollout_rs_{masked,seq_masked}_fraction`:
-    the shares of tokens, and of sequences that lost any.
+    """Removes from `response_mask` what fails any criterion. Also returns `rollout_corr/rollout_rs_masked_fraction`, the
+    share of removed tokens, and `…_seq_masked_fraction`, the share of sequences that lost any.
 
     Args:
-        criteria: (name, bounds). A name is `token_`, `seq_sum_`, `seq_mean_` or `seq_max_` and an estimator of KL(μ ‖ π):
-            with d = log-ratio, clipped to ±20, k1 is −d, k2 d²/2, k3 exp(d) − 1 − d. The bounds are of exp(k1), and of k2
-            and k3 themselves, inclusive.
-        rollout: (batch,) number of each row's rollout; see the module's docstring.
+        criteria: (name, bounds). A name is `token_`, `seq_sum_`, `seq_mean_` or `seq_max_` plus an estimator of KL(μ ‖ π):
+            with d = log-ratio, clipped to ±20, k1 is −d, k2 is d²/2, k3 is exp(d) − 1 − d. The bounds are inclusive and
+            apply to exp(k1), or to k2 and k3 themselves.
+        rollout: (batch,) index of each row's rollout; see the module's docstring.
     """
     mask = response_mask > 0
     ratio = torch.where(mask, log_ratio.detach().double(), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -145,16 +146,16 @@ def rejection_mask(
         span, _, kind = name.rpartition("_")
         values = estimates[kind]
         if span == "seq_max":
-            values = _maximum(values, mask, members)[:, None]
+            values = _sequence_max(values, mask, members)[:, None]
         elif span != "token":
-            values = _total(values, members)[:, None]
+            values = _sequence_sum(values, members)[:, None]
             if span == "seq_mean":
-                values = values / _total(mask.double(), members).clamp(min=1)[:, None]
+                values = values / _sequence_sum(mask.double(), members).clamp(min=1)[:, None]
         if kind == "k1":
             low, high = math.log(low), math.log(high)
         kept = kept & (values >= low) & (values <= high)
     lost = mask & ~kept
-    touched = _each_sequence(lost.sum(dim=1).double(), mask, members, per_token=False) > 0
+    touched = _per_sequence(lost.sum(dim=1).double(), mask, members, per_token=False) > 0
     return response_mask * kept, {
         "rollout_corr/rollout_rs_masked_fraction": Mean(float(lost.sum()), float(mask.sum())),
         "rollout_corr/rollout_rs_seq_masked_fraction": Mean(float(touched.sum()), len(touched)),
@@ -164,12 +165,12 @@ def rejection_mask(
 def off_policy_sequence_mask(
     log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
 ) -> tuple[Tensor, Metrics]:
-    """Weights of 0 for tokens of negative advantage in rows whose mean of log μ − log π is above `threshold`, else 1
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); and the share of tokens that get 0."""
+    """Returns weights of 0 for tokens with negative advantage in rows whose mean of log μ − log π is above `threshold`, else
+    1 (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); and the share of tokens with weight 0."""
     mask = response_mask > 0
     gaps = torch.where(mask, (rollout_log_prob - log_prob).detach().double(), 0.0)
     far = gaps.sum(dim=1) / mask.sum(dim=1).clamp(min=1) > threshold
-    dropped = far[:, None] & (advantages < -1e-9) & mask  # a group's mean is 0 but for rounding
+    dropped = far[:, None] & (advantages < -1e-9) & mask  # rewards at the group's mean have advantage 0 up to rounding
     share = Mean(float(dropped.sum()), float(mask.sum()))
     return (~dropped).double(), {"rollout_corr/off_policy_masked_fraction": share}
 
@@ -182,33 +183,34 @@ def _exp(logs: Tensor) -> Tensor:
 
 
 def _members(mask: Tensor, rollout: Tensor | None) -> Tensor:
-    """(batch,) the number of the sequence that each row belongs to, from 0."""
+    """(batch,) index of each row's sequence, from 0."""
     if rollout is None:
         return torch.arange(len(mask), device=mask.device)
     return torch.unique(rollout, return_inverse=True)[1]
 
 
-def _total(values: Tensor, members: Tensor) -> Tensor:
-    """(batch,) for each row the sum over its sequence."""
+def _sequence_sum(values: Tensor, members: Tensor) -> Tensor:
+    """(batch,) sum over each row's sequence."""
     return torch.zeros(len(members), dtype=values.dtype).to(values).index_add(0, members, values.sum(dim=1))[members]
 
 
-def _maximum(values: Tensor, mask: Tensor, members: Tensor) -> Tensor:
-    """(batch,) for each row the maximum over its sequence; 0 of nothing."""
+def _sequence_max(values: Tensor, mask: Tensor, members: Tensor) -> Tensor:
+    """(batch,) maximum over each row's sequence; 0 for an empty one."""
     largest = torch.where(mask, values, -torch.inf).amax(dim=1)
     found = torch.full_like(largest, -torch.inf).scatter_reduce(0, members, largest, "amax")[members]
     return torch.where(found.isinf(), 0.0, found)
 
 
-def _each_sequence(of_rows: Tensor, mask: Tensor, members: Tensor, *, per_token: bool = True) -> Tensor:
-    """(sequences,) the sum of the rows' numbers in each sequence with a sampled token, or their mean over its tokens."""
+def _per_sequence(of_rows: Tensor, mask: Tensor, members: Tensor, *, per_token: bool = True) -> Tensor:
+    """(sequences,) for each sequence with a sampled token, the sum of its rows' values, with `per_token` divided by its
+    number of tokens."""
     zeros = torch.zeros(int(members.max()) + 1 if len(members) else 0, dtype=torch.float64, device=mask.device)
     tokens = zeros.index_add(0, members, mask.sum(dim=1).double())
     sums = zeros.index_add(0, members, of_rows)[tokens > 0]
     return sums / tokens[tokens > 0] if per_token else sums
 
 
-# -- metrics that are no means -----------------------------------------------------------------------------------
+# -- pooled metrics ----------------------------------------------------------------------------------------------
 
 
 def _moments(weights: Tensor) -> tuple[float, ...]:
@@ -221,8 +223,7 @@ def _effective_share(moments: tuple[float, ...]) -> float:
 
 
 def _histogram(sizes: Tensor) -> tuple[float, ...]:
-    """How many of `sizes` are in each bin, on a logarithmic scale; the first bin begins at 0, the last has no end, and takes
-    what is no number."""
+    """Counts `sizes` in logarithmic bins; the first bin starts at 0, the last one is unbounded and also counts NaN."""
     places = (
         ((sizes.nan_to_num(nan=math.inf, posinf=math.inf).log10() - _SMALLEST) * _BINS_PER_DECADE)
         .ceil()
@@ -232,7 +233,7 @@ def _histogram(sizes: Tensor) -> tuple[float, ...]:
 
 
 def _p99(histogram: tuple[float, ...]) -> float:
-    """The upper edge of the bin that the 99th percentile is in."""
+    """Returns the upper edge of the bin that contains the 99th percentile."""
     wanted, seen = 0.99 * sum(histogram), 0.0
     for place, count in enumerate(histogram):
         seen += count

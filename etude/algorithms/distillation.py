@@ -1,4 +1,4 @@
-"""On-policy distillation: the teacher's verdict on each sampled token as an advantage, or its distribution as a target."""
+"""On-policy distillation: the teacher's log-prob of each sampled token as an advantage, or its distribution as a target."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from etude.algorithms.aggregation import masked_mean
 
-_MIN_TAIL = 1e-6  # what float32 leaves of 1 − the mass of likely tokens is rounding below it
+_MIN_TAIL = 1e-6  # below this, 1 − Σ p in float32 is only rounding
 ABSENT = -1e30
-"""The log-prob of an entry that a teacher did not give."""
+"""Marks a missing log-prob: the teacher returned fewer than k tokens."""
 
 
 def distill(
@@ -21,11 +21,12 @@ def distill(
     coef: float,
     task_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """coef · (log π_T − log π_old) + task_coef · `advantages` on sampled tokens, 0 elsewhere; (batch, response_len) all.
+    """Returns coef · (log π_T − log π_old) + task_coef · `advantages` on sampled tokens, 0 elsewhere; all tensors are
+    (batch, response_len).
 
-    The first term is the negative per-token reverse KL, KL(π || π_T), of a sample of π (K. Lu, Thinking Machines Lab,
-    "On-policy distillation", 2025; the on-policy case of arXiv 2306.13649). Rewards of later tokens do not count towards
-    earlier ones. Computed in float64, returned in the type of `advantages`.
+    The first term is the negative per-token reverse KL, KL(π || π_T), estimated from samples of π (K. Lu, Thinking Machines
+    Lab, "On-policy distillation", 2025; the on-policy case of arXiv 2306.13649). Rewards of later tokens do not count
+    towards earlier ones. Computed in float64, returned in the dtype of `advantages`.
 
     Returns:
         The advantages, and `distillation/reverse_kl`: the mean of log π_old − log π_T over the sampled tokens.
@@ -39,22 +40,23 @@ def distill(
 def forward_kl_topk(
     log_probs: Tensor, teacher_log_probs: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Σ_i p_i (log p_i − log q_i) + p_tail (log p_tail − log q_tail) per token, p the teacher's and q the policy's
-    probabilities of the teacher's k likeliest tokens; p_tail = 1 − Σ_i p_i and q_tail are those of all others together.
+    """Computes Σ_i p_i (log p_i − log q_i) + p_tail (log p_tail − log q_tail) per token, where p and q are the teacher's and
+    the policy's probabilities of the teacher's top-k tokens, and p_tail = 1 − Σ_i p_i and q_tail those of all other tokens
+    together.
 
-    That is the KL of two distributions over k + 1 outcomes, so it is ≥ 0, 0 only where the policy agrees on all of them, and
-    at most the KL over the vocabulary (supervised GKD with forward KL, arXiv 2306.13649; the tail: arXiv 2608.14728, TRL's
-    `loss_add_tail`). Without the tail (verl's `forward_kl_topk`) the sum is below 0 where the policy puts more mass on the
-    teacher's tokens than the teacher does; renormalised over the k tokens, it does not see that mass at all.
+    This is the KL of two distributions over k + 1 outcomes, so it is ≥ 0, 0 only if the policy agrees on all of them, and at
+    most the KL over the vocabulary (supervised GKD with forward KL, arXiv 2306.13649; the tail: arXiv 2608.14728, TRL's
+    `loss_add_tail`). Without the tail (verl's `forward_kl_topk`) the sum is negative where the policy puts more mass on the
+    teacher's tokens than the teacher does; renormalised over the k tokens, it ignores that mass.
 
     Args:
         log_probs: (batch, response_len, k) of the policy.
-        teacher_log_probs: the same of the same tokens; `ABSENT` where the teacher has fewer.
+        teacher_log_probs: the same for the teacher; `ABSENT` where it returned fewer tokens.
         response_mask: (batch, response_len).
 
     Returns:
-        (batch, response_len) losses, 0 off the mask, with a gradient to `log_probs`; `distillation/forward_kl`, and
-        `teacher_mass` and `student_mass`, the means of Σ p_i and Σ q_i.
+        (batch, response_len) losses, 0 where masked, with a gradient to `log_probs`; and the metrics
+        `distillation/forward_kl`, `teacher_mass` and `student_mass`, the means of the loss, Σ p_i and Σ q_i.
     """
     mask = response_mask > 0
     given = (teacher_log_probs > ABSENT / 2) & mask[..., None]

@@ -1,6 +1,7 @@
-"""What estimators share: comparisons within a group, whitening, and the turns of a row.
+"""Building blocks of the estimators: comparison within groups, whitening, and numbering of turns.
 
-Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size.
+Invariant: rows whose mask is all zero (padding, dropped trajectories) are excluded from means, standard deviations and group
+sizes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from etude.algorithms.aggregation import equal_scores, masked_mean
 from etude.algorithms.records import Singleton
 
 GroupIds: TypeAlias = Sequence[Hashable] | np.ndarray | Tensor
-EPSILON = 1e-6  # beside a standard deviation
+EPSILON = 1e-6  # added to standard deviations
 
 
 def group_keys(index: GroupIds) -> Sequence[Hashable]:
-    """The group ids as keys of a dict."""
+    """Returns the group ids as dict keys."""
     return index.tolist() if isinstance(index, np.ndarray | Tensor) else index
 
 
 def group_rows(index: GroupIds, valid: Tensor) -> list[list[int]]:
-    """The valid rows of each group, in order of first appearance."""
+    """Returns the valid rows of each group, groups in order of first appearance."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, (key, counts) in enumerate(zip(group_keys(index), valid.tolist(), strict=True)):
         if counts:
@@ -41,9 +42,9 @@ def compare(
     judge: Callable[[Tensor, list[int]], Tensor],
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """(batch,) advantages of (batch,) scores: `judge(scores of a group, its rows)` in each group of two or more whose scores
-    differ, exactly 0 where they are equal (rounding divided by ε is no advantage), and in a group of one 0 or its raw score.
-    """
+    """(batch,) advantages from (batch,) scores. A group of two or more with differing scores gets `judge(scores of the
+    group, its rows)`; equal scores get exactly 0 (so that rounding divided by ε is no advantage); a group of one gets 0 or
+    its raw score."""
     advantages = torch.zeros_like(scores)
     for members in group_rows(index, valid):
         group = scores[members]
@@ -55,18 +56,19 @@ def compare(
 
 
 def centre(scores: Tensor, by_std: bool) -> Tensor:
-    """Scores − mean, divided by (std + ε), the unbiased one, if `by_std`."""
+    """Returns scores − mean, divided by (unbiased std + ε) if `by_std`."""
     centred = scores - scores.mean()
     return centred / (scores.std() + EPSILON) if by_std else centred
 
 
 def spread(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(batch, response_len) of (batch,): each row's value on its sampled tokens, 0 elsewhere."""
+    """Broadcasts (batch,) to (batch, response_len): each row's value on its sampled tokens, 0 elsewhere."""
     return torch.where(mask > 0, advantages[:, None], 0.0)
 
 
 def whiten_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Zero mean and unit (unbiased) variance over the mask; 0 elsewhere, and everywhere if the values are equal."""
+    """Whitens to zero mean and unit (unbiased) variance over the mask; 0 elsewhere, and everywhere if all values are
+    equal."""
     mask = mask > 0
     if not mask.any() or equal_scores(torch.broadcast_to(values, mask.shape)[mask]):
         return torch.zeros(mask.shape, dtype=values.dtype)
@@ -76,11 +78,11 @@ def whiten_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def number_turns(mask: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The number of each token's turn, from 0 and without gaps, and whether a turn's sampled tokens begin there; each is
-    (batch, response_len).
+    """Returns the number of each token's turn, from 0 and without gaps, and whether the token is the first sampled one of
+    its turn; each is (batch, response_len).
 
-    Only turns with sampled tokens count; masked tokens belong to the turn before them, and those before all turns to the
-    first. `turns` grows along a row; None: each run of sampled tokens is a turn.
+    Only turns with sampled tokens count; masked tokens belong to the preceding turn, and those before all turns to the
+    first. `turns` increases along a row; None: each run of sampled tokens is a turn.
     """
     mask = mask > 0
     if turns is None:
@@ -91,5 +93,5 @@ def number_turns(mask: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _shift(values: Tensor, first: float) -> Tensor:
-    """`values` one place later, with `first` before them."""
+    """Shifts `values` right by one; the new first column is `first`."""
     return torch.cat([torch.full_like(values[:, :1], first), values[:, :-1]], dim=1)

@@ -1,6 +1,6 @@
-"""KL penalties between the policy and a reference, and the adaptation of their coefficient.
+"""KL penalties between the policy and a reference, and the adaptive KL coefficient.
 
-All estimators are of KL(π || π_ref) from samples of π (J. Schulman, "Approximating KL divergence", 2020).
+All estimators estimate KL(π || π_ref) from samples of π (J. Schulman, "Approximating KL divergence", 2020).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from etude.errors import ConfigError
 from etude.registry import did_you_mean
 
 _MAX_K3 = 10.0
-_K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # the d at which exp(−d) − 1 + d reaches the bound
+_K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # the d at which exp(−d) − 1 + d equals _MAX_K3
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """The penalty per token, of the inputs' shape (batch, response_len).
+    """Computes the penalty per token, (batch, response_len) like the inputs.
 
-    With d = log_prob − ref_log_prob: `kl`/`k1` d, `abs` |d|, `mse`/`k2` d²/2, `low_var_kl`/`k3` exp(−d) − 1 + d, with d
-    clipped to ±20 and the result to 10 against overflow; where the result is clipped, the gradient is that at the bound, so
-    that a policy far from its reference is still pulled back. A trailing `+` keeps the value but uses the gradient of `k2`,
-    which is unbiased; that of `k1` is 0 in expectation.
+    With d = log_prob − ref_log_prob: `kl`/`k1` is d, `abs` is |d|, `mse`/`k2` is d²/2, `low_var_kl`/`k3` is exp(−d) − 1 + d,
+    with d clipped to ±20 and the result to 10 against overflow. Where the result is clipped, the gradient is that at the
+    bound, so that a policy far from its reference is still pulled back. A trailing `+` keeps the value but uses the gradient
+    of `k2`, which is unbiased; that of `k1` is 0 in expectation.
 
     Raises:
-        ConfigError: unknown kind.
+        ConfigError: the kind is unknown.
     """
     base = kind.removesuffix("+")
     difference = log_prob - ref_log_prob
@@ -51,7 +51,8 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 def apply_kl_penalty(
     rewards: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, *, kind: str, kl_coef: float
 ) -> tuple[Tensor, float]:
-    """KL in the reward: `rewards` − kl_coef · penalty on the sampled tokens, in float64, and the penalty's mean over them.
+    """Puts the KL penalty into the reward: returns `rewards` − kl_coef · penalty on the sampled tokens, computed in float64,
+    and the penalty's mean over them.
 
     All tensors are (batch, response_len); `kind` as for `kl_penalty`.
     """
@@ -68,7 +69,7 @@ def _k3(difference: Tensor) -> Tensor:
 
 
 def adapt_kl_coef(kl_coef: float, current_kl: float, n_steps: int, *, target_kl: float, horizon: int) -> float:
-    """The coefficient of a KL penalty, steered towards `target_kl`, after `n_steps` trajectories whose mean KL was
-    `current_kl` (arXiv 1909.08593, section 2.2)."""
+    """Returns the updated coefficient of the adaptive KL controller, which steers towards `target_kl`, after `n_steps`
+    trajectories with mean KL `current_kl` (arXiv 1909.08593, section 2.2)."""
     error = max(-0.2, min(0.2, current_kl / target_kl - 1))
     return kl_coef * (1 + error * n_steps / horizon)

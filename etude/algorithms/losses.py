@@ -1,13 +1,13 @@
 """Policy and value losses as pure functions of log-probs, advantages and values.
 
-Notation: r = π / π_old per token, A the advantage, sg the stop-gradient, T the scored tokens of a sequence. A loss is
-computed per token and aggregated by `agg_loss`; one whose ratio is a sequence's has it on each of its tokens, so that every
-mode applies to it, and a rollout's weight does not depend on how many sequences it consists of.
+Notation: r = π / π_old per token, A the advantage, sg the stop-gradient, T the number of scored tokens of a sequence. A loss
+is computed per token and aggregated by `agg_loss`. A sequence-level ratio is repeated on each token of the sequence, so that
+every aggregation mode applies, and a rollout's weight does not depend on its number of sequences.
 
-Defaults of options are in the losses' records (`etude.algorithms.records`), and the formulas in docs/algorithms.md.
+Defaults of options are in the losses' records (`etude.algorithms.records`), the formulas in docs/algorithms.md.
 
-Invariant: no label, log-prob, advantage or value at a masked position reaches the loss or its gradient; a loss depends on
-other sequences of the mini-batch only through what is counted or selected over all of it.
+Invariant: no label, log-prob, advantage or value at a masked position affects the loss or its gradient; a loss depends on
+other sequences of the mini-batch only through counts and token selections over the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ def policy_loss(
     loss_agg_mode: str | None = None,
     **options: Any,
 ) -> Loss:
-    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its metrics, each a mean
+    """Computes the loss registered as `name`. Tensors are (batch, response_len); returns a scalar and metrics, each a mean
     over the mask. Advantages are cast to the dtype of `log_prob`.
 
-    `loss_agg_mode` None is the loss's own. `options` go to the loss: its own, the columns that it needs,
-    `rollout_is_weights` (batch, response_len), factors of the loss per token, and those that `agg_loss` takes. A loss that
-    selects tokens over the mini-batch selects them here, unless `selected_tokens` are given.
+    Args:
+        loss_agg_mode: None uses the loss's default mode.
+        options: passed to the loss: its own options, the columns that it needs, `rollout_is_weights` (batch, response_len),
+            which multiply the loss per token, and arguments of `agg_loss`. A loss that selects tokens over the mini-batch
+            selects them here, unless `selected_tokens` is given.
 
     Raises:
-        ConfigError: unknown loss or aggregation mode.
+        ConfigError: the loss or aggregation mode is unknown.
     """
     record = POLICY_LOSSES.get(name)
     columns = {"advantages": advantages, "response_mask": response_mask}
@@ -65,8 +67,8 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a formula gets, (batch, response_len) each, 0 at masked positions, so that values there have no effect; the
-    log-ratio log r is within ±20."""
+    """Inputs of a formula, (batch, response_len) each, set to 0 at masked positions, so that values there have no effect;
+    the log-ratio log r is clipped to ±20."""
 
     mask: Tensor
     log_prob: Tensor
@@ -79,9 +81,10 @@ Flags = dict[str, Tensor]
 
 
 def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
-    """Makes a policy loss of a formula, which gives the losses of `Tokens` and flags, whose shares are metrics. The formula
-    gets the options that it names, and `agg_loss` the others; each token's loss is multiplied with `rollout_is_weights`,
-    unless the formula takes these. Another metric is the mean of log π_old − log π."""
+    """Turns a formula into a policy loss. The formula maps `Tokens` to per-token losses and boolean flags, whose shares
+    become metrics. It gets the options that it names, `agg_loss` gets the others; each token's loss is multiplied by
+    `rollout_is_weights`, unless the formula takes these itself. Adds the metric `actor/ppo_kl`, the mean of log π_old −
+    log π."""
     own = list(inspect.signature(formula).parameters.values())[1:]
     names = {parameter.name for parameter in own}
 
@@ -103,7 +106,7 @@ def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
 
     common = list(
         inspect.signature(loss, follow_wrapped=False).parameters.values()
-    )  # the record passes what this names
+    )  # the record passes the arguments that the signature names
     loss.__signature__ = inspect.Signature([*common[:-1], *own, common[-1]])  # type: ignore[attr-defined]
     return loss
 
@@ -117,7 +120,7 @@ def vanilla(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ra
     (DAPO, arXiv 2503.14476) and, for negative advantages, at most −c A, the dual clip (arXiv 1912.09729).
 
     Raises:
-        ConfigError: `clip_ratio_c` is not greater than 1: it would cut off the gradient of the sampling policy itself.
+        ConfigError: `clip_ratio_c` is not greater than 1: it would cut off the gradient even at r = 1.
     """
     if clip_ratio_c <= 1:
         raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {clip_ratio_c}")
@@ -131,7 +134,7 @@ def vanilla(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ra
 @_loss
 def gspo(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Flags]:
     """max(−s A, −clip(s, 1 − ε_low, 1 + ε_high) A) with the sequence's ratio s = exp(mean_t log r) (GSPO, arXiv 2507.18071,
-    eq. 5; with gradients per token, GSPO-token). Its mean over the sequence is GSPO, its sum LUSPO (arXiv 2602.05261)."""
+    eq. 5; with per-token gradients, GSPO-token). Averaged over the sequence it is GSPO, summed LUSPO (arXiv 2602.05261)."""
     sequence = _sequence_mean(t.log_ratio, t.mask).detach()
     ratio = (t.log_prob - t.log_prob.detach() + sequence).clamp(max=10.0).exp()
     losses, is_clipped = _clip(ratio, t.advantages, clip_ratio_low, clip_ratio_high)
@@ -154,13 +157,13 @@ def geo_mean(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tup
 
 @_loss
 def reinforce(t: Tokens) -> tuple[Tensor, Flags]:
-    """−A log π (Williams, 1992; GPG, arXiv 2504.02546, with the estimator's scale)."""
+    """−A log π (Williams, 1992; with the estimator `gpg`, GPG, arXiv 2504.02546)."""
     return -t.advantages * t.log_prob, {}
 
 
 @_loss
 def cispo(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Flags]:
-    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: the weight is clipped, no token's gradient is (CISPO, arXiv
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: clips the weight, so every token keeps its gradient (CISPO, arXiv
     2506.13585)."""
     ratio = t.log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -169,7 +172,7 @@ def cispo(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[
 
 @_loss
 def dppo_tv(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> tuple[Tensor, Flags]:
-    """−A sg(min(r, c)) log π, without tokens whose probability has already moved further than δ in the advantage's
+    """−A sg(min(r, c)) log π, masking tokens whose probability has already moved further than δ in the advantage's
     direction: π − π_old > δ_high for A > 0, < −δ_low otherwise (DPPO with total variation, arXiv 2602.04879)."""
     moved = t.log_prob.detach().exp() - t.old_log_prob.exp()
     return _divergence_bounded(t, moved > clip_ratio_high, moved < -clip_ratio_low, clip_ratio_c)
@@ -177,7 +180,7 @@ def dppo_tv(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ra
 
 @_loss
 def dppo_kl(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> tuple[Tensor, Flags]:
-    """As `dppo_tv`, with the divergence KL(Bernoulli(π_old) ‖ Bernoulli(π)) of drawing the token or not (arXiv
+    """As `dppo_tv`, with the divergence KL(Bernoulli(π_old) ‖ Bernoulli(π)) of sampling the token or not (arXiv
     2602.04879)."""
     new, old = t.log_prob.detach().exp(), t.old_log_prob.exp()
     others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
@@ -187,7 +190,7 @@ def dppo_kl(t: Tokens, *, clip_ratio_low: float, clip_ratio_high: float, clip_ra
 
 
 def _divergence_bounded(t: Tokens, up: Tensor, down: Tensor, clip_ratio_c: float) -> tuple[Tensor, Flags]:
-    """`up`, `down`: where the probability has moved too far in that direction."""
+    """Masks tokens that moved too far; `up`, `down`: where the probability moved too far in that direction."""
     is_far, ratio = torch.where(t.advantages > 0, up, down), t.log_ratio.detach().exp()
     losses = torch.where(is_far, 0.0, -t.advantages * ratio.clamp(max=clip_ratio_c) * t.log_prob)
     return losses, {"pg_clipfrac": is_far, "pg_clipfrac_lower": ~is_far & (ratio > clip_ratio_c)}
@@ -203,9 +206,9 @@ def vespo(
     lambda_neg: float,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Flags]:
-    """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times the product of the
-    `rollout_is_weights` of single tokens), k and λ by the advantage's sign (VESPO, arXiv 2602.10693). A weight of 0 leaves
-    its token out of the loss and of the product."""
+    """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times the product of token-level
+    `rollout_is_weights`), k and λ by the advantage's sign (VESPO, arXiv 2602.10693). A weight of 0 excludes its token from
+    the loss and from the product."""
     factors, counts = t.log_ratio.detach(), t.mask
     if rollout_is_weights is not None:
         counts = counts & (rollout_is_weights > 0)
@@ -230,7 +233,7 @@ def sapo(t: Tokens, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Flags]:
 
 @_loss
 def dro(t: Tokens, *, dro_beta: float) -> tuple[Tensor, Flags]:
-    """−(A log π − β/2 (log r)²), the policy's part of DRO (arXiv 2405.19107)."""
+    """−(A log π − β/2 (log r)²), the policy loss of DRO (arXiv 2405.19107)."""
     return 0.5 * dro_beta * t.log_ratio.square() - t.advantages * t.log_prob, {}
 
 
@@ -256,68 +259,70 @@ def select_clip_cov(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> Tensor:
-    """(batch, response_len): a share `clip_cov_ratio` of all scored tokens, at least one, among those whose covariance lies
-    between the bounds. The paper draws them at random; here they are spread evenly over the candidates' order."""
+    """(batch, response_len) mask: selects the share `clip_cov_ratio` of all scored tokens, at least one, among those whose
+    covariance lies between the bounds. The paper draws them at random; here they are spaced evenly over the sorted
+    candidates."""
     covariance, mask = _covariance(old_log_probs, advantages, response_mask), response_mask > 0
     is_candidate = mask & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
     candidates = _by_covariance(covariance, is_candidate)
     count = min(max(int(clip_cov_ratio * int(mask.sum())), 1), len(candidates))
     places = (torch.arange(count, dtype=torch.float64) + 0.5) * (len(candidates) / max(count, 1))
-    return _marked(mask, candidates[places.long()])
+    return _mask_of(mask, candidates[places.long()])
 
 
 @_loss
 def kl_cov(t: Tokens, *, selected_tokens: Tensor, ppo_kl_coef: float) -> tuple[Tensor, Flags]:
-    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects; where r is 1 but for rounding, the
-    sign of log r is noise, and there is no penalty."""
+    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects; no penalty where r is 1 up to rounding,
+    because there the sign of log r is noise."""
     distance = t.log_ratio.abs()
     penalised = (selected_tokens > 0) & (distance > 1e-4)
     return -t.advantages * t.log_ratio.exp() + torch.where(penalised, ppo_kl_coef * distance, 0.0), {}
 
 
 def select_kl_cov(*, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float) -> Tensor:
-    """(batch, response_len): the share `kl_cov_ratio` of all scored tokens, at least one, with the largest covariance."""
+    """(batch, response_len) mask: selects the share `kl_cov_ratio` of all scored tokens, at least one, with the largest
+    covariance."""
     mask = response_mask > 0
     ordered = _by_covariance(_covariance(old_log_probs, advantages, response_mask), mask)
-    return _marked(mask, ordered[: max(int(kl_cov_ratio * len(ordered)), 1)])
+    return _mask_of(mask, ordered[: max(int(kl_cov_ratio * len(ordered)), 1)])
 
 
 def _covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """(A − mean A) (log π_old − mean log π_old), means over all scored tokens, in float64. The paper has the
-    policy's current log-probs; those of the policy that sampled are known before the mini-batch is divided."""
+    """(A − mean A) (log π_old − mean log π_old), with means over all scored tokens, in float64. The paper uses the policy's
+    current log-probs; the old ones are known before the mini-batch is split."""
     mask = response_mask > 0
     centred = [torch.where(mask, x.double() - masked_mean(x.double(), mask), 0.0) for x in (old_log_probs, advantages)]
     return centred[0] * centred[1]
 
 
 def _by_covariance(covariance: Tensor, chosen: Tensor) -> Tensor:
-    """Flat places of the `chosen` tokens, largest covariance first. Those of equal contexts and advantages are equal but for
-    rounding, which depends on how log-probs were batched: they stay in the order of their places."""
+    """Flat indices of the `chosen` tokens, largest covariance first. Tokens with equal contexts and advantages are equal up
+    to rounding, which depends on how log-probs were batched: such ties keep their order."""
     places = chosen.flatten().nonzero().squeeze(1)
     return places[covariance.flatten()[places].round(decimals=6).argsort(descending=True, stable=True)]
 
 
-def _marked(mask: Tensor, places: Tensor) -> Tensor:
+def _mask_of(mask: Tensor, places: Tensor) -> Tensor:
     selected = torch.zeros(mask.numel(), dtype=torch.long, device=mask.device)
     selected[places] = 1
     return selected.view_as(mask)
 
 
-# -- what the losses share ---------------------------------------------------------------------------------------------
+# -- shared helpers and the value loss ---------------------------------------------------------------------------------
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(batch, 1) means over the scored tokens of each row; `values` are 0 elsewhere."""
+    """(batch, 1) mean over the scored tokens of each row; `values` must be 0 elsewhere."""
     return values.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def _by_sign(up: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
-    """One number where `up` and another elsewhere, in the dtype of `advantages` (`where` of two numbers is float32)."""
+    """`positive` where `up`, else `negative`, in the dtype of `advantages` (`torch.where` of two numbers gives float32)."""
     return torch.full_like(advantages, negative).masked_fill(up, positive)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The larger of −ratio A and that of the clipped ratio, and where it is the latter."""
+    """Returns max(−ratio A, −clip(ratio) A), and where the clipped term is the larger one."""
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
@@ -332,8 +337,8 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     **scaling: Any,
 ) -> Loss:
-    """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), aggregated; the clipped value loss of the PPO implementations
-    (Huang et al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
+    """Aggregates 0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), the clipped value loss of PPO implementations (Huang et
+    al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
     mask = response_mask.bool()
     vpreds, values, returns = (torch.where(mask, x.to(vpreds.dtype), 0.0) for x in (vpreds, values, returns))
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)

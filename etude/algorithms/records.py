@@ -1,11 +1,11 @@
-"""The estimators and policy losses, and what each needs: a record for every name, in one table.
+"""The registries of advantage estimators and policy losses: one record per name, with what it needs.
 
 Records keep estimator and loss names out of the rest of the system: a record says which columns to compute beyond those of a
-rollout (values need a critic, reference log-probs a reference), how many answers to a prompt are compared, whether a
-sequence is an episode, which options are read. The kinds of KL and of loss aggregation are here, too.
+rollout (values need a critic, reference log-probs a reference model), the minimum group size, whether a sequence is an
+episode, and which options are read. The kinds of KL and of loss aggregation are defined here, too.
 
-Invariant: nothing here imports torch, so that configurations are checked without it; built-in functions are named by
-their place and imported when they are first called. Leaves computing to `advantages` and `losses`.
+Invariant: nothing here imports torch, so that configurations can be checked without it; built-in functions are named as
+`module:name` and imported when first called. The computation is in `advantages`, `returns`, `turn_credit` and `losses`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ COLUMNS = {
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
     "reward_components": "the numbers that the scorer returned, and the rewards by source, by name",
 }
-"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,) and `reward_components`, a mapping
-of (batch,) by name, NaN where a row has none. A function may have a default for one of them; then `compute_advantage` and
-`policy_loss` can be called without."""
+"""Columns that a record may need: (batch, response_len) each, except `reward_baselines`, (batch,), and `reward_components`,
+a mapping from name to (batch,), NaN for rows without it. If a function has a default for a column, `compute_advantage` and
+`policy_loss` can be called without it."""
 
 OF_ROLLOUTS = frozenset({"turns", "observations", "reward_baselines", "reward_components"})
-"""Those of estimators alone."""
+"""Columns that only estimators may need."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Result = TypeVar("Result", bound="Record")
@@ -56,16 +56,16 @@ class Record:
     """A function and what it needs.
 
     Args:
-        fn: called with keyword arguments: those common to its kind, the columns it `needs`, and its options. It gets those
+        fn: called with keyword arguments: those common to its kind, the columns in `needs`, and its options. It gets those
             that its signature names, or all if it has `**kwargs`. `module:name` is imported at the first call.
-        needs: names of `COLUMNS`.
-        options: names of the options that it reads, or a mapping from them to its own defaults (None: it has none, and
-            needs a value); or a dataclass with them as fields, which also checks values; or None: the other parameters of
-            its signature. An option that is a key of the configuration's section has that key's value, unless this is
-            null; others come from the section's free-form `…_kwargs`.
+        needs: names from `COLUMNS`.
+        options: names of the options that it reads; or a mapping from names to defaults (None: no default, a value is
+            required); or a dataclass with the options as fields, which also checks values; or None: the remaining
+            parameters of its signature. An option that is a key of the configuration section takes that key's value,
+            unless it is null; others come from the section's free-form `…_kwargs`.
 
     Raises:
-        ConfigError: a column that nothing computes, or one that the signature asks for and `needs` lacks.
+        ConfigError: `needs` names a column that nothing computes, or lacks one that the signature requires.
     """
 
     fn: Callable[..., Any] | str
@@ -90,10 +90,10 @@ class Record:
                 raise ConfigError(f"{self._name} takes '{name}' without declaring it: needs={{'{name}'}}")
 
     def __call__(self, **arguments: Any) -> Any:
-        """Calls the function with the arguments that its signature takes; an option without a value has its own default."""
+        """Calls the function with the arguments that its signature takes; options without a value get their default."""
         for name, default in self.defaults.items():
             value = arguments.pop(name, None)
-            if name in self._parameters:  # others are read by a loss's selection of tokens
+            if name in self._parameters:  # the other options belong to the loss's token selection
                 arguments[name] = default if value is None else value
         if not self._is_open:
             unasked = (self.offered | set(COLUMNS)) - self._parameters.keys()
@@ -124,24 +124,24 @@ class Record:
         return {n for n, each in self._parameters.items() if each.default is each.empty and each.kind in named}
 
     def requires(self, column: str) -> bool:
-        """Whether it cannot be called without `column`, which it needs."""
+        """Whether the needed `column` has no default, so that a call must pass it."""
         parameter = self._parameters.get(column)
         return parameter is None or parameter.default is parameter.empty
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Its own defaults of its options, where the record states them."""
+        """Defaults of the options, if the record states them."""
         return self.options if isinstance(self.options, Mapping) else {}
 
     def needs_value(self, option: str) -> bool:
-        """Whether `option` must be set."""
+        """Whether `option` has no default and must be set."""
         if isinstance(self.fn, str):
             return option in self.defaults and self.defaults[option] is None
         return option in self._required - self.offered - set(COLUMNS)
 
     @cached_property
     def option_names(self) -> frozenset[str] | None:
-        """The options that it reads; None: any."""
+        """Names of the options that it reads; None: any."""
         if not (self.options is None or isinstance(self.options, type)):
             return frozenset(self.options)
         if self.options is None and self._is_open:
@@ -151,7 +151,7 @@ class Record:
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
     def takes(self, argument: str) -> bool:
-        """Whether its signature names `argument`; built-in functions, which are not imported for it, take all."""
+        """Whether its signature names `argument`; always true for built-in functions, which are not imported to check."""
         return isinstance(self.fn, str) or self._is_open or argument in self._parameters
 
     def reads(self, option: str) -> bool:
@@ -159,10 +159,10 @@ class Record:
         return self.option_names is None or option in self.option_names
 
     def own_options(self, given: Mapping[str, Any], elsewhere: Collection[str]) -> dict[str, Any]:
-        """The free-form options `given`, checked; `elsewhere` are the options that have keys of their own.
+        """Validates and returns the free-form options `given`; `elsewhere` are the options with configuration keys.
 
         Raises:
-            ConfigError: an option that it does not take or that is missing, or a value that its dataclass refuses.
+            ConfigError: an option is unknown or missing, or its dataclass rejects a value.
         """
         own = None if self.option_names is None else self.option_names - set(elsewhere)
         for name in given:
@@ -199,14 +199,15 @@ class Record:
 class Estimator(Record):
     """An advantage estimator: (batch, response_len) rewards and mask → advantages and returns of that shape.
 
-    It is called with `token_level_rewards`, `response_mask`, `index` (batch,) group ids, and `values`, None unless it needs
-    them; `gamma` and `lam` are ordinary options.
+    It is called with `token_level_rewards`, `response_mask`, `index` (batch,) group ids, and `values`, which is None unless
+    needed; `gamma` and `lam` are ordinary options.
 
     Args:
-        min_group: minimum number of surviving answers per prompt; a smaller group is not trained on.
-        ties_teach: whether a group of equal scores may have a training signal; else `algorithm.zero_variance` may drop it.
-        episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is by
-            rollout. None: true if it needs values, since these belong to contexts.
+        min_group: minimum number of surviving rollouts per prompt; a smaller group is not trained on.
+        ties_teach: whether a group of equal scores may have a training signal; if not, `algorithm.zero_variance` may drop
+            it.
+        episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is
+            per rollout. None: true if it needs values, which are conditioned on a context.
     """
 
     min_group: int = 1
@@ -228,19 +229,19 @@ class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
-    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`; and, where there
-    are any, `rollout_is_weights`, factors of the loss per token. A loss with the option `clip_ratio_low` reads `clip_ratio`
-    too, which stands for both bounds.
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`; and, if there are
+    any, `rollout_is_weights`, which multiply the loss per token. A loss with the option `clip_ratio_low` also reads
+    `clip_ratio`, which sets both bounds.
 
     Args:
-        loss_agg_mode: the aggregation that its paper defines it with, used where the configuration names none.
-        selects: function (or `module:name`) that is called once for each whole mini-batch, before it is divided among ranks
-            and micro-batches, with `advantages`, `response_mask`, the columns the loss needs and its options, as far as it
-            names them; the loss is called with what it returns, (batch, response_len), as `selected_tokens`.
-        has_ratio: whether the policy's ratio to `old_log_prob` weighs the loss, so that with old log-probs from the engine
-            importance weights would correct it twice.
-        multiplies_weights: whether the `rollout_is_weights` of a sequence's tokens are multiplied with each other, so that
-            only weights of single tokens mean anything.
+        loss_agg_mode: the aggregation mode of its paper, used if the configuration names none.
+        selects: function (or `module:name`) that is called once per mini-batch, before this is split over ranks and
+            micro-batches. Of `advantages`, `response_mask`, the columns that the loss needs and its options, it gets those
+            that it names; its result, (batch, response_len), is passed to the loss as `selected_tokens`.
+        has_ratio: whether the policy's ratio to `old_log_prob` weighs the loss; if the old log-probs are the engine's,
+            importance weights would then correct twice.
+        multiplies_weights: whether the `rollout_is_weights` of a sequence's tokens are multiplied together, so that only
+            token-level weights are meaningful.
     """
 
     loss_agg_mode: LossAggMode = "token-mean"
@@ -256,14 +257,14 @@ class PolicyLoss(Record):
 
     def __call__(self, **arguments: Any) -> Any:
         for column in self.needs - self._parameters.keys() if self.selects else ():
-            arguments.pop(column, None)  # the selection's
+            arguments.pop(column, None)  # read only by the token selection
         return super().__call__(**self._with_bounds(arguments))
 
     def reads(self, option: str) -> bool:
         return super().reads(option) or (option == "clip_ratio" and "clip_ratio_low" in self.defaults)
 
     def select_tokens(self, **arguments: Any) -> Any:
-        """The mini-batch's `selected_tokens`; None where the loss selects none."""
+        """Returns the mini-batch's `selected_tokens`; None if the loss selects no tokens."""
         if self.selects is None:
             return None
         function: Callable[..., Any] = import_object(self.selects) if isinstance(self.selects, str) else self.selects
@@ -280,7 +281,7 @@ class PolicyLoss(Record):
 
 
 class Records(Registry[Result]):
-    """A registry of records; a plain function is registered as a record that needs nothing."""
+    """A registry of records; a plain function is registered as a record without needs."""
 
     def __init__(self, kind: str, record: type[Result], built_in: Mapping[str, Result]) -> None:
         super().__init__(kind)
@@ -288,7 +289,7 @@ class Records(Registry[Result]):
         self._items |= self._built_in
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator that enters a record, or a plain function, under one or more names; see `Registry.register`."""
+        """Decorator that registers a record, or a plain function, under one or more names; see `Registry.register`."""
 
         def enter(item: F) -> F:
             super(Records, self).register(*names)(item if isinstance(item, self._record) else self._record(item))
@@ -297,33 +298,33 @@ class Records(Registry[Result]):
         return enter
 
     def find(self, name: str) -> Result | None:
-        """The record of `name`; None where nothing is registered (yet)."""
+        """Returns the record of `name`; None if nothing is registered (yet)."""
         return self._items.get(name)
 
     def reads(self, name: str, option: str) -> bool:
-        """Whether `name` reads `option`; true of a name that a plugin may still register."""
+        """Whether `name` reads `option`; true for unknown names, which a plugin may still register."""
         record = self.find(name)
         return record is None or record.reads(option)
 
     @property
     def built_in(self) -> Mapping[str, Result]:
-        """The records of this package, by name."""
+        """The built-in records, by name."""
         return self._built_in
 
     def readers(self, option: str) -> list[str]:
-        """The built-in names that read `option`."""
+        """Returns the built-in names that read `option`."""
         return [name for name, record in self._built_in.items() if record.reads(option)]
 
     def needing(self, column: str) -> list[str]:
-        """The built-in names that need `column`."""
+        """Returns the built-in names that need `column`."""
         return [name for name, record in self._built_in.items() if column in record.needs]
 
     def settings(self, name: str, *sections: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that `name` is called with: the keys of the configuration's `sections` that it reads, and its `own`
-        free-form ones. A function with `**kwargs` gets every key that a built-in one reads; none gets a key that is null.
+        """Returns the options to call `name` with: the keys of the configuration `sections` that it reads, and its `own`
+        free-form options. A function with `**kwargs` gets every key that any built-in reads; null keys are left out.
 
         Raises:
-            ConfigError: a free-form option is invalid; the message does not name their section.
+            ConfigError: a free-form option is invalid; the message does not name its section.
         """
         record = self.get(name)
         keys = {each.name: getattr(section, each.name) for section in sections for each in dataclasses.fields(section)}
@@ -381,9 +382,9 @@ def _selecting_loss(name: str, **options: Any) -> PolicyLoss:
     return PolicyLoss(f"{home}:{name}", {"old_log_probs"}, options, selects=f"{home}:select_{name}")
 
 
-# Where a loss's own defaults are from: GSPO's and LUSPO's papers, section 5.1 of each; GMPO's, section 4 (TRL's paper index
-# has the three, too); VESPO's as TRL 1.16 has them; clip_cov's and kl_cov's as in verl 0.9.1's functions, with the bounds of
-# 1 of the authors' scripts; DPPO's δ as SkyRL has them, its c as in verl's function; CISPO's as AReaL recommends.
+# Sources of the losses' defaults. GSPO, LUSPO: their papers, section 5.1; GMPO: its paper, section 4 (all three also in
+# TRL's paper index); VESPO: TRL 1.16; clip_cov and kl_cov: verl 0.9.1's functions, with the bounds of 1 from the authors'
+# scripts; DPPO: δ from SkyRL, c from verl's function; CISPO: AReaL's recommendation.
 POLICY_LOSSES: Records[PolicyLoss] = Records(
     "policy loss",
     PolicyLoss,
@@ -414,12 +415,12 @@ POLICY_LOSSES: Records[PolicyLoss] = Records(
 
 
 def register_estimator(*names: str, **record: Any) -> Callable[[F], F]:
-    """Decorator that registers an advantage estimator under `names`; `record` are the other fields of `Estimator`."""
+    """Decorator that registers an advantage estimator under `names`; `record`: the other fields of `Estimator`."""
     return _register(ADVANTAGE_ESTIMATORS, Estimator, names, record)
 
 
 def register_policy_loss(*names: str, **record: Any) -> Callable[[F], F]:
-    """Decorator that registers a policy loss under `names`; `record` are the other fields of `PolicyLoss`."""
+    """Decorator that registers a policy loss under `names`; `record`: the other fields of `PolicyLoss`."""
     return _register(POLICY_LOSSES, PolicyLoss, names, record)
 
 

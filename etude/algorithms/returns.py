@@ -1,8 +1,8 @@
-"""Advantage estimators that judge each token by what came after it.
+"""Advantage estimators with per-token credit: each token is judged by the rewards after it.
 
-Invariant: masked tokens (tool output, template glue) have advantage 0 and are no time steps: returns pass over them without
-a discount, and their values, even non-finite ones, change nothing. A reward on a masked token counts at the sampled token
-before it.
+Invariant: masked tokens (tool output, template glue) have advantage 0 and are not time steps: returns skip them without
+discounting, and their values, even non-finite ones, have no effect. A reward on a masked token counts at the preceding
+sampled token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the sampled tokens. Returns are advantages + values;
     advantages are then whitened over the mask.
 
-    With `gae_timestep_unit="turn"`, γ and λ apply once a turn, between its last token and the next turn's first: within a
+    With `gae_timestep_unit="turn"`, γ and λ apply once per turn, between its last token and the next turn's first: within a
     turn both are 1, so that a long turn is not discounted more than a short one.
     """
     mask = response_mask > 0
@@ -64,7 +64,7 @@ def reinforce_plus_plus(
 
 
 def remax(*, token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
-    """ReMax (arXiv 2310.10505): the return minus the reward of a greedy answer to the same prompt, (batch,)."""
+    """ReMax (arXiv 2310.10505): the return minus the reward of a greedy rollout of the same prompt, (batch,)."""
     returns = discount(token_level_rewards, response_mask, 1.0)
     return returns - spread(reward_baselines, response_mask), returns
 
@@ -79,19 +79,19 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """The optimal token baseline: G_t − Σ W_t G_t / Σ W_t, sums over the group's answers at their t-th sampled token.
+    """The optimal token baseline: G_t − Σ W_t G_t / Σ W_t, with sums over the group's rollouts at their t-th sampled token.
 
-    W_t = Σ_{j ≤ t} (1 − 2 π_j + Σ π²) is the norm of the score function, summed up: answers whose gradients vary more count
-    more. Where only one answer reaches, its baseline is 0 with `handle_zero_tail`, else its own return.
+    W_t = Σ_{j ≤ t} (1 − 2 π_j + Σ π²) is the accumulated squared norm of the score function: rollouts with larger gradients
+    count more. Where only one rollout is long enough, its baseline is 0 with `handle_zero_tail`, else its own return.
 
     Args:
         old_log_probs: (batch, response_len) of the policy that rolled out.
-        sum_pi_squared: (batch, response_len) the sum of its squared probabilities over the vocabulary.
+        sum_pi_squared: (batch, response_len) the sum of that policy's squared probabilities over the vocabulary.
     """
     mask = response_mask > 0
     returns = discount(token_level_rewards, mask, 1.0)
     norms = torch.where(mask, 1 - 2 * old_log_probs.exp() + sum_pi_squared, 0.0).clamp(min=0)
-    weights = norms.cumsum(dim=1) + 1e-8  # where the policy is certain, their mean is the baseline
+    weights = norms.cumsum(dim=1) + 1e-8  # if the policy is deterministic, the baseline becomes the plain mean
     places = mask.cumsum(dim=1) - 1
     advantages = torch.zeros_like(returns)
     for members in group_rows(index, mask.any(dim=1)):

@@ -1,8 +1,8 @@
-"""Advantage estimators for agents: credit of a rollout as a whole, and of each of its turns.
+"""Advantage estimators for agents: credit for the whole rollout plus credit for each turn.
 
-A turn's return is G_k = r_k + γ G_{k+1}, r_k the sum of the rewards on its tokens (and on those of tools and templates after
-them). It is compared with that of other turns that stood where it did; a turn compared with none gets the rollout's credit
-alone. All advantages of a turn's tokens are equal.
+A turn's return is G_k = r_k + γ G_{k+1}, where r_k sums the rewards on its tokens (and on the tool and template tokens after
+them). It is compared with the returns of other turns in the same situation; a turn without any to compare with gets the
+rollout's credit alone. All tokens of a turn have the same advantage.
 
 Invariant: as in `advantages`.
 """
@@ -27,8 +27,8 @@ def turn_grpo(
     singleton_advantage: Singleton = "zero",
     step_advantage_w: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO's advantage of the rollout + `step_advantage_w` · that of the turn among the turns of the same number in its
-    group (after arXiv 2505.11821; with γ = 0 a turn is judged by its own reward alone)."""
+    """GRPO's advantage of the rollout + `step_advantage_w` · the turn's advantage among the turns with the same number in
+    its group (after arXiv 2505.11821; with γ = 0 a turn is judged by its own reward alone)."""
     return gigpo(
         token_level_rewards=token_level_rewards,
         response_mask=response_mask,
@@ -54,18 +54,18 @@ def gigpo(
     singleton_advantage: Singleton = "zero",
     step_advantage_w: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """GiGPO (arXiv 2505.10978): GRPO's advantage of the rollout + `step_advantage_w` · that of the turn among all turns of
-    its group that answered an identical observation.
+    """GiGPO (arXiv 2505.10978): GRPO's advantage of the rollout + `step_advantage_w` · the turn's advantage among all turns
+    of its group with an identical observation.
 
     Args:
-        observations: (batch, response_len) integers, equal for the tokens of turns that answered the same.
+        observations: (batch, response_len) integers, equal for the tokens of turns with the same observation.
     """
     mask = response_mask > 0
     rewards, by_std = token_level_rewards, norm_adv_by_std_in_grpo
     totals, valid = rewards.sum(dim=1), mask.any(dim=1)
     whole = compare(totals, valid, index, lambda group, _: centre(group, by_std), singleton_advantage)
     numbers, begins = number_turns(mask, turns)
-    rows, places = begins.nonzero(as_tuple=True)  # of each turn, its row and first sampled token
+    rows, places = begins.nonzero(as_tuple=True)  # each turn's row and first sampled token
     of_row = numbers[rows, places]
     returns = torch.zeros(len(mask), int(numbers.max()) + 1, dtype=rewards.dtype).scatter_add_(1, numbers, rewards)
     for k in range(returns.shape[1] - 2, -1, -1):

@@ -1,5 +1,5 @@
-"""Models, tokenizers and image processors: loading, saving, the value head, the vision part, and the tiny-model factory.
-Nothing here trains."""
+"""Models, tokenizers and image processors: loading, saving, packed attention, value head, vision, and the tiny-model
+factory. Nothing here trains."""
 
 from etude.models.loading import (
     check_vocabulary,

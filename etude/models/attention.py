@@ -1,10 +1,10 @@
-"""Softmax attention over a part of a context, with the normaliser that merges parts.
+"""Softmax attention over a part of a context, with the log-sum-exp that merges parts.
 
-Invariant: `merge_attention(partial over A, partial over B)` is the attention over A and B together. Visibility is up to
-the caller, which passes a mask.
+Invariant: `merge_attention(partial over A, partial over B)` is the attention over A and B together. The caller decides
+visibility, with a mask.
 
-Splitting a context pays because trajectories of one group share their prompt: its keys are then read once for all of them.
-The merge rule is that of flash attention (Dao et al. 2022, arXiv 2205.14135).
+Splitting a context pays off because trajectories of one group share their prompt: its keys are then read once for all of
+them. The merge rule is that of flash attention (Dao et al. 2022, arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer scores keys: `scale` · query · key, then `softcap` · tanh(score / softcap) if there is one; a query
-    at position p sees the keys at positions above p - `window`, and all earlier ones without a window."""
+    """How a layer scores keys: `scale` · query · key, then `softcap` · tanh(score / softcap) if set. A query at position p
+    attends to keys at positions above p - `window`; without a window, to all earlier ones."""
 
     scale: float
     window: int | None = None
@@ -28,15 +28,15 @@ class Scoring:
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its normaliser; the caller puts the scoring's window into `bias`.
+    """Computes attention and its normaliser; `bias` must include the scoring's window.
 
     Args:
         query: (batch, heads, queries, head_dim); key, value: (batch, heads, keys, head_dim).
-        bias: of the query's type, broadcasts to (batch, heads, queries, keys), see `visibility`. None: all is visible.
+        bias: of the query's dtype, broadcasts to (batch, heads, queries, keys), see `visibility`. None: all is visible.
 
     Returns:
-        (batch, heads, queries, head_dim) and the logarithm of the sum of exponentiated scores, (batch, heads, queries),
-        at least float32. For a query that sees nothing, 0 and an undefined normaliser: see `merge_attention`.
+        (batch, heads, queries, head_dim), and the log-sum-exp of the scores, (batch, heads, queries), at least float32. For
+        a query that sees nothing, the normaliser is undefined: see `merge_attention`.
     """
     if query.device.type == "cpu" and scoring.softcap is None and not torch.is_grad_enabled():
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -53,19 +53,19 @@ def partial_attention(
 
 
 def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias added to scores: 0 where `mask` is True, the smallest finite number elsewhere."""
+    """Returns the bias to add to scores: 0 where `mask` is True, the lowest finite number elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def merge_attention(
     first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], first_blind: Tensor | None = None
 ) -> Tensor:
-    """The attention over two parts of a context.
+    """Merges the attention over two parts of a context.
 
     Args:
         first, second: outputs (..., head_dim) and normalisers (...) of `partial_attention`.
         first_blind: bool, broadcasts to the normalisers: whether the query sees nothing of the first part. It must see
-            some of the second.
+            something of the second.
     """
     share = torch.sigmoid(second[1] - first[1])
     if first_blind is not None:

@@ -1,14 +1,14 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3 as one function, for inference.
 
 Transformers spends 0.3 ms or more per pass outside its operators (module wrappers, masks that packed attention does not
-read, normalisation in eight operators): negligible in a long pass, a quarter of a decode step with few rows.
+read, normalisation in eight operators): negligible in a long pass, but a quarter of a decode step with few rows.
 
-LoRA's adapters on its linear layers (see `etude.models.lora`) are applied as they are: x Wᵀ + s (x Aᵀ) Bᵀ.
+LoRA adapters on linear layers (see `etude.models.lora`) are applied unmerged: x Wᵀ + s (x Aᵀ) Bᵀ.
 
-Invariant: `PlainDecoder.hidden` is `packed_hidden` of the same model up to float32 rounding, with the parameters at the time
-of the call. A model that differs in anything from those four classes of Transformers itself (a replaced module, a custom
-`forward`, hooks, another precision) is left to Transformers: `PlainDecoder.of` returns None, as it does if the two differ on
-probe ids. Later changes to the modules are detected by `is_current`, which the caller has to check.
+Invariant: `PlainDecoder.hidden` equals `packed_hidden` of the same model up to float32 rounding, with the parameters at the
+time of the call. A model that differs in anything from these four Transformers classes (a replaced module, a custom
+`forward`, hooks, another precision) runs through Transformers: `PlainDecoder.of` returns None, and also if the two disagree
+on probe ids. `is_current` detects later changes to the modules; the caller must check it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from etude.models.packed import AttentionLayout, CausalSequences, packed_hidden
 
 _KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PROBE_TOKENS = (7, 5)
-_PROBE_BOUND = 1e-3  # relative; matrix products with shortened mantissas (TF32) differ by less
+_PROBE_BOUND = 1e-3  # relative error; TF32 matrix products differ by less
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The modules of one layer, whose parameters are looked up at each call, and its attention scoring."""
+    """The modules of one layer (parameters are looked up at each call) and its attention scoring."""
 
     before: Any
     query: Any
@@ -48,7 +48,7 @@ class _Layer:
 
 
 class PlainDecoder:
-    """See the module's first paragraph."""
+    """A fast forward pass of one model; see the module's docstring."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._body = model, model.model
@@ -58,20 +58,20 @@ class PlainDecoder:
 
     @classmethod
     def of(cls, model: Any) -> PlainDecoder | None:
-        """None: this model, switched by `enable_packing`, has to run through Transformers."""
+        """Builds the decoder of a model switched by `enable_packing`; None if it must run through Transformers."""
         if not _is_plain(model):
             return None
         made = cls(model)
         return made if made._agrees() else None
 
     def is_current(self) -> bool:
-        """Whether the model still consists of the modules that `of` found, none of them hooked or patched."""
+        """Whether the model still consists of the modules that `of` found, without hooks or patches."""
         model = self._model
         return model.model is self._body and _is_plain(model) and _layers(model) == self._layers
 
     @torch.no_grad()
     def _agrees(self) -> bool:
-        """Whether the hidden states of two short sequences are those of Transformers."""
+        """Whether the hidden states of two short sequences match those of Transformers."""
         model, weight = self._model, self._body.embed_tokens.weight
         ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % len(weight)).to(weight.device)
         layout, training = CausalSequences(_PROBE_TOKENS), model.training
@@ -84,7 +84,8 @@ class PlainDecoder:
         return bool((ours - theirs).double().norm() <= _PROBE_BOUND * theirs.double().norm())
 
     def hidden(self, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
-        """Final hidden states (tokens, hidden); arguments as of `packed_hidden`. Nothing is kept for a backward pass."""
+        """Computes final hidden states (tokens, hidden); arguments as for `packed_hidden`. Does not support a backward
+        pass."""
         dim, eps, half = self._dim, self._eps, self._dim // 2
         x = F.embedding(token_ids, self._body.embed_tokens.weight)
         cos, sin = (part[0][:, None] for part in self._body.rotary_emb(x, position_ids))
@@ -112,7 +113,7 @@ class PlainDecoder:
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether a model consists only of the modules that this file supports."""
+    """Whether a model consists only of modules that this file supports."""
     kind = type(model).__name__.removesuffix("ForCausalLM")
     if kind not in _KINDS or not _is_from_transformers(model) or model.config.hidden_act not in ("silu", "swish"):
         return False
@@ -136,7 +137,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _is_from_transformers(part: Any) -> bool:
-    """Whether this is a class of Transformers itself, and not one with the same name from a checkpoint's code."""
+    """Whether the class is Transformers' own, not one of the same name from a checkpoint's code."""
     return type(part).__module__.startswith("transformers.models.")
 
 
@@ -147,7 +148,7 @@ def _layers(model: Any) -> list[_Layer]:
 def _layer(layer: Any, config: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
-    if type(attention).__name__ == "MistralAttention":  # all layers alike
+    if type(attention).__name__ == "MistralAttention":  # one window for all layers
         window = getattr(config, "sliding_window", None)
     return _Layer(
         before=layer.input_layernorm,
@@ -166,7 +167,7 @@ def _layer(layer: Any, config: Any) -> _Layer:
 
 
 def _are(parent: nn.Module, kind: type | str, *names: str) -> bool:
-    """Whether the children with these names are exactly of a class, or of Transformers' class of that name."""
+    """Whether the children with these names are exactly of the class `kind`, or of Transformers' class of that name."""
     children = [getattr(parent, name, None) for name in names]
     if isinstance(kind, str):
         return all(type(child).__name__ == kind and _is_from_transformers(child) for child in children)
@@ -174,7 +175,7 @@ def _are(parent: nn.Module, kind: type | str, *names: str) -> bool:
 
 
 def _is_linear(part: Any) -> bool:
-    """Whether this is a linear layer, or one with an adapter."""
+    """Whether `part` is a linear layer, with or without an adapter."""
     return type(part) is nn.Linear or (is_adapted(part) and type(part.base_layer) is nn.Linear)
 
 

@@ -1,6 +1,6 @@
-"""The routers of a mixture of experts: what they chose in a forward pass, and a forward pass that repeats a choice.
+"""Routers of mixtures of experts: records the experts chosen in a forward pass, replays a choice, and measures balance.
 
-Only the choice is repeated: the weights of the chosen experts come from the router's logits of now, so that it learns.
+Only the choice is replayed: the weights of the chosen experts come from the router's current logits, so that it is trained.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _ROUTERS = ("Qwen3MoeTopKRouter",)
 
 
 def routers(model: Any) -> list[nn.Module]:
-    """In the order of their layers; none where the model is no (supported) mixture of experts."""
+    """Returns the routers in layer order; empty if the model is not a (supported) mixture of experts."""
     return [part for part in model.modules() if type(part).__name__ in _ROUTERS]
 
 
 @contextmanager
 def record_experts(model: Any) -> Iterator[list[Tensor]]:
-    """Yields a list that gets the ids (tokens, k) of each router, in order, of a forward pass inside."""
+    """Yields a list to which a forward pass inside appends each router's expert ids (tokens, k), in layer order."""
     chosen: list[Tensor] = []
 
     def keep(router: Any, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -33,12 +33,12 @@ def record_experts(model: Any) -> Iterator[list[Tensor]]:
 
 
 class Balance:
-    """How evenly routers use their experts: the sums of the load-balancing loss over all layers of forward passes.
+    """Accumulates the load-balancing loss of the routers over all layers and forward passes.
 
-    The loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4; over all layers and the k chosen experts as Transformers has it) is
-    E · Σ_e f_e · P_e over E experts: f_e is the share of (token, layer) pairs that go to expert e, P_e the mean probability
-    that routers give it. f is no differentiable function of the weights, so that with f of the whole mini-batch the loss is
-    a sum over its tokens, however they are divided into micro-batches and ranks.
+    The loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4; over all layers and the k chosen experts, as in Transformers) is
+    E · Σ_e f_e · P_e over E experts: f_e is the share of (token, layer) pairs routed to expert e, P_e the mean probability
+    that routers assign to it. f is not differentiable, so with f of the whole mini-batch the loss is a sum over its tokens,
+    however they are split into micro-batches and ranks.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Balance:
 
     @contextmanager
     def recording(self, model: Any, weights: Tensor) -> Iterator[None]:
-        """Adds up a forward pass inside; a token counts `weights` (tokens,) times."""
+        """Adds the statistics of forward passes inside; each token counts `weights` (tokens,) times."""
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
 
         def add(router: Any, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -62,7 +62,7 @@ class Balance:
             yield
 
     def loss(self, whole: Balance) -> Tensor:
-        """This part's share of the loss; `whole` is that of the mini-batch."""
+        """Returns this part's share of the loss; `whole` has the statistics of the mini-batch."""
         assert isinstance(self.probabilities, Tensor)
         shares = torch.as_tensor(whole.sent / whole.pairs**2).to(self.probabilities)
         return len(shares) * (shares * self.probabilities).sum()
@@ -70,8 +70,8 @@ class Balance:
 
 @contextmanager
 def replay_experts(model: Any, experts: Tensor | None) -> Iterator[None]:
-    """Inside, also in backward passes, token i goes to experts[i, layer] (tokens, layers, k); where that is negative, or
-    `experts` is None, to where the router sends it."""
+    """Inside, also in backward passes, routes token i to experts[i, layer] (tokens, layers, k). Negative entries, or
+    `experts` None, leave the choice to the router."""
     if experts is None:
         yield
         return

@@ -1,16 +1,16 @@
-"""The images of one context: where each is among the token ids, its key, and the rotary positions it causes.
+"""The images of one context: their places among the token ids, their keys, and rotary positions.
 
-Invariant: image i is where the ids hold `tokens` placeholders in a row, in order, and no other placeholder is left; so ids
-and images that do not belong together are rejected before anything is computed with them.
+Invariant: image i occupies `tokens` consecutive placeholders, in order, and no other placeholder is left; so ids and images
+that do not match are rejected before anything is computed with them.
 
-`keyed` ids distinguish images behind placeholders: each is replaced by a negative number derived from its image's digest,
-the same for all placeholders of one image. Contexts whose keyed ids share a prefix share it for the model too, and may share
-what was computed for it; contexts with two different images of equal size do not.
+`keyed` ids distinguish the images behind placeholders: each placeholder is replaced by a negative number derived from its
+image's digest, the same for all placeholders of one image. Contexts whose keyed ids share a prefix have the same prefix for
+the model, and may share computation and cache; contexts with two different images of equal size do not.
 
-Positions are those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191, section 2.1): three rows, for time, height and width.
-A text token has the same number in each, one above the largest before it. An image's tokens count their place in the grid
-from there, so that n tokens in a grid of h by w advance the text after them by max(h, w) rather than n. After an image a
-token's position is therefore its index plus a constant, which is all that decoding needs (`shift`).
+Positions are those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191, section 2.1): three rows, for time, height and width. A
+text token has the same number in each, one above the largest before it. An image's tokens count their grid coordinates from
+there, so that n tokens in a grid of h by w advance the following text by max(h, w) instead of n. So after an image, the
+position of a token is its index plus a constant, which is all that decoding needs (`shift`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from etude.models.vision import Vision
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image at index `start` of its context; text after it has position index + `shift`, before it `before`."""
+    """An image at index `start` of its context. Text after it has position index + `shift`, text before it index +
+    `before`."""
 
     image: ImageInput
     start: int
@@ -38,12 +39,12 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """The index after its last token."""
+        """The index after the image's last token."""
         return self.start + self.image.tokens
 
 
 class ImagePositions:
-    """Images in the order of their positions."""
+    """The images of a context, in the order of their positions."""
 
     def __init__(self, placed: Sequence[PlacedImage], merge_size: int) -> None:
         self.placed, self._merge_size = tuple(placed), merge_size
@@ -53,10 +54,10 @@ class ImagePositions:
 
     @classmethod
     def of(cls, ids: Sequence[int], images: Sequence[ImageInput], vision: Vision) -> ImagePositions | None:
-        """Locates `images` among `ids`; None: there are none.
+        """Locates `images` among `ids`; None if there are no images.
 
         Raises:
-            DataError: placeholders and images do not agree, or the ids hold placeholders of a video.
+            DataError: placeholders and images do not match, or the ids contain video placeholders.
         """
         token, placed, at, shift = vision.image_token_id, list[PlacedImage](), 0, 0
         if vision.video_token_id in ids:
@@ -79,7 +80,7 @@ class ImagePositions:
         return cls(placed, vision.merge_size) if placed else None
 
     def keyed(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with each placeholder replaced by its image's key, see `key_of`; ids may end anywhere."""
+        """Returns `ids` with each placeholder replaced by its image's key, see `key_of`; `ids` may be a prefix."""
         keyed = list(ids)
         for each in self.placed:
             end = min(each.end, len(keyed))
@@ -87,7 +88,7 @@ class ImagePositions:
         return keyed
 
     def positions(self, begin: int, end: int) -> Tensor:
-        """Rotary positions of the tokens [begin, end): (3, end - begin)."""
+        """Returns the rotary positions of the tokens [begin, end): (3, end - begin)."""
         parts = []
         at = begin
         for each in self.placed[max(bisect_right(self._starts, begin) - 1, 0) :]:
@@ -113,7 +114,7 @@ class ImagePositions:
         return torch.stack(axes).reshape(3, -1) + (placed.start + placed.before)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[PlacedImage, int, int]]:
-        """The images with tokens among [begin, end), each with the first and the last but one index of those tokens."""
+        """Yields the images with tokens in [begin, end), each with its first index there and the index after its last."""
         for each in self.placed[max(bisect_right(self._starts, begin) - 1, 0) :]:
             if each.start >= end:
                 return
@@ -123,12 +124,12 @@ class ImagePositions:
 
 
 def key_of(image: ImageInput) -> int:
-    """The image's placeholder among keyed ids: negative, since no token id is."""
+    """Returns the image's key among keyed ids: negative, unlike any token id."""
     return -1 - image.digest
 
 
 def _index(ids: Sequence[int], token: int, start: int) -> int:
-    """The first index of `token` from `start` on; the length of the ids if there is none."""
+    """Returns the first index of `token` from `start` on; the length of `ids` if there is none."""
     try:
         return ids.index(token, start)
     except ValueError:

@@ -1,7 +1,7 @@
 """Loading and saving models and tokenizers in the Hugging Face folder format.
 
-Invariant: the loaded parts are consistent (every weight is present, every token has an embedding row, the tokenizer can
-render a chat), or one `ConfigError` names the folder and what to change.
+Invariant: what is loaded is consistent (every weight is present, every token has an embedding row, the tokenizer can render
+a chat), or one `ConfigError` names the folder and what to change.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or of a hub name `org/name`; one without a pad token pads with its eos token.
+    """Loads the tokenizer of a local folder or hub name `org/name`; without a pad token, it pads with its eos token.
 
     Raises:
-        ConfigError: the folder, its tokenizer or its chat template is missing or broken, or the folder's own model has
-            fewer embedding rows than the tokenizer has tokens.
+        ConfigError: the folder, its tokenizer or its chat template is missing or broken, or the folder's model has fewer
+            embedding rows than the tokenizer has tokens.
     """
     from transformers import AutoTokenizer
 
@@ -71,12 +71,12 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel:
-    """The causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
-    vision-language model (see `etude.models.vision`) the whole model. `quantization`: see `etude.models.quantized`.
+    """Loads the causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
+    vision-language model (see `etude.models.vision`), the whole model. `quantization`: see `etude.models.quantized`.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
-            `attn_implementation` is not available, or a model of this type is not supported.
+            `attn_implementation` is not available, or the model type is not supported.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
@@ -90,7 +90,7 @@ def load_causal_lm(
 
 
 def is_sequence_classifier(path: str | Path) -> bool:
-    """Whether the folder's or hub name's model is a sequence classifier, and not a language model."""
+    """Whether the model of a folder or hub name is a sequence classifier, not a language model."""
     return any(str(name).endswith("SequenceClassification") for name in model_config(path).get("architectures") or ())
 
 
@@ -101,8 +101,8 @@ def load_sequence_classifier(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The sequence classifier with one label of a local folder or hub name, in evaluation mode on `device`; errors as above,
-    and ConfigError for another number of labels."""
+    """Loads the sequence classifier of a local folder or hub name, in evaluation mode on `device`. Raises as
+    `load_causal_lm`, and ConfigError unless it has exactly one label."""
     from transformers import AutoModelForSequenceClassification
 
     load = AutoModelForSequenceClassification.from_pretrained
@@ -121,7 +121,8 @@ def load_value_model(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> ValueModel:
-    """A value model from the folder of a causal LM (new head) or of a saved `ValueModel` (its head); errors as above."""
+    """Loads a value model from the folder of a causal LM (with a new head) or of a saved `ValueModel` (with its head).
+    Raises as `load_causal_lm`."""
     from transformers import AutoModel
 
     load = AutoModel.from_pretrained
@@ -139,8 +140,8 @@ def save_pretrained(
     folder: str | Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes model and tokenizer, or the processor that contains it, in a form that the loaders here and any Hugging Face
-    program can read; adapters are merged into the weights. `weights`: written in place of the model's own `state_dict()`.
+    """Writes model and tokenizer (or the processor that contains it) in Hugging Face format, with adapters merged into the
+    weights. `weights`: written instead of the model's own `state_dict()`.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -159,7 +160,7 @@ def save_pretrained(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a configuration calls `name`.
+    """Returns the dtype that configurations call `name`.
 
     Raises:
         ConfigError: the name is unknown.
@@ -179,7 +180,7 @@ def _dtype_name(name: str) -> str:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Disables Transformers' progress bars, which would garble a run's own display."""
+    """Disables Transformers' progress bars, which would garble the run's display."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -192,10 +193,10 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
-    """For a tokenizer and a model from different folders: every token must have an embedding row.
+    """Checks that every token has an embedding row, for a tokenizer and a model from different folders.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the model has rows.
+        ConfigError: the tokenizer has more tokens than the model has embedding rows.
     """
     body = model.backbone if isinstance(model, ValueModel) else model
     _check_rows(len(tokenizer), body.get_input_embeddings().weight.shape[0], body.config.name_or_path or "the model")
@@ -217,10 +218,10 @@ def _configured_rows(folder: Path) -> int | None:
 
 
 def model_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of a local folder or hub name.
+    """Reads the config.json of a local folder or hub name.
 
     Raises:
-        ConfigError: it is missing, or cannot be read.
+        ConfigError: it is missing or cannot be read.
     """
     from transformers import PretrainedConfig
 
@@ -235,7 +236,7 @@ def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | 
     try:
         with _no_progress_bars():
             return load(target, local_files_only=folder is not None, **options)
-    except Exception as error:  # transformers may raise anything from OSError to TypeError for a broken folder
+    except Exception as error:  # for a broken folder, transformers raises anything from OSError to TypeError
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
         raise ConfigError(f"{target}: {where}: {one_line(error)}") from error
 
@@ -266,7 +267,7 @@ def _load_model(
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])
-    if missing:  # transformers would go on with random weights
+    if missing:  # transformers would initialise them randomly
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
     try:
         if quantization is not None:

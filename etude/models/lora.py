@@ -1,10 +1,10 @@
-"""LoRA through `peft` (Hu et al. 2021, arXiv 2106.09685): W + (alpha / rank) · B A, of which A and B are learned.
+"""LoRA with `peft` (Hu et al. 2021, arXiv 2106.09685): W + (alpha / rank) · B A, where only A and B are trained.
 
-Invariant: adapters are put into the model's own modules; it stays the object that it was, so that packing, engines and
-optimizers see a model in which few weights are trainable. New adapters have B = 0 and change nothing, and without them
+Invariant: adapters are injected into the model's modules; the model stays the same object, so packing, engines and
+optimizers see a model with few trainable weights. New adapters have B = 0 and change nothing, and with adapters disabled
 (`without_adapters`) the model is the one that was loaded, bit for bit.
 
-State dictionaries keep the names of the model with adapters; `merged_state` gives those of the model without.
+State dicts have the names of the model with adapters; `merged_state` has those of the model without.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from etude.options import TrainedModelOptions
 
 ADAPTER_FOLDER = "lora_adapter"
-_NAME = "default"  # peft's, of the only adapter
+_NAME = "default"  # peft's name of the only adapter
 _FACTORS = (f"lora_A.{_NAME}.weight", f"lora_B.{_NAME}.weight")
 _LINEAR = ("Linear", "Linear4bit")  # peft's classes of adapted linear layers
-_PREFIX = "base_model.model."  # of the names in a file of peft's
+_PREFIX = "base_model.model."  # of tensor names in peft's files
 
 
 def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> None:
-    """Freezes `model` and gives it adapters as the `lora_*` keys say; nothing else of it is trainable afterwards.
+    """Freezes `model` and adds adapters as configured by the `lora_*` keys; only these are trainable afterwards.
 
     Raises:
         MissingExtraError: peft is not installed.
-        ConfigError: no module has one of the names, or one of them is no linear layer.
+        ConfigError: no module matches the target names, or a matching module is not a linear layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -46,7 +46,7 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
-        # peft's own all-linear takes in the experts and routers of mixtures, too
+        # peft's all-linear would include the experts and routers of mixtures.
         target_modules=[name for name, _ in linear_layers(model)] if names == ["all-linear"] else names,
         exclude_modules=options.exclude_modules,
         task_type="CAUSAL_LM",
@@ -54,7 +54,7 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
     )
     model.requires_grad_(False)
     try:
-        with torch.random.fork_rng():  # the same on every rank, and nobody else's draws change
+        with torch.random.fork_rng():  # the same adapters on every rank; the global random state is unchanged
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model)
     except ValueError as error:
@@ -67,13 +67,14 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether `add_adapters` was called on the model (or on the backbone of a value model)."""
+    """Whether `add_adapters` was called on the model, or on the backbone of a value model."""
     return next(_layers(model), None) is not None
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """The model as it was loaded, without gradients; a model that has no adapters stays as it is."""
+    """Disables adapters inside: the model computes as it was loaded, and none of its adapters is trainable. Does nothing for
+    a model without adapters."""
     layers = [layer for _, layer in _layers(model)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
@@ -88,11 +89,11 @@ def without_adapters(model: Any) -> Iterator[None]:
 
 
 def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dictionary of the same model without adapters: what they add is added to the weights, in float32. Those of a
-    quantised base are what it computes with, in the dtype of the other weights.
+    """Returns the state dict of the model without adapters: these are merged into the weights, in float32. Quantised weights
+    are dequantised to the dtype of the other weights.
 
     Args:
-        weights: a state dictionary of the model; None: its own of now.
+        weights: a state dict of the model; None: its current one.
     """
     return dict(merged_weights(model, model.state_dict() if weights is None else weights))
 
@@ -100,13 +101,13 @@ def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dic
 def merged_weights(
     model: Any, weights: Mapping[str, Tensor], gather: Callable[[Tensor, bool], Tensor] = lambda tensor, exact: tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """`merged_state`, one tensor at a time. `gather` makes the whole tensor of what `weights` hold; its second argument
-    says that the tensor is part of a sum, before which it must not be rounded."""
+    """Yields `merged_state` one tensor at a time. `gather` returns the whole tensor of a sharded one; its second argument is
+    true for terms of a sum, which must not be rounded first."""
     layers = dict(_layers(model))
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     for name, tensor in weights.items():
-        if is_factor(name) or name.rpartition(".weight.")[0] + ".weight" in quantized:  # those are its scales
+        if is_factor(name) or name.rpartition(".weight.")[0] + ".weight" in quantized:  # a quantised weight's scales
             continue
         if name in quantized:
             tensor = dequantized(quantized[name]).to(dtype)
@@ -119,10 +120,10 @@ def merged_weights(
 
 
 def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the adapters as a folder that `peft.PeftModel.from_pretrained` loads; `weights` as of `merged_state`.
+    """Writes the adapters as a folder that `peft.PeftModel.from_pretrained` loads; `weights`: see `merged_state`.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -139,31 +140,31 @@ def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None
 
 
 def is_factor(name: str) -> bool:
-    """Whether a tensor of this name is one of an adapter's."""
+    """Whether this is the name of an adapter's tensor."""
     return name.endswith(_FACTORS)
 
 
 def peft_name(name: str) -> str:
-    """The name of an adapter's tensor in a file of peft's."""
+    """Returns the name of an adapter's tensor in peft's files."""
     return f"{_PREFIX}{name.replace(f'.{_NAME}.', '.')}"
 
 
 def adapter_config(model: Any) -> str:
-    """What peft writes beside that file."""
+    """Returns the adapter's configuration as JSON, as in peft's adapter_config.json."""
     return json.dumps(model.peft_config[_NAME].to_dict(), default=list)
 
 
 def is_adapted(part: Any) -> bool:
-    """Whether this module is a linear layer with an adapter as `add_adapters` makes them, switched on."""
+    """Whether the module is a linear layer with an enabled adapter from `add_adapters`."""
     kind = type(part)
     return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear" and not part.disable_adapters
 
 
 def factors(part: Any) -> tuple[Tensor, Tensor, float]:
-    """A (rank, in), B (out, rank) and the scale of an adapted layer."""
+    """Returns A (rank, in), B (out, rank) and the scale of an adapted layer."""
     return part.lora_A[_NAME].weight, part.lora_B[_NAME].weight, part.scaling[_NAME]
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The modules with adapters, by name; peft need not be installed where there are none."""
+    """Yields the modules with adapters, with their names; does not need peft if there are none."""
     return ((name, part) for name, part in model.named_modules() if hasattr(part, "lora_A"))

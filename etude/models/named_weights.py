@@ -1,7 +1,7 @@
-"""Weights by name: how they travel from a trained model, sharded or not, to a copy of its own that an engine samples from.
+"""Weight sync: sends weights by name from a trained model, sharded or not, to a separate copy that an engine samples from.
 
-Invariant: tied weights come once; a copy either equals what was sent, tensor by tensor, in the copy's precision, or the
-error names the tensor. Adapters are merged into the weights, unless the copy has the same ones.
+Invariant: tied weights are sent once. The copy equals what was sent, tensor by tensor, in the copy's precision, or an error
+names the tensor. Adapters are merged into the weights, unless the copy has the same ones.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from etude.errors import EtudeError
 from etude.models.lora import is_factor, merged_weights
 
 Chunk = list[tuple[str, Tensor]]
-_BUCKET = 256 << 20  # bytes
-_ALIGN = 16  # bytes, of a tensor in a packed chunk
-_BLOCK = 1 << 20  # elements of a checksum at once
-_MIX = 0x9E3779B97F4A7C1  # odd, so that no two places weigh alike
+_BUCKET = 256 << 20  # bytes per chunk
+_ALIGN = 16  # bytes; alignment of tensors in a packed chunk
+_BLOCK = 1 << 20  # elements per block of a checksum
+_MIX = 0x9E3779B97F4A7C1  # odd, so that no two positions have the same weight
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (collective over the ranks of its mesh); another one as it is."""
+    """Gathers a sharded tensor (collective over the ranks of its mesh); returns any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """`whole`, which all ranks have, sharded as `tensor` is."""
+    """Shards `whole`, which all ranks have, like `tensor`."""
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to(tensor.device)
@@ -49,15 +49,15 @@ def full_state(
     bucket_bytes: int = _BUCKET,
     adapters: Literal["merged", "kept", "alone"] = "merged",
 ) -> Iterator[Chunk]:
-    """Chunks of (name, full tensor) of at most `bucket_bytes`, or of one larger tensor.
+    """Yields chunks of (name, full tensor) of at most `bucket_bytes`, or with a single larger tensor.
 
-    All ranks that hold a part of a sharded model have to iterate to the end, since gathering a tensor is collective; all of
-    them get the tensors. Those of a model that is not sharded may be the model's own: copy them before it is trained on.
+    All ranks with shards of the model must iterate to the end, because gathering is collective; all of them get the tensors.
+    Those of an unsharded model may be the model's own: copy them before training goes on.
 
     Args:
-        dtype: what floating-point tensors are rounded to, before they are gathered where possible; None: as they are.
-        adapters: merged into the weights, under the names of the model without them; kept: for a copy with the same
-            adapters; or alone, without the frozen weights.
+        dtype: floating-point tensors are rounded to this dtype, if possible before they are gathered; None: unchanged.
+        adapters: "merged": merged into the weights, under the names of the model without adapters; "kept": separate, for a
+            copy with the same adapters; "alone": only the adapters, without the frozen weights.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def full_state(
 
 
 def own_weights(model: Any) -> dict[str, Tensor]:
-    """The tensors of the model's state dictionary, tied ones under their first name alone."""
+    """Returns the tensors of the model's state dict, tied ones only under their first name."""
     kept: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         kept.setdefault(id(tensor), (name, tensor))
@@ -92,19 +92,19 @@ def own_weights(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gather_weights(model: Any, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """`own_weights` of a sharded model as whole tensors on the CPU, rounded to `dtype` but for a value head (collective);
-    without `keep`, nothing."""
+    """Gathers `own_weights` of a sharded model as whole tensors on the CPU, rounded to `dtype` except a value head
+    (collective); without `keep`, takes part but returns nothing."""
     gathered: dict[str, Tensor] = {}
     prefix = "backbone." if hasattr(model, "backbone") else ""
     for name, tensor in own_weights(model).items():
         whole = full_tensor(tensor.to(dtype) if name.startswith(prefix) else tensor)
         if keep:
-            gathered[name] = whole.detach().to("cpu", copy=True)  # of a mesh of one rank it is the weight itself
+            gathered[name] = whole.detach().to("cpu", copy=True)  # on a mesh of one rank, `whole` is the weight itself
     return gathered
 
 
 class WeightCopy:
-    """Copies chunks of `full_state` into the weights of `model`, in place, rounded to its precision."""
+    """Copies chunks of `full_state` into the weights of `model`, in place and rounded to its precision."""
 
     def __init__(self, model: Any) -> None:
         self._own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
@@ -112,10 +112,10 @@ class WeightCopy:
 
     @torch.no_grad()
     def copy(self, chunk: Chunk, sums: Mapping[str, int] | None = None) -> None:
-        """Copies one chunk; `sums` are the checksums that its tensors had where they came from.
+        """Copies one chunk; `sums`: the checksums of its tensors at the sender.
 
         Raises:
-            EtudeError: the model has no tensor of a name, or one of another shape, or it is not what was sent; names it.
+            EtudeError: a tensor is unknown to the model, has another shape, or differs from what was sent; names it.
         """
         for name, tensor in chunk:
             if name not in self._own:
@@ -135,10 +135,10 @@ class WeightCopy:
             self._sums[name] = checksum(rounded)
 
     def check(self) -> None:
-        """After all chunks, of which those with adapters alone leave the other weights as they were.
+        """Checks the result after all chunks; if only adapters were sent, the other weights may be missing.
 
         Raises:
-            EtudeError: a tensor was not sent, or is not what was sent; names it.
+            EtudeError: a tensor was not sent, or differs from what was sent; names it.
         """
         adapters_alone = bool(self._sums) and all(map(is_factor, self._sums))
         reached = {id(self._own[name]) for name in self._sums}
@@ -158,13 +158,13 @@ def copy_weights(model: Any, chunks: Iterable[Chunk]) -> None:
 
 
 def check_sent(name: str, tensor: Tensor, sums: Mapping[str, int], what: str = "is not what was sent") -> None:
-    """Raises EtudeError unless the tensor has its checksum among `sums`."""
+    """Raises EtudeError unless the tensor's checksum is that in `sums`."""
     if checksum(tensor) != sums[name]:
         raise EtudeError(f"weight sync: '{name}' {what}")
 
 
 class PackedTensor(NamedTuple):
-    """A tensor of a packed chunk: where its bytes begin, and its checksum."""
+    """A tensor of a packed chunk: its offset in bytes, and its checksum."""
 
     name: str
     dtype: str
@@ -174,7 +174,7 @@ class PackedTensor(NamedTuple):
 
 
 def pack_chunk(chunk: Chunk) -> tuple[Tensor, list[PackedTensor]]:
-    """A chunk's tensors as one of bytes (n,) in the CPU's memory, and what is in it."""
+    """Packs a chunk's tensors into one byte tensor (n,) on the CPU; also returns its entries."""
     starts = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for _, tensor in chunk), initial=0))
     packed = torch.empty(starts[-1], dtype=torch.uint8)
     entries = [
@@ -187,7 +187,7 @@ def pack_chunk(chunk: Chunk) -> tuple[Tensor, list[PackedTensor]]:
 
 
 def unpack_chunk(packed: Tensor, entries: Iterable[PackedTensor]) -> tuple[Chunk, dict[str, int]]:
-    """The chunk, as views of `packed`, and its checksums by name."""
+    """Returns the chunk, as views of `packed`, and its checksums by name."""
     entries = list(entries)
     return [(each.name, _packed_tensor(packed, each)) for each in entries], {e.name: e.checksum for e in entries}
 
@@ -198,13 +198,13 @@ def _packed_tensor(packed: Tensor, entry: PackedTensor) -> Tensor:
 
 
 def weight_checksums(model: Any) -> dict[str, int]:
-    """The checksum of each of `own_weights`."""
+    """Returns the checksum of each of `own_weights`."""
     return {name: checksum(tensor) for name, tensor in own_weights(model).items()}
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """Of the bits of a tensor and where they are; whatever device it is on."""
+    """Computes a checksum of a tensor's bits and their positions; the same on any device."""
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(_INTEGERS[bits.element_size()])
     places = torch.arange(1, min(len(bits), _BLOCK) + 1, device=bits.device) * _MIX

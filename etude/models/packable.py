@@ -1,9 +1,9 @@
-"""Which models may run packed, and the switch.
+"""Which models can run packed, and `enable_packing`, which switches them.
 
-Invariant: a model that `enable_packing` accepts gives, packed or token by token from cached keys and values, the log-probs
-of its own eager forward. For Transformers' own architectures in `TESTED`, and those in `etude.models.vision.KINDS`, our
-tests prove it; any other, and a class of the same type from elsewhere, is compared here, once, on two short sequences; and
-what is known to be incompatible is rejected by name.
+Invariant: a model that `enable_packing` accepts computes the log-probs of its own eager forward, both packed and token by
+token from cached keys and values. For Transformers' own architectures in `TESTED`, and those in `etude.models.vision.KINDS`,
+tests check this; any other architecture or class is compared here, once, on two short sequences; known incompatibilities are
+rejected with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.models.vision import KINDS
 
 TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe"})
 _LAYERS = {"full_attention", "sliding_attention"}
-_BATCH_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest position of the whole batch
+_BATCH_ROPE = {"dynamic", "longrope"}  # frequencies depend on the longest position in the batch
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PROBE_TOKENS = (7, 5)
 _PROBE_PARTS = (5, 1, 1)  # a prompt and two decoded tokens
@@ -36,7 +36,7 @@ def enable_packing(model: Any) -> None:
     kind = model.config.model_type
     if model.config._attn_implementation == ATTENTION_NAME:
         return
-    for reason in _reasons(model):
+    for reason in _incompatibilities(model):
         raise ConfigError(f"model type '{kind}' is not supported by the native engine: {reason}")
     if kind in KINDS:  # the vision tower keeps its own attention
         model.set_attn_implementation({"": ATTENTION_NAME, "text_config": ATTENTION_NAME})
@@ -48,14 +48,14 @@ def enable_packing(model: Any) -> None:
 
 
 def key_width(model: Any) -> tuple[int, int]:
-    """(heads, head_dim) of the keys and values of each layer, as the configuration says."""
+    """(heads, head_dim) of the keys and values of each layer, from the configuration."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def _reasons(model: Any) -> Iterator[str]:
+def _incompatibilities(model: Any) -> Iterator[str]:
     config = model.config.get_text_config()
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if foreign:
@@ -82,9 +82,9 @@ def _rope_types(parameters: Any) -> set[str]:
     return {str(parameters.get("rope_type", "default"))}.union(*nested)
 
 
-class _KeptKeys:
-    """One sequence fed in parts. Keys and values are cached once per layer, as in the native engine: a layer that attends
-    twice finds those of its last call."""
+class _ProbeCache:
+    """A key/value cache for one sequence fed in parts. It keeps one entry per layer, as in the native engine: a layer that
+    attends twice finds the entry of its last call."""
 
     def __init__(self) -> None:
         self.length = self._start = 0
@@ -94,7 +94,7 @@ class _KeptKeys:
         self._seen: set[int] = set()
 
     def feed(self, tokens: int, device: torch.device) -> Tensor:
-        """Begins a part; the position ids (1, tokens) of it."""
+        """Starts a part; returns its position ids (1, tokens)."""
         self._start, self.length = self.length, self.length + tokens
         self._seen.clear()
         return torch.arange(self._start, self.length, device=device)[None]
@@ -115,12 +115,12 @@ class _KeptKeys:
 
 @torch.no_grad()
 def _compare(model: Any, kind: str) -> None:
-    """Raises ConfigError if two sequences packed together, or one of them fed in parts with cached keys and values, do not
-    get the logits that each has alone."""
+    """Raises ConfigError if two sequences packed together, or one of them fed in parts with cached keys and values, get
+    other logits than each sequence alone."""
     training, device = model.training, next(model.parameters()).device
     rows = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
-    layout, kept = CausalSequences(_PROBE_TOKENS), _KeptKeys()
+    layout, kept = CausalSequences(_PROBE_TOKENS), _ProbeCache()
     parts = ids[: sum(_PROBE_PARTS)].split(_PROBE_PARTS)
     model.eval()
     try:
@@ -128,7 +128,7 @@ def _compare(model: Any, kind: str) -> None:
         stepped = [logits_of(model, packed_hidden(model, x, kept.feed(len(x), device), kept)) for x in parts]
         model.set_attn_implementation("eager")
         alone = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_PROBE_TOKENS)])
-    except Exception as error:  # an untested architecture may fail in any way
+    except Exception as error:  # an untested architecture can fail in any way
         failure = f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
     else:
         failure = "" if _close(packed, alone) else "packed sequences get other logits than single ones"

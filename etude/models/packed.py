@@ -1,14 +1,14 @@
-"""Packed forward passes: many sequences in one row of tokens, with no padding anywhere.
+"""Packed forward passes: many sequences in one row of tokens, without padding.
 
-A Hugging Face causal LM runs on a single row of shape (1, total_tokens); only attention has to know where sequences
-begin and end. `packed_attention` is registered as an attention implementation, and hands queries, keys and values to the
-`AttentionLayout` that the caller passed to `model.forward(..., layout=...)`. Training uses `CausalSequences`; the native
-inference engine has a layout of its own that reads and writes a key/value cache.
+A Hugging Face causal LM runs on a single row of shape (1, total_tokens); only attention needs to know where sequences start
+and end. `packed_attention` is registered as an attention implementation and passes queries, keys and values to the
+`AttentionLayout` given to `model.forward(..., layout=...)`. Training uses `CausalSequences`; the native inference engine has
+its own layout, which reads and writes a key/value cache.
 
 Invariant: a token's output depends only on tokens of its own sequence at positions up to its own.
 
-Sliding windows and soft-capped scores are supported. A model whose tokens interact in another way, or with another kind of
-attention, is rejected by `enable_packing` (see `etude.models.packable`) rather than computed wrongly.
+Sliding windows and soft-capped scores are supported. A model with another kind of attention, or whose tokens interact in
+another way, is rejected by `enable_packing` (see `etude.models.packable`) instead of being computed wrongly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from etude.models.attention import Scoring, partial_attention, visibility
 from etude.models.vision import ShownImages, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
-_LEFT_OUT = -1e30  # finite, so that 0 times it is 0, at any temperature
+_MASKED_LOGIT = -1e30  # finite, so that 0 · logit is 0, at any temperature
 _UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class AttentionLayout(Protocol):
-    """Where the sequences of a packed row are, and how they attend."""
+    """Where the sequences of a packed row are, and how their tokens attend."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query (heads, tokens, head_dim), key and value (kv_heads, tokens, head_dim) → (tokens, heads, head_dim)."""
@@ -39,22 +39,22 @@ class AttentionLayout(Protocol):
 
 
 class CausalSequences:
-    """Concatenated runs of tokens, each continuing others: a tree of prefixes.
+    """Concatenated runs of tokens that form a prefix tree.
 
-    A run sees all of its ancestors, and itself causally. So a shared prefix of several sequences is computed once, and its
-    gradient is the sum of theirs. Without ancestors the runs are separate sequences.
+    A run attends to all of its ancestors, and causally to itself. So a prefix shared by several sequences is computed once,
+    and its gradient is the sum of theirs. Without ancestors, the runs are separate sequences.
     """
 
     def __init__(self, lengths: Sequence[int], ancestors: Sequence[Sequence[int]] | None = None) -> None:
-        """`lengths` sum to the token count and are positive; `ancestors[i]` are the indices of the runs before run i,
-        from the root down, all less than i."""
+        """`lengths` are positive and sum to the token count; `ancestors[i]`: indices of the ancestor runs of run i, from the
+        root down, all less than i."""
         self.lengths = list(lengths)
         self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
         self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """(1, total_tokens): positions count from the root of each run's sequence."""
+        """Returns position ids (1, total_tokens), counted from the root of each run's sequence."""
         runs = zip(self.depths, self.lengths)
         return torch.cat([torch.arange(depth, depth + length, device=device) for depth, length in runs])[None]
 
@@ -76,7 +76,7 @@ class CausalSequences:
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
     def _mask(self, run: int, window: int | None, device: torch.device) -> Tensor:
-        """(length, depth + length) of bool; layers and runs of one shape share it."""
+        """(length, depth + length) bool mask, cached for layers and runs of the same shape."""
         depth, length = self.depths[run], self.lengths[run]
         shape = depth, length, window
         if shape not in self._masks:
@@ -88,8 +88,8 @@ class CausalSequences:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Attention with grouped heads under a `mask` (tokens, keys), which hides what the scoring's window does; capped where
-    the scoring says so. Queries, keys, values and the result are (1, heads, tokens, head_dim)."""
+    """Grouped-query attention with a `mask` (tokens, keys) that includes the scoring's window; applies the scoring's soft
+    cap. Queries, keys, values and the result are (1, heads, tokens, head_dim)."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     return partial_attention(query, key, value, visibility(mask, query.dtype), scoring)[0]
@@ -109,7 +109,7 @@ def packed_attention(
     layout: AttentionLayout,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that Transformers calls: (1, heads, tokens, head_dim) → (1, tokens, heads, head_dim)."""
+    """The attention function called by Transformers: (1, heads, tokens, head_dim) → (1, tokens, heads, head_dim)."""
     if dropout:
         raise ConfigError("attention dropout is not supported: set attention_dropout to 0 in the model's config.json")
     for name in _UNKNOWN_ARGUMENTS:
@@ -126,8 +126,8 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 def packed_hidden(
     model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: ShownImages | None = None
 ) -> Tensor:
-    """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or with images
-    (3, 1, tokens); `shown`: the images among the tokens."""
+    """Computes final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or with
+    images (3, 1, tokens); `shown`: the images among the tokens."""
     if shown is not None:
         return hidden_with_images(model, token_ids, position_ids, layout, shown)
     output = model.base_model(input_ids=token_ids[None], position_ids=position_ids, use_cache=False, layout=layout)
@@ -135,10 +135,10 @@ def packed_hidden(
 
 
 def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the model does to the product of hidden states and vocabulary matrix; None: nothing.
+    """Returns the post-processing of the model's raw logits; None if there is none.
 
-    Gemma 2 caps its logits, Cohere multiplies and Granite divides them. A vision model's image placeholder ids are masked
-    out (see `etude.models.vision`).
+    Gemma 2 caps logits, Cohere multiplies and Granite divides them. A vision model's image placeholder ids are masked out
+    (see `etude.models.vision`).
     """
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -150,7 +150,7 @@ def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
     def finish(logits: Tensor) -> Tensor:
         if vision is not None:
             left_out = torch.tensor([vision.image_token_id, vision.video_token_id], device=logits.device)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, left_out, _LEFT_OUT)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, left_out, _MASKED_LOGIT)
         if factor != 1.0:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -159,6 +159,6 @@ def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Logits (tokens, vocabulary) of final hidden states (tokens, hidden)."""
+    """Computes logits (tokens, vocabulary) from final hidden states (tokens, hidden)."""
     logits, finish = model.get_output_embeddings()(hidden), logit_finish(model)
     return logits if finish is None else finish(logits)

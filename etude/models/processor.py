@@ -1,8 +1,8 @@
-"""The processor of a vision-language model: images into patches, and text with as many placeholders as an image needs.
+"""The processor of a vision-language model: turns images into patches, and inserts an image's placeholders into text.
 
-It is Transformers' own processor of the architecture without its video part, so that neither that part nor torchvision is
-needed. Images are always resized by Pillow: an image's pixel values do not depend on which packages are installed. The
-supported architectures are listed in `etude.models.vision`.
+It is Transformers' own processor without its video part, so that neither that part nor torchvision is needed. Images are
+always resized by Pillow: pixel values do not depend on which packages are installed. The supported architectures are listed
+in `etude.models.vision`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ VIDEO_FILE = "video_preprocessor_config.json"
 
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> ProcessorMixin | None:
-    """The processor of a model's folder or hub name; None for a text model, or one whose images are not supported.
+    """Loads the processor of a model's folder or hub name; None for a text model, or one whose images are not supported.
 
-    Called with `text` and `images` it returns what Transformers' processor returns; `image_processor` and `tokenizer` are
-    its parts, `image_token_id` the placeholder.
+    Called with `text` and `images`, it returns what Transformers' processor returns; `image_processor` and `tokenizer` are
+    its parts, `image_token_id` is the placeholder.
 
     Raises:
-        ConfigError: as `load_tokenizer`; the folder has no image processor, or one that does not fit the model; the
-            tokenizer has no placeholder for images, or another than the model.
+        ConfigError: as `load_tokenizer`; or the image processor is missing or does not fit the model; or the tokenizer's
+            image placeholder is missing or differs from the model's.
     """
     from transformers import AutoConfig, AutoImageProcessor
 
@@ -44,7 +44,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     try:
         images = AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
         config, video = AutoConfig.from_pretrained(name), _video_config(name)
-    except Exception as error:  # transformers may raise anything for a broken folder
+    except Exception as error:  # for a broken folder, transformers raises anything
         raise ConfigError(
             f"{path}: cannot load the image processor (preprocessor_config.json): {one_line(error)}"
         ) from error
@@ -54,7 +54,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 def make_processor(
     config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any, video_config: dict[str, Any] | None = None
 ) -> ProcessorMixin:
-    """The processor of a model with this configuration, from its parts; `video_config` is only written when it is saved.
+    """Builds the processor of a model with this configuration; `video_config` is only kept for saving.
 
     Raises:
         ConfigError: the parts do not fit the configuration.
@@ -82,15 +82,15 @@ def make_processor(
 
 
 def image_input(processor: Any, picture: Image) -> ImageInput:
-    """One image as the model reads it, resized within the image processor's limits.
+    """Converts an image to the model's input, resized within the image processor's limits.
 
     Raises:
-        DataError: the image processor rejects it (an aspect ratio above 200, for instance).
+        DataError: the image processor rejects it, for instance for an aspect ratio above 200.
     """
     images = processor.image_processor
     try:
         in_rgb = picture if picture.mode == "RGB" else picture.convert("RGB")
-        made = images(images=[in_rgb], return_tensors="pt", do_convert_rgb=False)  # which would copy it
+        made = images(images=[in_rgb], return_tensors="pt", do_convert_rgb=False)  # do_convert_rgb would copy it
     except (ValueError, OSError) as error:
         raise DataError(f"a picture of {picture.width} by {picture.height} pixels: {one_line(error)}") from error
     frames, height, width = made["image_grid_thw"][0].tolist()
@@ -98,7 +98,7 @@ def image_input(processor: Any, picture: Image) -> ImageInput:
 
 
 def _video_config(name: str) -> dict[str, Any] | None:
-    """The part of the processor that is not used here, for other programs that read the checkpoint."""
+    """Reads the video part of the processor, unused here, for other programs that read the checkpoint."""
     from transformers.utils import cached_file
 
     for file, key in ((VIDEO_FILE, None), ("processor_config.json", "video_processor")):
@@ -112,7 +112,7 @@ def _video_config(name: str) -> dict[str, Any] | None:
 
 
 def _processor_class(name: str) -> Any:
-    """Transformers' class `name` with two parts instead of three: it infers its parts from `__init__`."""
+    """Derives Transformers' class `name` without its video part: Transformers infers the parts from `__init__`."""
     import transformers
 
     base = getattr(transformers, name)

@@ -1,8 +1,8 @@
-"""A frozen base in 4 bits under LoRA's adapters: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), through `bitsandbytes`.
+"""QLoRA (Dettmers et al. 2023, arXiv 2305.14314) with `bitsandbytes`: a frozen 4-bit base model under LoRA adapters.
 
-Invariant: every linear layer but the head has its weight in 4-bit NormalFloat, with doubly quantised scales, and computes
+Invariant: every linear layer except the head has its weight in 4-bit NormalFloat, with doubly quantised scales, and computes
 with `dequantized(layer)`, the same in training, scoring and sampling; all other weights (embeddings, norms, biases, the
-head, the experts of a mixture) are those that were loaded.
+head, the experts of a mixture) are as loaded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ _KEY = "model.quantization"
 
 
 def quantize(model: Any, kind: str, device: torch.device | str) -> None:
-    """Quantises the linear layers of a loaded `model` in place; they are on `device` afterwards.
+    """Quantises the linear layers of a loaded `model` in place and moves them to `device`. Call `check_quantization`
+    first."""
+    for name, part in linear_layers(model):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _quantized(part, kind, device))
+    model.is_loaded_in_4bit = True  # peft checks this attribute
+
+
+def check_quantization(kind: str, device: torch.device | str) -> None:
+    """Checks that a quantised layer can run forward and backward on `device`.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.
         ConfigError: it cannot compute on `device`.
     """
-    for name, part in linear_layers(model):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _quantized(part, kind, device))
-    model.is_loaded_in_4bit = True  # where peft looks
-
-
-def check_quantization(kind: str, device: torch.device | str) -> None:
-    """Whether a quantised layer can be computed and differentiated on `device`; raises as `quantize`."""
     try:
         import bitsandbytes
     except ImportError as error:
@@ -40,7 +41,7 @@ def check_quantization(kind: str, device: torch.device | str) -> None:
     try:
         layer = _quantized(torch.nn.Linear(64, 64, bias=False), kind, device)
         layer(torch.ones(2, 64, device=device, requires_grad=True)).sum().backward()
-    except Exception as error:  # a library without kernels for a device raises anything
+    except Exception as error:  # without kernels for a device, the library raises anything
         version = bitsandbytes.__version__
         raise ConfigError(
             f"{_KEY}={kind}: bitsandbytes {version} cannot compute on {device}: {one_line(error)}"
@@ -48,19 +49,19 @@ def check_quantization(kind: str, device: torch.device | str) -> None:
 
 
 def linear_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """All but the head, by name."""
+    """Returns the linear layers except the head, with their names."""
     head = model.get_output_embeddings()
     parts = model.named_modules()
     return [(name, part) for name, part in parts if isinstance(part, torch.nn.Linear) and part is not head]
 
 
 def quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of `quantize`, by name; bitsandbytes need not be installed where there are none."""
+    """Yields the layers that `quantize` replaced, with their names; does not need bitsandbytes if there are none."""
     return ((n, part) for n, part in model.named_modules() if hasattr(part._parameters.get("weight"), "quant_state"))
 
 
 def dequantized(layer: Any) -> Tensor:
-    """The weight (out, in) that a quantised layer computes with."""
+    """Returns the weight (out, in) that a quantised layer computes with."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
@@ -74,5 +75,5 @@ def _quantized(layer: torch.nn.Linear, kind: str, device: torch.device | str) ->
     made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type=kind, module=made).to(device)
     if layer.bias is not None:
         made.bias = torch.nn.Parameter(layer.bias.data.to(device), requires_grad=False)
-    made.support_avx512bf16_for_cpu = False  # a kernel for evaluation alone, which rounds to bfloat16
+    made.support_avx512bf16_for_cpu = False  # this kernel is for inference only and rounds to bfloat16
     return made.train(layer.training)

@@ -1,8 +1,8 @@
-"""`ImageReader`: images to a vision model's inputs, and their number of tokens before any pixel is read.
+"""`ImageReader`: converts images to a vision model's inputs, with a cache; counts their tokens without reading pixels.
 
-Invariant: `read` returns what `image_input` makes of that image alone, with as many tokens as `tokens` says for its size.
-Equal images give one object as long as it is cached, so that the answers to one prompt share its pixels; and a file is
-opened once for all of them. How files are opened, and which may be, is left to the caller.
+Invariant: `read` returns what `image_input` returns for that image, with as many tokens as `tokens` predicts for its size.
+Equal images give the same object while it is cached, so that the rollouts of one prompt share its pixels, and a file is
+opened once for all of them. The caller decides how files are opened, and which ones may be.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from etude.images import ImageInput
 
-REMEMBERED_BYTES = 512 * 2**20  # of pixel values
-_NAMES = 4096  # file names, in addition to the images
+REMEMBERED_BYTES = 512 * 2**20  # of cached pixel values
+_NAMES = 4096  # cached file names, each with the key of its image
 _LOCKS = 64
 
 
@@ -38,10 +38,10 @@ class ImageReader:
         self._opening = [threading.Lock() for _ in range(_LOCKS)]
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """The number of tokens of an image of `size` (width, height).
+        """Number of tokens of an image of `size` (width, height).
 
         Raises:
-            DataError: the image processor takes no image of that shape.
+            DataError: the image processor rejects this shape.
         """
         images = self._processor.image_processor
         width, height = size
@@ -52,22 +52,22 @@ class ImageReader:
         return int(patches) // int(images.merge_size) ** 2
 
     def read(self, picture: Image) -> ImageInput:
-        """The image as the model reads it.
+        """Converts an image to the model's input.
 
         Raises:
-            DataError: the image processor takes no image of that shape.
-            ConfigError: it makes another number of tokens than it predicts.
+            DataError: the image processor rejects the image.
+            ConfigError: the image processor's number of tokens differs from its prediction.
         """
         picture = _in_rgb(picture)
         return self._keyed(_key(picture), picture)
 
     def read_file(self, name: bytes, opened: Callable[[], Image]) -> ImageInput:
-        """The image that `opened` returns; it is not called if the image called `name` is cached.
+        """Converts the image that `opened` returns; `opened` is not called if the image named `name` is cached.
 
         Raises:
-            DataError: as `read`, and any that `opened` raises.
+            DataError: as `read`, or raised by `opened`.
         """
-        with self._opening[hash(name) % _LOCKS]:  # of several answers to a prompt, the first opens it
+        with self._opening[hash(name) % _LOCKS]:  # of several rollouts of a prompt, only the first opens the file
             with self._lock:
                 found = self._known(self._names.get(name))
             if found is not None:
@@ -107,7 +107,7 @@ class ImageReader:
 
 
 def _in_rgb(picture: Image) -> Image:
-    return picture if picture.mode == "RGB" else picture.convert("RGB")  # convert copies even if there is nothing to do
+    return picture if picture.mode == "RGB" else picture.convert("RGB")  # convert() always copies
 
 
 def _key(picture: Image) -> bytes:

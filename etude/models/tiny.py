@@ -1,9 +1,9 @@
 """The tiny-model factory: a tokenizer and a model (Qwen3 by default) small enough to train on a CPU in minutes.
 
-Invariant: everything depends only on the arguments. The same texts and vocabulary size give the same tokenizer, the same
-spec and tokenizer give the same weights, whatever ran before; the caller's random state is unchanged.
+Invariant: results depend only on the arguments. The same texts and vocabulary size give the same tokenizer, the same spec
+and tokenizer give the same weights, whatever ran before; the caller's random state is unchanged.
 
-The chat template (`tiny_chat_template.jinja`) renders Qwen's turns with a compact list of tools, because a model of less
+The chat template (`tiny_chat_template.jinja`) renders Qwen's turns with a compact list of tools, because a model with less
 than a million parameters has to read it. The tokenizer's training texts come from the caller.
 """
 
@@ -27,7 +27,7 @@ TURN_END = "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 BYTES = 256
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe")
-_ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # windows on every other layer; Mistral's are on all
+_ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # sliding window on every other layer; Mistral: on all
 _WINDOWED = ("mistral", *_ALTERNATING)
 
 
@@ -35,9 +35,9 @@ _WINDOWED = ("mistral", *_ALTERNATING)
 class TinyModelSpec:
     """Sizes and seed of a tiny model; `vocab_size` is the maximum number of tokens of its tokenizer.
 
-    The model's embedding has exactly as many rows as the tokenizer has tokens, so that no id without a text is sampled.
-    `architecture` is a model type of Transformers; `sliding_window` counts tokens, None: layers see everything before. A
-    mixture of experts has `num_experts`, each with the `intermediate_size`.
+    The model's embedding has exactly as many rows as the tokenizer has tokens, so that every sampled id has a text.
+    `architecture` is a Transformers model type; `sliding_window` is in tokens (None: full attention). A mixture of experts
+    has `num_experts`, each of width `intermediate_size`.
     """
 
     hidden_size: int = 128
@@ -72,13 +72,13 @@ class TinyModelSpec:
 
 
 def build_tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, added tokens included; digits stay single.
+    """Trains a byte-level BPE tokenizer with at most `vocab_size` tokens, added tokens included; digits are single tokens.
 
-    `<|endoftext|>` pads and `<|im_end|>` ends a turn; the tags of tool calls, tool responses and thoughts are single
-    tokens that decoding keeps.
+    `<|endoftext|>` pads and `<|im_end|>` ends a turn; the tags of tool calls, tool responses and reasoning are single
+    tokens, which decoding keeps.
 
     Raises:
-        ConfigError: `vocab_size` has no room for all bytes and the added tokens.
+        ConfigError: `vocab_size` is too small for all bytes and the added tokens.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -98,7 +98,7 @@ def build_tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Control tokens are cut out before training so that no merge is spent on their letters.
+    # Control tokens are removed before training, so that no merges are spent on them.
     control = re.compile("|".join(map(re.escape, (*special, *TAGS))))
     tokenizer.train_from_iterator((piece for text in texts for piece in control.split(text)), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
@@ -113,7 +113,7 @@ def build_tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
 
 
 def build_tiny_model(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A randomly initialised float32 model in evaluation mode.
+    """Builds a randomly initialised float32 model in evaluation mode.
 
     Raises:
         ConfigError: the tokenizer has more tokens than `spec.vocab_size`.
@@ -151,9 +151,9 @@ def build_tiny_model(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _particulars(spec: TinyModelSpec, head_dim: int) -> dict[str, Any]:
-    """An architecture's settings other than sizes."""
+    """Returns the settings specific to the architecture."""
     keys: dict[str, Any] = {}
-    if spec.architecture != "gemma3_text":  # that one has a rotary embedding for each kind of layer, with defaults
+    if spec.architecture != "gemma3_text":  # it has a rotary embedding per kind of layer, with defaults
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     if spec.architecture in ("gemma2", "gemma3_text"):
         keys["query_pre_attn_scalar"] = head_dim

@@ -1,4 +1,4 @@
-"""`ValueModel`: a language model's body with a scalar head, one value for every position.
+"""`ValueModel`: a language model's backbone with a scalar head, one value per position.
 
 Invariant: an untrained head returns exactly 0 everywhere, so a fresh critic adds no noise. On disk it is an ordinary model
 folder plus `value_head.safetensors`; the loss and its masks are elsewhere.
@@ -22,7 +22,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """`backbone` is the base model of a causal LM: it takes ids and returns `last_hidden_state`."""
+    """A critic; `backbone` is the base model of a causal LM: it takes ids and returns `last_hidden_state`."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
         self.head = _new_head(backbone)
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Values (batch, seq), at least float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
+        """Returns values (batch, seq), at least float32; `kwargs` go to the backbone (attention_mask, position_ids …)."""
         return self.values_of(self.backbone(input_ids=input_ids, **kwargs).last_hidden_state)
 
     def values_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class ValueModel(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
     def save_pretrained(self, folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Writes the backbone as a model folder and the head next to it; `state_dict`: in place of the model's own."""
+        """Writes the backbone as a model folder and the head next to it; `state_dict`: used instead of the model's own."""
         from safetensors.torch import save_file
 
         weights = self.state_dict() if state_dict is None else state_dict
@@ -53,7 +53,7 @@ class ValueModel(nn.Module):
         )
 
     def load_head(self, file: Path) -> None:
-        """Reads the head's weights.
+        """Loads the head's weights.
 
         Raises:
             ConfigError: the file cannot be read or belongs to a model of another width.
@@ -68,7 +68,7 @@ class ValueModel(nn.Module):
 
 
 class SharedValueHead(nn.Module):
-    """A value head on the trunk of `policy`, which is no part of this module: its weights are the actor's."""
+    """A value head on the trunk of `policy`, which is not a submodule: its weights belong to the actor."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class SharedValueHead(nn.Module):
         return self._policy[0]
 
     def train(self, mode: bool = True) -> SharedValueHead:
-        """Of the policy, too: values are those of all its weights, without dropout."""
+        """Sets the mode of the policy, too, so that values are computed without dropout in evaluation mode."""
         self.backbone.train(mode)
         return super().train(mode)
 
     def values_of(self, hidden: torch.Tensor, *, to_trunk: bool = False) -> torch.Tensor:
-        """Values (...) of final hidden states (..., hidden), which get a gradient only with `to_trunk`."""
+        """Values (...) of final hidden states (..., hidden); the gradient reaches the trunk only with `to_trunk`."""
         hidden = hidden if to_trunk else hidden.detach()
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 

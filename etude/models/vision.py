@@ -1,11 +1,11 @@
-"""The vision part of a vision-language model: its vision tower, and where its features enter the language model.
+"""The vision part of a vision-language model: its vision tower, and how image features enter the language model.
 
-An image's features depend only on its pixel values and the weights. They replace the embeddings of the image's
-placeholders, and in Qwen3-VL more are added to the hidden states after the first layers (DeepStack, Meng et al. 2024,
-arXiv 2406.04334). The tower runs with Transformers' own attention; only the language model is packed.
+An image's features depend only on its pixel values and the weights. They replace the embeddings of the image's placeholders;
+in Qwen3-VL, further features are added to the hidden states after the first layers (DeepStack, Meng et al. 2024, arXiv
+2406.04334). The tower runs with Transformers' own attention; only the language model is packed.
 
-Placeholders are never sampled: engine and trainer both mask them out of the distribution (`etude.models.packed`), because
-one without an image is meaningless and would put images and placeholders out of sync from there on.
+Placeholders are never sampled: engine and trainer both mask them out of the distribution (`etude.models.packed`), because a
+placeholder without an image is invalid and would shift all later images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "q
 
 @dataclass(frozen=True)
 class Vision:
-    """A model's image format: the placeholder ids, and how many patches per side make one token."""
+    """A model's image format: the placeholder ids, and the number of patches per side that are merged into one token."""
 
     image_token_id: int
     video_token_id: int
@@ -34,7 +34,7 @@ class Vision:
 
     @classmethod
     def of(cls, config: Any) -> Vision | None:
-        """From a model's configuration; None if images are not supported: a text model, or one of another type."""
+        """Reads a model's configuration; None if images are not supported: a text model, or an unsupported type."""
         if config.model_type not in KINDS:
             return None
         return cls(config.image_token_id, config.video_token_id, config.vision_config.spatial_merge_size)
@@ -42,22 +42,22 @@ class Vision:
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """`embedding` (tokens, hidden) for the placeholders; `deep`: added after the first layers, each of the same shape."""
+    """`embedding` (tokens, hidden) for the placeholders; `deep`: features added after the first layers, same shape each."""
 
     embedding: Tensor
     deep: tuple[Tensor, ...] = ()
 
     def part(self, begin: int, end: int) -> ImageFeatures:
-        """The features of the tokens [begin, end)."""
+        """Returns the features of the tokens [begin, end)."""
         return ImageFeatures(self.embedding[begin:end], tuple(each[begin:end] for each in self.deep))
 
     def rows(self, index: Tensor) -> ImageFeatures:
-        """The features of the tokens `index`; a duplicate gets the sum of both gradients, in a fixed order."""
+        """Returns the features of the tokens `index`; gradients of duplicates are added in a fixed order."""
         return ImageFeatures(self.embedding.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
     @classmethod
     def concat(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
-        """The features of several images or parts of them, concatenated."""
+        """Concatenates the features of several images or parts of images."""
         if len(parts) == 1:
             return parts[0]
         deep = tuple(torch.cat(each) for each in zip(*(part.deep for part in parts)))
@@ -66,14 +66,14 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class ShownImages:
-    """Features at `places` (tokens,) of a packed row; places are unique."""
+    """Image features for the indices `places` (tokens,) of a packed row; places are unique."""
 
     places: Tensor
     features: ImageFeatures
 
 
 def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatures]:
-    """The features of each image by the model's own vision tower; differentiable where gradients are enabled."""
+    """Computes the features of each image with the model's vision tower; differentiable if gradients are enabled."""
     body = model.base_model
     device = body.get_input_embeddings().weight.device
     pixels = torch.cat([image.pixel_values for image in images]).to(device)
@@ -84,14 +84,14 @@ def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatur
 
 
 def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: ShownImages) -> Tensor:
-    """As `etude.models.packed.packed_hidden`, with images among the tokens; `position_ids` (3, 1, tokens)."""
+    """`etude.models.packed.packed_hidden` with images among the tokens; `position_ids` (3, 1, tokens)."""
     body = model.base_model
     features, places = shown.features, shown.places
     embedded = body.get_input_embeddings()(token_ids)
     embedded = embedded.index_put((places,), features.embedding.to(embedded.dtype))
     options: dict[str, Any] = {}
     if features.deep:
-        # DeepStack's rows are added in the order of the mask's places.
+        # DeepStack features are added in the order of the mask's positions.
         order = places.argsort()
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, places, True)
         options = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": [each[order] for each in features.deep]}
@@ -102,7 +102,7 @@ def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layo
 
 
 def no_images(config: Any) -> ConfigError:
-    """Why a model with this configuration does not take images."""
+    """Builds the error that says why a model with this configuration does not take images."""
     if getattr(config, "vision_config", None) is None:
         return ConfigError(f"model type '{config.model_type}' reads text only: it cannot be shown images")
     known = ", ".join(KINDS)

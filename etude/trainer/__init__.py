@@ -1,1 +1,1 @@
-"""The training loops, and the events, metrics, dumps and checkpoints that they write."""
+"""The training loops, and the metrics, dumps and checkpoints that they write."""

@@ -1,7 +1,7 @@
-"""What became of every prompt: `prompts.jsonl` in the run's folder, a line a step.
+"""The outcome of every prompt: `prompts.jsonl` in the run's folder, one line per step.
 
-Invariant: every prompt of a step is on its line once, trained or dropped for one cause; over the lines of a run that went
-through, killed and resumed or not, no prompt of the plan is missing and none is there twice.
+Invariant: every prompt of a step is on its line once, trained on or dropped for one cause. Over the lines of a completed
+run, even if it was killed and resumed, no prompt of the plan is missing and none appears twice.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from etude.trainer.rollouts import rollouts_of
 
 PROMPTS_FILE = "prompts.jsonl"
 RolledOut: TypeAlias = tuple[str, Any, str | None]
-"""Of a rollout the `uid` of its prompt, the row's own `index`, and why it was dropped, if it was."""
+"""For one rollout: its prompt's `uid`, the row's own `index`, and why the rollout was dropped (None: it was not)."""
 
 
 def rolled_out(batch: DataProto) -> list[RolledOut]:
-    """The rollouts of a batch."""
+    """Lists the rollouts of a batch."""
     columns = batch.non_tensor_batch
     indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
     causes = [None if rollout.dropped is None else rollout.dropped.value for rollout in rollouts_of(batch)]
@@ -28,13 +28,14 @@ def rolled_out(batch: DataProto) -> list[RolledOut]:
 def account(
     rolled: Iterable[RolledOut], usable: Collection[str], trained: Collection[str], stale: Collection[str] = ()
 ) -> dict[str, Any]:
-    """`trained`: [uid, index] of the prompts that some rollout was learned from; `dropped`: the others, by cause.
+    """Builds a step's line: `trained`, [uid, index] of each prompt with a rollout that was trained on; `dropped`, the other
+    prompts by cause.
 
     Args:
         rolled: all rollouts of the step.
-        usable: uids of those that can be learned from.
-        trained: uids of those that were.
-        stale: uids that are too old.
+        usable: uids of prompts with a rollout that can be trained on.
+        trained: uids of prompts with a rollout that was trained on.
+        stale: uids of prompts that are too old.
     """
     prompts: dict[str, tuple[Any, list[str | None]]] = {}
     for uid, index, reason in rolled:
@@ -50,10 +51,10 @@ def account(
 
 
 def accounting_metrics(record: dict[str, Any]) -> dict[str, float]:
-    """How many prompts a step took from the plan and trained on, and how many it dropped, by cause."""
+    """Number of prompts that a step took from the plan, trained on, and dropped, by cause."""
     counts = {cause: float(len(prompts)) for cause, prompts in record["dropped"].items()}
-    found = {
+    totals = {
         "prompts/planned": len(record["trained"]) + sum(counts.values()),
         "prompts/trained": len(record["trained"]),
     }
-    return {**{name: float(n) for name, n in found.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}
+    return {**{name: float(n) for name, n in totals.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}

@@ -1,8 +1,8 @@
-"""What a training step computes on its batch between rollouts and updates, besides models: functions of a module, of batches
-and plain options, which run where the batch is (`Groups.run`): in this process, or on Ray in one that has them.
+"""What a training step computes on its batch between rollouts and updates, without a model: module-level functions of
+batches and plain options, which run in the process that holds the batch (`Groups.run`): this one, or with Ray a worker.
 
-Invariant: the driver needs of a batch what these return: uids, numbers, metrics. Columns stay with the batch, so that what
-crosses to the driver in a step grows with rows, not with tokens.
+Invariant: the driver only needs what these return: uids, numbers, metrics. Columns stay with the batch, so the data sent to
+the driver per step grows with rows, not with tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from etude.trainer.setup import PlainSetup
 def judge_batch(
     batch: DataProto, setup: PlainSetup, kl_coef: float
 ) -> tuple[DataProto, DataProto | None, float, Metrics, tuple[int, int]]:
-    """What is learned from a batch: the rows of groups that teach something, with their advantages, corrected for what the
-    engine sampled; what a dump says of each token, if it does; the next coefficient of the KL in the reward, the batch's
-    metrics, and its numbers of tokens: of prompts and responses, and of responses alone."""
+    """Turns a step's batch into what the updates train on.
+
+    Returns:
+        The rows to train on, with advantages, corrected for the mismatch between engine and trainer; the per-token values
+        for a dump, or None; the KL coefficient of the next step; metrics; and the batch's numbers of tokens: prompts plus
+        responses, and responses alone.
+    """
     metrics, tokens, learned, values = Metrics(), (0, 0), batch, None
     correction, rollouts = setup.algorithm.rollout_correction, 0
     if len(batch):
@@ -41,7 +45,7 @@ def judge_batch(
         mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
         tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
         if setup.trainer.rollout_data_dir and setup.trainer.rollout_token_values:
-            batch.batch["row"] = torch.arange(len(batch))  # by which updates name what they had of a row's tokens
+            batch.batch["row"] = torch.arange(len(batch))  # updates record their per-token values under this number
             values = batch.select(sorted(set(TOKEN_VALUES) & set(batch.batch.keys())), [], [])
     if setup.algorithm.drops_equal_groups:
         rows, chosen = choose_groups(batch, setup)
@@ -55,15 +59,15 @@ def judge_batch(
 
 
 def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[float, Metrics]:
-    """From rewards to advantages: the KL in the reward, the estimator, and a teacher's part. Adds `token_level_rewards`,
-    `advantages` and `returns` (rows, response_len), the first two float64, with the baselines of all rollouts that can be
-    trained on; with a critic on the actor's trunk, also `old_values` and `value_targets`.
+    """Computes advantages from rewards: the KL penalty in the reward, the estimator, and the distillation term. Adds
+    `token_level_rewards`, `advantages` and `returns` (rows, response_len), the first two float64; group baselines are over
+    all rollouts that can be trained on. With a critic on the actor's trunk, also adds `old_values` and `value_targets`.
 
     Args:
-        kl_coef: the coefficient of the KL in the reward, if there is one.
+        kl_coef: the current coefficient of the KL penalty in the reward.
 
     Returns:
-        The coefficient of the next step, and the metrics of the KL in the reward and of distillation, if any.
+        The coefficient of the next step, and the metrics of the KL penalty and of distillation, if any.
     """
     columns, algorithm, distillation = batch.batch, setup.algorithm, setup.roles.distillation
     batch.meta_info["episodes"] = bool(setup.estimator.episodes)
@@ -82,7 +86,7 @@ def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple
     columns["advantages"], columns["returns"] = sequence_advantages(
         algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
     )
-    if setup.roles.value_head:  # the actor's update learns them, too
+    if setup.roles.value_head:  # the actor's update also trains the values
         columns["old_values"], columns["value_targets"] = columns["values"], columns["returns"]
     if distillation.teachers:
         columns["advantages"], found = distill(
@@ -98,8 +102,8 @@ def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:
-    """The rows of at most `train_batch_size` groups whose scores differ; and how many prompts were left out for equal scores
-    or as surplus, and how many are missing."""
+    """Chooses the rows of at most `train_batch_size` groups whose scores differ. The metrics count prompts left out for
+    equal scores or as surplus, and prompts missing from a full batch."""
     groups = len(set(batch.non_tensor_batch["uid"].tolist())) if len(batch) else 0
     spread = spread_groups(batch, setup.algorithm.filter_groups.metric) if groups else []
     name, wanted = "training/filter_groups", setup.data.train_batch_size
@@ -111,7 +115,7 @@ def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metri
 
 
 def uids_of(batch: Batch) -> set[str]:
-    """Of the prompts that a batch has rows of; a reference knows them."""
+    """Returns the uids of the prompts that have rows in the batch; for a reference, without fetching it."""
     if isinstance(batch, BatchRef):
         return set(batch.ids.tolist())
     return set(batch.non_tensor_batch["uid"].tolist()) if len(batch) else set()

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent.
+"""Atomic checkpoints: complete or absent.
 
 A checkpoint is the folder `global_step_N`: the roles' own files, and `trainer.json` with the loop's state. It is written
 under a temporary name and renamed when complete; only then does `latest_checkpointed_iteration.txt` name it. If writing is
-interrupted, the previous checkpoint stays usable. At most one is being written at a time, in a thread of its own if asked.
+interrupted, the previous checkpoint stays usable. At most one is written at a time, optionally in a background thread.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _TEMPORARY = ".incomplete-"
 
 
 class Checkpoints:
-    """The checkpoints in `folder`; `keep` newest are kept (None or -1: all)."""
+    """The checkpoints in `folder`; only the `keep` newest are kept (None or -1: all)."""
 
     def __init__(self, folder: Path | str, keep: int | None, *, in_background: bool = False) -> None:
         self.folder, self._keep = Path(folder), None if keep == -1 else keep
         self._in_background = in_background
-        self.newest: Path | None = None  # of those written here
+        self.newest: Path | None = None  # the newest one written by this object
         self._running: Future[None] | None = None
 
     def save(
         self, step: int, state: dict[str, Any], write: Callable[[str], None], copy: Callable[[], None] = lambda: None
     ) -> None:
-        """Writes the checkpoint of `step`; `write(folder)` adds the roles' files. In the background, `copy()` first makes
-        sure that `write` finds them as they are now; an earlier save is waited for.
+        """Writes the checkpoint of `step`, after any earlier save has finished; `write(folder)` adds the roles' files. For a
+        background save, `copy()` first takes a snapshot of what `write` will save.
 
         Raises:
-            CheckpointError: it, or an earlier one, could not be written, for instance because the disk is full; no partial
-                files stay.
+            CheckpointError: this or an earlier checkpoint could not be written, for instance because the disk is full; no
+                partial files are left.
         """
         self.wait()
         text = json.dumps({"step": step, **state}, indent=1)
@@ -61,13 +61,15 @@ class Checkpoints:
             except BaseException as error:
                 running.set_exception(error)
 
-        threading.Thread(target=run, name="etude-checkpoint").start()  # not a daemon: a program's end waits for it
+        threading.Thread(
+            target=run, name="etude-checkpoint"
+        ).start()  # not a daemon: the interpreter waits for it at exit
 
     def wait(self, *, only_if_done: bool = False) -> None:
-        """Waits until no save runs; `only_if_done`: does not wait, but raises the error of one that has failed.
+        """Waits for a running background save. `only_if_done`: does not wait, only raises the error of one that failed.
 
         Raises:
-            CheckpointError: of the save.
+            CheckpointError: the save failed.
         """
         if self._running is not None and (self._running.done() or not only_if_done):
             running, self._running = self._running, None
@@ -75,7 +77,7 @@ class Checkpoints:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Waits for the save that runs when the block ends. Where the block raises, the save's error is only logged."""
+        """Waits, when the block ends, for a running save. If the block raises, an error of the save is only logged."""
         try:
             yield
         except BaseException:
@@ -101,15 +103,19 @@ class Checkpoints:
             ) from error
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """Returns the newest complete checkpoint, or None.
+
+        Raises:
+            CheckpointError: `latest_checkpointed_iteration.txt` does not name a checkpoint.
+        """
         pointer = self.folder / LATEST
         if not pointer.is_file():
             return None
         text = pointer.read_text().strip()
         target = self.folder / f"global_step_{text}"
-        replaced = _replaced(target)
-        if replaced.exists() and not target.exists():  # killed while it was written once more
-            os.replace(replaced, target)
+        backup = _backup_path(target)
+        if backup.exists() and not target.exists():  # killed while replacing this checkpoint
+            os.replace(backup, target)
         if not text.isdigit() or not (target / _STATE).is_file():
             raise CheckpointError(
                 f"{pointer} names step '{text}', but {target} is no checkpoint; correct or remove the file"
@@ -118,10 +124,10 @@ class Checkpoints:
 
     @staticmethod
     def read_state(folder: Path | str) -> dict[str, Any]:
-        """The loop's state in a checkpoint.
+        """Reads the loop's state from a checkpoint.
 
         Raises:
-            CheckpointError: the folder is no checkpoint, or its state cannot be read.
+            CheckpointError: the folder is not a checkpoint, or its state cannot be read.
         """
         path = Path(folder) / _STATE
         try:
@@ -141,7 +147,7 @@ class Checkpoints:
         _sync(self.folder)
 
     def _prune(self, newest: int) -> None:
-        """Removes all but the newest checkpoints, and partial ones of killed runs."""
+        """Removes all but the newest checkpoints, and partial ones left by killed runs."""
         for left in self.folder.glob(f"{_TEMPORARY}*"):
             _remove(left)
         if self._keep is None:
@@ -154,24 +160,25 @@ class Checkpoints:
 
 @contextmanager
 def write_whole(target: Path, advice: str = "free space or set trainer.default_local_dir") -> Iterator[Path]:
-    """A new folder that replaces `target` when the block succeeds, and is removed otherwise.
+    """Yields a temporary folder that atomically replaces `target` if the block succeeds, and is removed otherwise.
 
     Raises:
-        CheckpointError: it could not be written, for instance because the disk is full; an earlier `target` is intact.
+        CheckpointError: the folder could not be written, for instance because the disk is full; an existing `target` stays
+            intact.
     """
-    temporary, replaced = target.with_name(f"{_TEMPORARY}{target.name}"), _replaced(target)
+    temporary, backup = target.with_name(f"{_TEMPORARY}{target.name}"), _backup_path(target)
     try:
-        for left in (temporary, replaced):  # of a run that was killed while it wrote
+        for left in (temporary, backup):  # left by a run that was killed while writing
             _remove(left)
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)  # contents reach the disk before the rename
         if target.exists():
-            os.replace(target, replaced)
+            os.replace(target, backup)
         os.replace(temporary, target)
         _sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(backup, ignore_errors=True)
     except BaseException as error:
         reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -180,7 +187,7 @@ def write_whole(target: Path, advice: str = "free space or set trainer.default_l
         raise
 
 
-def _replaced(target: Path) -> Path:
+def _backup_path(target: Path) -> Path:
     return target.with_name(f"{_TEMPORARY}replaced-{target.name}")
 
 
@@ -199,7 +206,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to the disk."""
+    """Flushes a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

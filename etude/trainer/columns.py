@@ -1,6 +1,6 @@
-"""The columns that an estimator's record may need and that no worker computes: read off rollouts, where they are asked for.
+"""Columns that an estimator's record may need and that no worker computes: derived from rollouts, on demand.
 
-Invariant: equal rollouts have equal columns, in whatever process, order or batch.
+Invariant: equal rollouts have equal columns, in any process, order or batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from etude.trainer.rollouts import main_rows, rollouts_of, sampled_earlier
 from etude.trajectory import Provenance, Rollout, Trajectory
 
 Column: TypeAlias = Tensor | Mapping[str, Tensor]
-_SEQUENCE = 1 << 32  # more than a sequence has turns
+_SEQUENCE = 1 << 32  # larger than the number of turns of any sequence
 
 
 def read_column(batch: DataProto, name: str) -> Column:
-    """A column of `etude.algorithms.records.COLUMNS`: (rows, response_len), (rows,) or {name: (rows,)}.
+    """Returns a column of `etude.algorithms.records.COLUMNS`: (rows, response_len), (rows,) or {name: (rows,)}.
 
     Raises:
-        DataError: observations with images in them.
+        DataError: `observations` of rollouts with images.
     """
     if name in batch.batch:
         return batch.batch[name]
@@ -44,15 +44,15 @@ def read_column(batch: DataProto, name: str) -> Column:
 
 
 def turn_numbers(sequence: Trajectory, place: int = 0) -> list[int]:
-    """The assistant turn of each token after the prompt; those of the sequence in a later `place` are larger."""
+    """The assistant turn of each token after the prompt, plus an offset by `place`, the sequence's index in its rollout."""
     return [place * _SEQUENCE + segment.turn for segment in sequence.segments for _ in segment.token_ids]
 
 
 def observations(sequence: Trajectory, place: int = 0) -> list[int]:
-    """For each token after the prompt, a digest of what its turn answered: the tokens since the turn before, or the prompt.
+    """For each token after the prompt, a digest of its turn's observation: the tokens since the last turn, or the prompt.
 
     Raises:
-        DataError: images, of which tokens say nothing, may be among what later turns answered.
+        DataError: later turns may have observed images, which tokens do not identify.
     """
     if sequence.images and sequence.assistant_turns > 1:
         raise DataError(
@@ -60,21 +60,21 @@ def observations(sequence: Trajectory, place: int = 0) -> list[int]:
             "images: choose an estimator that needs no observations"
         )
     found: list[int] = []
-    shown, digest, turn = list(sequence.prompt_ids), 0, None
+    observation, digest, turn = list(sequence.prompt_ids), 0, None
     for segment in sequence.segments:
         if segment.provenance is not Provenance.SAMPLED:
-            shown += segment.token_ids
+            observation += segment.token_ids
         else:
             if segment.turn != turn:
-                digest, turn = _digest(shown), segment.turn
-            shown = []
+                digest, turn = _digest(observation), segment.turn
+            observation = []
         found += [digest] * len(segment.token_ids)
     return found
 
 
 def reward_components(rollouts: list[Rollout]) -> dict[str, Tensor]:
-    """The rewards by source, as in the metrics `reward/*/mean`, and what else of numbers the scorer returned: (rows,)
-    float64 by name, NaN where a rollout has none."""
+    """The rewards by source, as in the metrics `reward/*/mean`, and the scorer's other numbers: name → (rows,) float64, NaN
+    for rollouts without one."""
     rows = []
     for rewards in (rollout.trajectory.rewards for rollout in rollouts if rollout.trajectory is not None):
         sources = {"step": sum(value for *_, value in rewards.steps), "final": sum(rewards.final.values())}
@@ -87,7 +87,7 @@ def reward_components(rollouts: list[Rollout]) -> dict[str, Tensor]:
 
 
 def _sequences(batch: DataProto) -> list[tuple[Trajectory, int]]:
-    """The sequence of each row, and its place in time among those of its rollout."""
+    """Returns each row's sequence and its index in time among those of its rollout."""
     found: list[tuple[Trajectory, int]] = []
     for is_main, rollout in zip(main_rows(batch).tolist(), rollouts_of(batch)):
         if not is_main:

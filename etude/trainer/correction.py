@@ -1,8 +1,9 @@
-"""Correction, by the driver, of the mismatch between the engine that sampled and the model that trains; and its alarm.
+"""Correction of the mismatch between the engine that sampled and the model that trains (importance weights, rejection), and
+an alarm for it.
 
-Invariant: the correction compares log-probs of one policy, that of the rollout, before any update, over whole rollouts of
-the whole batch; advantages and baselines are those of all that was sampled. With `bypass_mode` there is nothing to compare
-yet: the actor's loss does it, at every update (see `etude.workers.actor`).
+Invariant: the correction compares log-probs of the same policy, before any update, over whole rollouts of the whole batch;
+advantages and baselines are computed from all sampled rollouts, before any is rejected. With `bypass_mode` there are no
+log-probs to compare yet: the actor's loss corrects, at every update (see `etude.workers.actor`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _CAUSES = (
 def correct_mismatch(
     batch: DataProto, correction: RolloutCorrectionOptions, episodes: bool
 ) -> tuple[DataProto, Metrics]:
-    """`batch` with the column `rollout_is_weights` (rows, response_len), or with a smaller `response_mask` and without the
-    rollouts that have nothing left; and the metrics `rollout_corr/rollout_*`. It needs both kinds of log-probs.
+    """Adds the column `rollout_is_weights` (rows, response_len) and applies rejection: masks rejected tokens in
+    `response_mask` and removes rollouts that have none left. Also returns the metrics `rollout_corr/rollout_*`. Needs
+    `old_log_probs` and `rollout_log_probs`.
 
-    A sequence is all of a rollout, or a row where each of its rows is an episode of its own (`episodes`).
+    A sequence is a whole rollout; with `episodes`, each row is a separate one.
     """
     if not correction.corrects or correction.bypass_mode or not len(batch):
         return batch, {}
@@ -55,15 +57,15 @@ def correct_mismatch(
 
 
 class MismatchAlarm:
-    """Says once that the engine's log-probs are far from the trainer's, and again whenever that has grown tenfold."""
+    """Warns once that the engine's log-probs are far from the trainer's, and again whenever the distance grows tenfold."""
 
     def __init__(self, threshold: float | None) -> None:
         self._threshold = threshold
 
     def note(self, metrics: Metrics, emit: EventSink) -> None:
-        """Looks at a training step's metrics."""
+        """Checks the metrics of a training step."""
         distance = metrics.get("rollout_corr/k3_kl", 0.0)
-        if self._threshold is None or not distance > self._threshold:  # nor where it is no number
+        if self._threshold is None or not distance > self._threshold:  # also returns for NaN
             return
         self._threshold = 10 * distance
         emit(

@@ -1,7 +1,7 @@
-"""On-policy distillation, the driver's part: which teacher scores which row, and what it reads.
+"""On-policy distillation, the driver's part: which teacher scores which row, and with which prompt.
 
-Invariant: a teacher scores the sampled tokens as they are, after the policy's own prompt or, with a hint, after the row's
-prompt rendered anew with the hint in its last user message. Nothing is sampled from a teacher.
+Invariant: a teacher scores exactly the sampled tokens, after the policy's own prompt or, with a hint, after the row's prompt
+re-rendered with the hint in its last user message. Nothing is sampled from a teacher.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from etude.workers.role import TOKENS
 
 
 def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
-    """Checks that each data source has a teacher, that teachers in folders read the policy's token ids, and that there are
-    as many as `topk`.
+    """Checks that each data source has a teacher, that local teachers have the policy's token ids, and that the vocabulary
+    has at least `topk` tokens.
 
     Raises:
         ConfigError: names the data source or the teacher.
@@ -56,10 +56,10 @@ def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
 
 
 def ask_teachers(setup: RunSetup, batch: Batch) -> Batch:
-    """What each row's teacher says of its tokens: the columns of `etude.workers.teacher.teacher_columns`.
+    """Scores each row with its teacher; returns the columns of `etude.workers.teacher.teacher_columns`.
 
     Raises:
-        DataError: the hint cannot be put into a row's prompt, or a row is longer than its teacher reads.
+        DataError: the hint cannot be inserted into a row's prompt, or a row exceeds its teacher's context length.
         EngineError: a teacher's server failed.
     """
     groups = setup.groups
@@ -75,8 +75,8 @@ def ask_teachers(setup: RunSetup, batch: Batch) -> Batch:
 def divide_among_teachers(
     chat: ChatTemplate, batch: DataProto, setup: PlainSetup, schemas: Mapping[str, Any]
 ) -> list[tuple[str, list[int], DataProto]]:
-    """Of each teacher the rows, and what it reads of them: `input_ids`, `attention_mask`, `response_mask`, any `kept_ids`
-    and images; with the hint in each prompt."""
+    """Returns for each teacher its rows and their inputs: `input_ids`, `attention_mask`, `response_mask`, any `kept_ids` and
+    images; with the hint, if any, in each prompt."""
     hint, rows = setup.roles.distillation.hint, dict[str, list[int]]()
     for row, source in enumerate(batch.non_tensor_batch["data_source"].tolist()):
         rows.setdefault(str(setup.roles.distillation.teacher_of(source)), []).append(row)
@@ -93,7 +93,7 @@ def divide_among_teachers(
 
 
 def merge_scored(scored: Sequence[tuple[list[int], DataProto]]) -> DataProto:
-    """The columns of all teachers, each row where it was; zeros where a teacher has no such column."""
+    """Merges the columns of all teachers in the original row order; zeros for rows whose teacher lacks a column."""
     size, columns = sum(len(rows) for rows, _ in scored), dict[str, torch.Tensor]()
     for rows, part in scored:
         for name, values in part.batch.items():
@@ -104,7 +104,7 @@ def merge_scored(scored: Sequence[tuple[list[int], DataProto]]) -> DataProto:
 
 
 def _check_lengths(setup: PlainSetup, batch: DataProto, teacher: str, longest: int, lengths: Sequence[int]) -> None:
-    """A server says itself what is too long for it."""
+    """Checks the longest row of a local teacher; a server checks its own limit."""
     folder = None if teacher == SELF or is_address(teacher) else local_folder(teacher)
     limit = setup.longest_sequence if teacher == SELF else longest_context(read_config(folder)) if folder else None
     if limit is not None and lengths[longest] > limit:
@@ -117,7 +117,7 @@ def _check_lengths(setup: PlainSetup, batch: DataProto, teacher: str, longest: i
 
 
 def _add_hints(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` with other prompts."""
+    """Returns `input_ids` and `attention_mask` with the prompts replaced."""
     columns, width = batch.batch, batch.batch["responses"].shape[1]
     ids = pad_rows(prompts, chat.tokenizer.pad_token_id or 0, left=True)
     real = torch.arange(-ids.shape[1], 0) >= -torch.tensor([[len(prompt)] for prompt in prompts])
@@ -128,7 +128,7 @@ def _add_hints(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[
 
 
 def _prompts_of(batch: DataProto) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Each row, and the ids of its prompt."""
+    """Returns each row with its prompt's token ids."""
     ids = batch.batch["prompts"]
     real = batch.batch["attention_mask"][:, : ids.shape[1]].bool()
     return zip(rows_of(batch), (row[kept].tolist() for row, kept in zip(ids, real)))
@@ -137,7 +137,7 @@ def _prompts_of(batch: DataProto) -> Iterator[tuple[dict[str, Any], list[int]]]:
 def _render_with_hint(
     chat: ChatTemplate, schemas: Mapping[str, Any], row: Mapping[str, Any], prompt: Sequence[int], hint: str
 ) -> list[int]:
-    """The ids of the row's prompt with the hint."""
+    """Returns the token ids of the row's prompt with the hint."""
     where = f"distillation.hint: row {row.get('index')} of data_source '{row['data_source']}'"
     if row.get(IMAGES):
         raise DataError(f"{where} has images, which a hint does not go with")

@@ -1,8 +1,9 @@
-"""Estimators of an evaluation, and of a validation during training: mean, best and majority of k samples, with intervals.
+"""Estimators for evaluations and for validation during training: avg@n, pass@k (best of k) and maj@k, with confidence
+intervals.
 
-Invariant: pure functions of scores by prompt. Estimates over k of n samples are exact expectations over all subsets, hence
-unbiased; intervals count prompts, since samples of one prompt are not independent. A missing sample (None) counts as such
-and in nothing else.
+Invariant: pure functions of scores grouped by prompt. Estimates over k of n samples are exact expectations over all subsets,
+hence unbiased; intervals count prompts, since samples of one prompt are not independent. A missing sample (None) is counted
+as missing and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _MAX_FLOAT_SAMPLES = 1000  # C(1000, 500) is about 1e299
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored answer. `score` is its total reward, `answer` what the scorer read as its answer: None where it read none;
-    `answers`: whether the scorer reads answers at all."""
+    """One scored sample. `score` is its total reward, `answer` the answer that the scorer extracted (None: it found none);
+    `answers`: whether the scorer extracts answers at all."""
 
     score: float
     success: float
@@ -33,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its 95 % interval."""
+    """A mean over prompts with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -41,7 +42,7 @@ class Estimate:
 
 
 def powers_up_to(most: int) -> list[int]:
-    """1, 2, 4, … below `most`, and `most`: the numbers of samples that estimates are made for."""
+    """Returns 1, 2, 4, … below `most`, and `most`: the values of k that are estimated."""
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
 
 
@@ -49,7 +50,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """95 % confidence interval of a proportion (Wilson 1927); (0, 1) for n = 0. `successes` may be fractional.
 
     Raises:
-        ValueError: `successes` is not within 0 and `n`.
+        ValueError: `successes` is not between 0 and `n`.
     """
     if n == 0 and successes == 0:
         return 0.0, 1.0
@@ -58,14 +59,14 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     p, z2 = successes / n, _Z_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # the closed form is off by a rounding error at the ends
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # the closed form has rounding errors at 0 and n
     high = 1.0 if successes == n else min(centre + half, 1.0)
     return low, high
 
 
 def bootstrap_interval(means: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of the mean of `means`, one per prompt, which are drawn again with replacement 1000 times
-    (Efron 1979). Too narrow for a dozen prompts or fewer."""
+    """95 % percentile bootstrap interval of the mean of `means`, one per prompt: prompts are resampled with replacement 1000
+    times (Efron 1979). Too narrow for a dozen prompts or fewer."""
     values = np.asarray(means, dtype=np.float64)
     generator = np.random.default_rng(seed)
     blocks = (generator.integers(len(values), size=(100, len(values))) for _ in range(_RESAMPLES // 100))
@@ -75,8 +76,9 @@ def bootstrap_interval(means: Sequence[float], seed: int = 0) -> tuple[float, fl
 
 
 def estimate(means: Sequence[float], *, proportion: bool) -> Estimate:
-    """Of one mean per prompt. `proportion`: they are means of values that are 0 or 1, and the interval is Wilson's, which is
-    conservative however correlated the samples of a prompt are; otherwise it is bootstrapped over prompts."""
+    """Estimates the mean from one mean per prompt. `proportion`: these are means of 0/1 values, and the interval is
+    Wilson's, which is conservative however correlated the samples of a prompt are; otherwise it is bootstrapped over
+    prompts."""
     value = float(np.mean(means))
     if proportion:
         return Estimate(value, *wilson_interval(min(math.fsum(means), len(means)), len(means)))
@@ -97,8 +99,8 @@ def expected_majority(answers: Sequence[str | None], scores: Sequence[float], k:
     """E[score of the most frequent answer among k of the n samples drawn without replacement]; self-consistency (Wang et al.
     2022, arXiv 2203.11171) averaged over all subsets rather than resampled.
 
-    Equally frequent answers count equally, an answer's score is the mean of its samples', and None does not vote: only
-    where all drawn are None is it their mean score.
+    Ties are split equally, an answer's score is the mean score of its samples, and None does not vote: only if all k drawn
+    samples are None does their mean score count.
     """
     classes: dict[str | None, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores):
@@ -113,11 +115,11 @@ def expected_majority(answers: Sequence[str | None], scores: Sequence[float], k:
 
 
 def _mode_share(own: int, votes: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """Share of the k-subsets in which a given answer of `own` samples has `votes` votes and none has more, each divided by
-    the number of answers with as many."""
+    """Share of the k-subsets in which a given answer with `own` samples gets `votes` votes and no answer gets more; each
+    subset is weighted by 1 / (number of answers tied for first)."""
     others = list(counts)
     others.remove(own)
-    # ways[drawn, tied]: choices among the answers so far
+    # ways[drawn, tied]: number of ways to draw from the answers so far
     exact = sum(counts) + silent > _MAX_FLOAT_SAMPLES
     ways = np.zeros((k - votes + 1, (k - votes) // votes + 1), dtype=object if exact else np.float64)
     ways[0, 0] = math.comb(own, votes)
@@ -129,7 +131,7 @@ def _mode_share(own: int, votes: int, counts: Sequence[int], silent: int, k: int
 
 
 def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.ndarray:
-    """`ways` after some of `count` equal answers were drawn, at most `votes` unless they do not vote."""
+    """Extends `ways` by an answer with `count` samples, of which at most `votes` are drawn unless it does not vote."""
     found = np.zeros_like(ways)
     for drawn in range(min(count if is_silent else min(count, votes), len(ways) - 1) + 1):
         tied = int(drawn == votes and not is_silent)
@@ -138,8 +140,8 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
 
 
 def sample_estimates(prompts: Sequence[Sequence[Sample]]) -> dict[str, Estimate]:
-    """`avg@N`, `pass@K` and, where the scorer reads answers, `maj@K` of success, for K = 2, 4, … and N, the maximum number
-    of samples per prompt; with K cut to the samples that a prompt has. `pass@1` would be `avg@N`."""
+    """`avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and N, the maximum number
+    of samples per prompt. For a prompt with fewer samples, K is capped at their number. `pass@1` equals `avg@N`."""
     most = max(map(len, prompts))
     success = [[each.success for each in own] for own in prompts]
     votes = all(each.answers for own in prompts for each in own)
@@ -154,15 +156,15 @@ def sample_estimates(prompts: Sequence[Sequence[Sample]]) -> dict[str, Estimate]
 def _best_and_majority(
     scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]] | None, most: int
 ) -> Iterator[tuple[int, list[float], list[float]]]:
-    """For K = 2, 4, … and `most`, each prompt's `expected_best` and, where `answers` are given, `expected_majority`."""
+    """For K = 2, 4, … and `most`, yields each prompt's `expected_best` and, if `answers` are given, `expected_majority`."""
     for k in powers_up_to(most)[1:]:
         best = [expected_best(own, min(k, len(own))) for own in scores]
         yield k, best, [expected_majority(a, own, min(k, len(own))) for a, own in zip(answers or (), scores)]
 
 
 def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, float | int | Estimate]:
-    """`prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and the
-    `sample_estimates`. Where all were dropped, counts only."""
+    """Returns `prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and the
+    `sample_estimates`. If all samples were dropped, only the counts."""
     kept = [own for asked in prompts if (own := [each for each in asked if each is not None])]
     samples = sum(map(len, kept))
     found: dict[str, float | int | Estimate] = {
@@ -188,10 +190,10 @@ def validation_metrics(
 ) -> dict[str, float]:
     """`val-core/{data_source}/reward/…` from one score per sample; samples with equal `uids` share a prompt.
 
-    A score of None is missing: `missing` counts them, if any, and all else is over the other samples, and the prompts that
-    have any. With N the maximum number of samples per prompt of the source, missing ones included: `mean@N` is the mean over
-    prompts of a prompt's mean; for K = 2, 4, … and N `best@K/mean` is `expected_best`, and, where `answers` are given,
-    `maj@K/mean` is `expected_majority`, with K cut to the samples that a prompt has. For scores that are all 0 or 1,
+    A score of None is missing: `missing` counts these, if any, and everything else is over the other samples and the prompts
+    that have any. N is the source's maximum number of samples per prompt, missing ones included. `mean@N` is the mean over
+    prompts of a prompt's mean; for K = 2, 4, … and N, `best@K/mean` is `expected_best` and, if `answers` are given,
+    `maj@K/mean` is `expected_majority`, with K capped at the prompt's number of samples. If all scores are 0 or 1,
     `mean@N/ci95_low|high` is a Wilson interval that counts prompts.
 
     Raises:

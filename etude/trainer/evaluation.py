@@ -1,8 +1,9 @@
-"""`evaluate`: rolls out validation rows and scores them, as a run's validation does, and goes on where it was killed.
+"""`evaluate`: rolls out and scores validation rows, as a run's validation does; a killed evaluation can be resumed.
 
-Invariant: every trajectory is on disk before it counts, and the result is computed from what is on disk. While an evaluation
-runs, its trajectories are in `{step}.jsonl.part`, written chunk by chunk; a complete one is `{step}.jsonl`. Rows that are
-there with all their samples are not rolled out again; those of another evaluation are never taken for its own.
+Invariant: every trajectory is written to disk before it counts, and the result covers exactly those on disk. While an
+evaluation runs, its trajectories are in `{step}.jsonl.part`, appended batch by batch; when complete, the file is renamed to
+`{step}.jsonl`. Rows that have all their samples there are not rolled out again; results of another evaluation are never
+reused.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from etude.trainer.setup import prepare
 from etude.trajectory import Trajectory
 
 Samples: TypeAlias = dict[str, list[Sample]]
-"""By `uid` of the prompt; those that were dropped are not there."""
+"""By `uid` of the prompt, without dropped samples."""
 _NOT_EVALUATED = (
     *(
         "trainer.",
@@ -80,18 +81,19 @@ def evaluate(
 
     Args:
         output: a JSON file for the result.
-        dump_folder: for the trajectories (`{step}.jsonl`), `run.json` and `config.yaml`. None: one of its own in
-            `trainer.default_local_dir`, named after model, data and sampling.
-        fresh: roll out everything again, also what is in `dump_folder`.
+        dump_folder: for the trajectories (`{step}.jsonl`), `run.json` and `config.yaml`. None: a separate folder in
+            `trainer.default_local_dir`, named by a digest of model, data and sampling.
+        fresh: rolls out everything again, even rows already in `dump_folder`.
 
     Returns:
-        The `summary`, `metrics` as a validation of a run names them (`val-core/*`), and `folder`.
+        The summary, `sources` (the summary per data source), `metrics` named as in a run's validation (`val-core/*`), and
+        `folder`.
 
     Raises:
-        ConfigError, DataError: one line that names the key, file or row, before any model is loaded; among others for a
-            `dump_folder` of a training run, or with trajectories of another evaluation.
-        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows; those that were not
-            dropped are kept.
+        ConfigError, DataError: one line that names the key, file or row, before any model is loaded; for instance if
+            `dump_folder` belongs to a training run, or holds trajectories of another evaluation.
+        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows; the other
+            trajectories are kept on disk.
         EtudeError: no trajectory was left to score.
     """
     setup = prepare(config, trains=False)
@@ -127,9 +129,9 @@ def evaluate(
                         for start in range(0, len(missing), size):
                             batch = rollouts.validate_rows(dataset, missing[start : start + size])
                             place = (str(journal.part), step, batch, setup.roles.reward)
-                            found, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
+                            batch_samples, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
                             lost, cause = lost + dropped, cause if lost else why
-                            for uid, sample in found:
+                            for uid, sample in batch_samples:
                                 samples.setdefault(uid, []).append(sample)
                 finally:
                     emit(RunEnded())
@@ -146,7 +148,7 @@ def evaluate(
 
 
 def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """The metrics as a run's, beside those of other steps."""
+    """Writes the metrics in a run's format; keeps those of other steps."""
     others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
     with write_atomically(path) as file:
         for record in [*others, {"step": step, **metrics}]:
@@ -154,12 +156,12 @@ def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]], n: int) -> dict[str, Any]:
-    """The summary of all, that of each data source (`sources`), and the `metrics` of a validation.
+    """Returns the overall summary, that of each data source (`sources`), and the `metrics` of a validation.
 
     Args:
-        sources: the data source of each prompt.
-        samples: of each prompt, those that were not dropped.
-        n: how many each should have.
+        sources: the data source of each prompt, by uid.
+        samples: the samples of each prompt that were not dropped, by uid.
+        n: the number of samples requested per prompt.
     """
     asked: dict[str, list[Sample | None]] = {
         uid: [*own, *([None] * (n - len(own)))] for uid in sources for own in [samples.get(uid, ())]
@@ -186,11 +188,14 @@ def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
 def append_dump(
     chat: ChatTemplate, path: str, step: int, batch: DataProto, options: RewardOptions
 ) -> tuple[list[tuple[str, Sample]], int, str]:
-    """Appends the batch's trajectories to the file; returns its samples, each with its prompt's `uid`, the number that
-    infrastructure failures dropped, and their first cause.
+    """Appends the batch's trajectories to the file.
+
+    Returns:
+        The samples, each with its prompt's `uid`; the number of rollouts that infrastructure failures dropped; and the first
+        cause.
 
     Raises:
-        EtudeError: they cannot be written.
+        EtudeError: the file cannot be written.
     """
     try:
         with open(path, "ab") as file:
@@ -207,7 +212,7 @@ def append_dump(
 
 
 def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
-    """What an evaluation counts of a trajectory."""
+    """Reads from a trajectory what an evaluation counts."""
     weights = (options.tool_reward_weight, options.score_weight)
     return Sample(
         score=trajectory.rewards.total(*weights),
@@ -219,8 +224,8 @@ def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
 
 
 class _Journal:
-    """The file of an evaluation's trajectories, and beside it what they follow from: a folder may hold one evaluation for
-    each step, of a checkpoint of its own."""
+    """The file of an evaluation's trajectories, and next to it the evaluation's identity (configuration and file digests).
+    A folder may hold one evaluation per step, each of a different checkpoint."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
@@ -229,10 +234,10 @@ class _Journal:
         self._origin = folder / f"{step}.identity.json"
 
     def read(self, identity: Mapping[str, Any], options: RewardOptions, n: int) -> Samples:
-        """The samples of an earlier start, of prompts that have all `n`.
+        """Reads the samples of an earlier, interrupted start, for prompts that have all `n`.
 
         Raises:
-            ConfigError: they are another evaluation's.
+            ConfigError: they belong to another evaluation.
         """
         source = self._source()
         if source is None or not source.stat().st_size:
@@ -244,7 +249,7 @@ class _Journal:
         return {uid: own for uid, own in samples.items() if len(own) == n}
 
     def begin(self, samples: Samples, identity: Mapping[str, Any]) -> None:
-        """Starts the part with what is kept of an earlier start."""
+        """Starts the partial file with the records kept from an earlier start."""
         source = self._source()
         with write_atomically(self.part) as file:
             for record in _records(source) if source is not None and samples else ():
@@ -253,7 +258,7 @@ class _Journal:
         write_json(self._origin, json_safe(identity))
 
     def end(self) -> None:
-        """The part, if any, is complete."""
+        """Renames the partial file, if any: it is complete."""
         if self.part.exists():
             os.replace(self.part, self.whole)
 
@@ -282,12 +287,12 @@ class _Journal:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a dump that a kill may have cut short."""
+    """Reads the records of a dump, skipping a truncated last line."""
     return (record for _, record in read_steps(path) if record is not None)
 
 
 def _identity(config: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an evaluation's result follows from: keys, and digests of files."""
+    """Returns what determines an evaluation's result: configuration keys and file digests."""
     values = {key: value for key, value in flatten(config) if not key.startswith(_NOT_EVALUATED)}
     known = {name: each["sha256"] for name, each in files.items() if each["key"] in values}
     return {"config": values, "files": known}

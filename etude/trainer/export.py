@@ -1,6 +1,6 @@
-"""`export_model`: the model of a run or checkpoint as one folder for any Hugging Face program.
+"""`export_model`: exports the model of a run or checkpoint as a folder for any Hugging Face program.
 
-Invariant: the folder is written whole or not at all, and nothing is overwritten. Adapters need nothing here: a checkpoint's
+Invariant: the folder is written atomically, and nothing is overwritten. Adapters need no special handling: a checkpoint's
 `huggingface` folder has them merged.
 """
 
@@ -16,12 +16,16 @@ from etude.workers.checkpoint import MODEL, STATE, read_state
 
 
 def export_model(source: Path, target: Path, dtype: str | None = None, *, trust_remote_code: bool = False) -> Path:
-    """Writes the model of `source` (a run's folder, whose result or newest checkpoint is taken, a checkpoint, or a model's
-    folder) to `target`, and returns the folder it came from. Without `dtype` files are copied as they are; with it, weights
-    are rounded from the float32 ones that the optimizer updated, where the checkpoint has them.
+    """Writes the model of `source` to `target`, and returns the folder it was read from.
+
+    Args:
+        source: a run's folder (its result, else its newest checkpoint), a checkpoint, or a model's folder.
+        dtype: None copies the files unchanged; otherwise weights are rounded to it, from the optimizer's float32 weights if
+            the checkpoint has them.
 
     Raises:
-        ConfigError, CheckpointError: `source` holds no model, or `target` exists; one line that names the folder.
+        ConfigError, CheckpointError: `source` holds no model, or `target` exists and is not an empty folder; one line that
+            names the folder.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -35,7 +39,7 @@ def export_model(source: Path, target: Path, dtype: str | None = None, *, trust_
 
 
 def find_model(source: Path) -> Path:
-    """The model folder that `source` is or holds.
+    """Returns the model folder that `source` is or contains.
 
     Raises:
         ConfigError, CheckpointError: there is none.
@@ -55,7 +59,7 @@ def _convert(folder: Path, target: Path, dtype: str, trust_remote_code: bool) ->
     model = load_causal_lm(folder, dtype="float32", trust_remote_code=trust_remote_code)
     if (state := folder.parent / STATE).is_dir():
         exact = {name.removeprefix("model."): tensor for name, tensor in read_state(state, "model.").items()}
-        if exact.keys() <= dict(model.named_parameters()).keys():  # else they are adapters, merged already
+        if exact.keys() <= dict(model.named_parameters()).keys():  # otherwise adapters, which are already merged
             model.load_state_dict(exact, strict=False)
     tokenizer = load_processor(folder, trust_remote_code=trust_remote_code) or load_tokenizer(
         folder, trust_remote_code=trust_remote_code

@@ -1,9 +1,9 @@
-"""Where a step's rollouts come from: `DirectFeed` rolls out when the step asks; `StreamingFeed` keeps prompts in flight at
-the rollout workers while the policy learns (`trainer.max_staleness`).
+"""Where a step's rollouts come from: `DirectFeed` rolls out synchronously, when the step asks; `StreamingFeed` keeps prompts
+in flight at the rollout workers while the policy trains (asynchronous RL, `trainer.max_staleness`).
 
-Invariant: every prompt of the plan (the loader's order) is part of one step's rollouts, in whatever state these ended, or is
-still untrained; a checkpoint names the untrained ones, finished or not, and a resumed run rolls all of them out again. So a
-kill loses long rollouts no more often than short ones.
+Invariant: every prompt of the plan (the loader's order) belongs to exactly one step's rollouts, however these ended, or is
+still pending. A checkpoint lists the pending prompts, finished or not, and a resumed run rolls all of them out again. So
+killing a run does not favour short rollouts over long ones.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from etude.trainer.rollouts import (
 from etude.trainer.setup import PlainSetup, RunSetup
 from etude.trainer.window import Window
 
-Place: TypeAlias = tuple[int, int, Row]  # a row's batch in the plan, its place there, and the row
-_POLL_SECONDS = 1.0  # between two looks at the rollout workers, where nothing has ended
-UNTRAINED = "untrained"  # in a checkpoint's state
+Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)
+_POLL_SECONDS = 1.0  # how long to wait for finished rollouts before polling again
+UNTRAINED = "untrained"  # key in a checkpoint's state
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What a step trains on: `rolled`, all rollouts of its prompts (see `rolled_out`), and of these `batch`, which can be
-    learned from. `stale`: uids of those that are too old to train on. `has_several_sequences`: some rollout has."""
+    """What a step trains on. `rolled`: all rollouts of its prompts (see `rolled_out`); `batch`: those that can be trained
+    on; `has_several_sequences`: whether any rollout has more than one; `stale`: uids of prompts too old to train on."""
 
     rolled: list[RolledOut]
     batch: Batch
@@ -54,8 +54,8 @@ class StepRollouts:
 def inspect_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], setup: PlainSetup
 ) -> tuple[list[RolledOut], list[list[int]], Metrics, bool]:
-    """Of batches, and the greedy ones: all rollouts, each batch's rows that can be learned from, their metrics, and whether
-    some rollout has several sequences.
+    """Inspects the batches of a step and their greedy baselines. Returns all rollouts, each batch's rows that can be trained
+    on, the metrics, and whether any rollout has several sequences.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
@@ -68,7 +68,7 @@ def inspect_rollouts(
 
 
 def count_spread(made: DataProto, setup: PlainSetup, min_fraction: float = 0.0) -> int:
-    """Of how many groups the scores differ.
+    """Number of groups whose scores differ.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
@@ -77,8 +77,8 @@ def count_spread(made: DataProto, setup: PlainSetup, min_fraction: float = 0.0) 
 
 
 class PromptQueue:
-    """Rows in the planned order, each with its batch in the plan, from 1, and its place there. `epochs`: how often the plan
-    goes through the rows; None: as often as asked."""
+    """Rows in the planned order, each with the number of its batch in the plan (from 1) and its index in that batch.
+    `epochs`: passes over the rows; None: no limit."""
 
     def __init__(self, loader: ResumableLoader, epochs: int | None) -> None:
         self._loader, self._epochs = loader, epochs
@@ -87,11 +87,11 @@ class PromptQueue:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan has no more rows."""
+        """Whether the plan has no rows left."""
         return not self._next and self._epochs is not None and self._loader.epoch >= self._epochs
 
     def take(self, count: int) -> list[Place]:
-        """The next `count` rows, fewer at the plan's end."""
+        """Returns the next `count` rows, fewer at the end of the plan."""
         found: list[Place] = []
         while len(found) < count and not self.exhausted:
             if not self._next:
@@ -101,15 +101,15 @@ class PromptQueue:
         return found
 
     def state_dict(self, taken: Iterable[Place] = ()) -> dict[str, Any]:
-        """The state for `restore`, by which those of `taken` come first."""
-        drawn = self._loader.sampler is not None  # the rows may have a column of that name themselves
+        """Returns the state for `restore`; the rows in `taken` will come first again."""
+        drawn = self._loader.sampler is not None  # without a sampler, `ROW_COLUMN` may be a column of the user's data
         untrained = [
             [number, place, *([row[ROW_COLUMN]] if drawn else [])] for number, place, row in (*taken, *self._next)
         ]
         return {"loader": self._loader.state_dict()} | ({UNTRAINED: untrained} if untrained else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues after the loader's own state was restored.
+        """Restores the queue; the loader's own state must already be restored.
 
         Raises:
             ValueError: the state names a row that the plan does not have.
@@ -118,7 +118,7 @@ class PromptQueue:
         for number, place, *drawn in state.get(UNTRAINED, ()):
             if not 1 <= number <= self._loader.number or not 0 <= place < self._loader.batch_size:
                 raise ValueError(f"no row {place} in batch {number} of the plan")
-            if drawn:  # by a sampler
+            if drawn:  # the sampler's row number
                 self._next.append((number, place, self._loader.drawn_row(drawn[0])))
                 continue
             rows = batches.setdefault(number, self._loader.batch(number - 1) if number not in batches else [])
@@ -126,14 +126,14 @@ class PromptQueue:
 
 
 class DirectFeed:
-    """Rolls out a step's prompts when the step asks for them, and trains on all."""
+    """Rolls out a step's prompts synchronously, when the step asks for them."""
 
     def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
         self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
 
     def take(self, step: int, total_steps: int) -> StepRollouts:
-        """Trajectories for `train_batch_size` prompts; with group filtering, repeats until enough groups have differing
-        scores."""
+        """Rolls out `train_batch_size` prompts; with group filtering (dynamic sampling), repeats until enough groups have
+        differing scores or `max_gen_batches` is reached."""
         setup, algorithm = self._setup, self._setup.algorithm
         all_made: list[Batch] = []
         baselines: list[Batch] = []
@@ -164,11 +164,11 @@ class DirectFeed:
         return StepRollouts(rolled, batch, metrics, several)
 
     def end_step(self, version: int, total_steps: int) -> None:
-        """Nothing goes on between steps."""
+        """Does nothing: no prompts are in flight between steps."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan ends here."""
+        """Whether no prompts are left."""
         return self._prompts.exhausted
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,34 +178,35 @@ class DirectFeed:
 
 @dataclass
 class _Group:
-    """A prompt in flight: what was asked for it, and what has come back, by key."""
+    """A prompt in flight: its requests and their finished rollouts, by key (a uid). The first request is for the rollouts to
+    train on, an optional second one for the greedy baseline."""
 
     place: Place
-    asked: dict[str, DataProto]
+    requests: dict[str, DataProto]
     rank: int
     deadline: int = 0
     rolled: dict[str, Batch] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
-        """Whether all has come back."""
-        return len(self.rolled) == len(self.asked)
+        """Whether all requests have finished."""
+        return len(self.rolled) == len(self.requests)
 
 
 class StreamingFeed:
-    """Keeps as many prompts in flight as `Window` lets; a step takes what it lets."""
+    """Keeps as many prompts in flight as `Window` admits; a step trains on the groups that the window chooses."""
 
     def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
         self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
         self._policy = setup.groups.rollout
         self._window: Window[_Group] = Window(setup.data.train_batch_size, setup.trainer.max_staleness)
         self._by_key: dict[str, _Group] = {}
-        self._evicted: list[_Group] = []  # finished since the last step, with equal scores
+        self._evicted: list[_Group] = []  # groups with equal scores that finished since the last step
         self._engine: list[MetricParts] = []
 
     def take(self, step: int, total_steps: int) -> StepRollouts:
-        """The next `train_batch_size` groups that have finished, of differing scores where others are replaced; with these,
-        those that were replaced."""
+        """Waits for the next `train_batch_size` finished groups. With dynamic sampling, groups with equal scores are
+        replaced; they are returned in addition to these."""
         self.end_step(step - 1, total_steps)
         while (chosen := self._choose(step)) is None:
             self._collect()
@@ -214,7 +215,7 @@ class StreamingFeed:
         made = [next(iter(group.rolled.values())) for group in groups]
         baselines = [part for group in groups for part in [*group.rolled.values()][1:]]
         rolled, engine, self._engine = self._rollouts.join(made), self._engine, []
-        stale = frozenset(next(iter(group.asked)) for group in groups if group.deadline < step)
+        stale = frozenset(next(iter(group.requests)) for group in groups if group.deadline < step)
         found, (rows,), metrics, several = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._setup.plain)
         metrics |= finish_metrics(add_metrics(engine))
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
@@ -222,13 +223,13 @@ class StreamingFeed:
         return StepRollouts(found, rolled.select_idxs(fresh), metrics, several, stale)
 
     def end_step(self, version: int, total_steps: int) -> None:
-        """The workers have the weights of `version`: further prompts may begin."""
+        """Starts further prompts, now that the workers have the weights of `version`."""
         for place in self._prompts.take(self._window.room(version, total_steps)):
             self._begin(place, version)
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plan ends here."""
+        """Whether no prompts are left."""
         return self._prompts.exhausted and not self._window.groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,40 +239,40 @@ class StreamingFeed:
     def _begin(self, place: Place, version: int) -> None:
         number, index, row = place
         n, batch_size = self._setup.roles.rollout.n, self._setup.data.train_batch_size
-        asked = [self._rollouts.training_prompts([row], number, 0, first=index * n)]
+        requests = [self._rollouts.training_prompts([row], number, 0, first=index * n)]
         if "reward_baselines" in self._setup.needs:
-            asked.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index))
+            requests.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index))
         ranks = range(self._policy.world_size)
         rank = min(ranks, key=[group.rank for group in self._window.groups if not group.finished].count)
-        group = _Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in asked}, rank)
+        group = _Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in requests}, rank)
         self._window.admit(group, version)
-        for key, prompts in group.asked.items():
+        for key, prompts in group.requests.items():
             self._by_key[key] = group
             self._policy.direct("submit", rank)(key, prompts)
 
     def _collect(self) -> None:
-        """Takes in what has ended at the workers."""
+        """Collects and scores the rollouts that have finished at the workers."""
         for found, sampling in self._policy.collect(_POLL_SECONDS):
             self._engine.append(engine_metrics(sampling))
             for key, rolled in found:
                 group = self._by_key.pop(key)
-                group.rolled[key] = self._rollouts.score(group.asked[key], rolled)
+                group.rolled[key] = self._rollouts.score(group.requests[key], rolled)
                 if group.finished:
                     self._end(group)
 
     def _end(self, group: _Group) -> None:
-        group.rolled = {key: group.rolled[key] for key in group.asked}
+        group.rolled = {key: group.rolled[key] for key in group.requests}  # in the order of the requests
         made, *greedy = group.rolled.values()
         for each in greedy:
-            made = group.rolled[next(iter(group.asked))] = self._rollouts.with_baselines(made, each)
+            made = group.rolled[next(iter(group.requests))] = self._rollouts.with_baselines(made, each)
         if self._setup.algorithm.max_gen_batches > 1 and not self._rollouts.run(count_spread, made, self._setup.plain):
             self._window.take([group])
             self._evicted.append(group)
 
     def _choose(self, step: int) -> list[_Group] | None:
-        batch_size, most = self._setup.data.train_batch_size, self._setup.algorithm.max_gen_batches
+        batch_size, max_batches = self._setup.data.train_batch_size, self._setup.algorithm.max_gen_batches
         finished = [group for group in self._window.groups if group.finished]
-        if most > 1 and len(self._evicted) + len(finished) >= most * batch_size:
+        if max_batches > 1 and len(self._evicted) + len(finished) >= max_batches * batch_size:
             self._window.take(finished[:batch_size])
             return finished[:batch_size]
         return self._window.choose(step)

@@ -1,7 +1,7 @@
-"""`serve_policy`: from a configuration to a gateway on an address (`etude gateway`).
+"""`serve_policy`: starts a gateway from a configuration (`etude gateway`).
 
 Invariant: every session that sampled anything becomes one line of the record, a rollout in the format of
-`trainer.rollout_data_dir`, however it ended; the engine keeps nothing of it. Any engine that can be trained with will do:
+`trainer.rollout_data_dir`, however it ended; the engine keeps no state of it. Any engine that supports training can serve:
 the record has log-probs.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """The server's limits, and where it writes; times in seconds."""
+    """The server's address, limits and record file; times in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -55,10 +55,10 @@ class ServingOptions:
 
 
 async def serve_policy(config: DictConfig, options: ServingOptions, ready: Callable[[str], None]) -> None:
-    """Serves until SIGINT or SIGTERM; `ready` is called with the address when it listens.
+    """Serves until SIGINT or SIGTERM; calls `ready` with the address once it is bound.
 
     Raises:
-        ConfigError: the configuration or the address cannot be used.
+        ConfigError: the configuration is invalid, or the address cannot be used.
     """
     _, roles, bundle = check(config)
     check_trainable(roles.rollout.name)
@@ -85,12 +85,12 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
         )
         try:
             await uvicorn.Server(serving).serve(sockets=[listener])
-        finally:  # after a second Ctrl-C the application ends no sessions
+        finally:  # after a second Ctrl-C the application's own shutdown, which ends sessions, does not run
             policy.store.end_all()
 
 
 class ServedPolicy:
-    """An engine with the sessions that sample from it."""
+    """An engine and the sessions that sample from it."""
 
     def __init__(self, engine: Engine, context: AgentContext, options: ServingOptions, seed: int) -> None:
         self._engine, self._context, self._seed = engine, context, seed
@@ -113,7 +113,7 @@ class ServedPolicy:
 
     @classmethod
     def of(cls, roles: RoleOptions, bundle: TokenizerBundle, options: ServingOptions) -> ServedPolicy:
-        """Loads the model, if this process samples, and builds the engine."""
+        """Loads the model, if the engine samples in this process, and builds the engine."""
         model = None
         if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
             given = roles.model
@@ -156,7 +156,7 @@ class ServedPolicy:
                 logger.error("session %s is lost: %s", session.name, one_line(error))
 
     def record_of(self, session: GatewaySession) -> dict[str, Any]:
-        """The session's rollout as one line of a dump."""
+        """Returns the session's rollout as a dump record."""
         *earlier, main = session.trajectories()
         decode = self._context.tokenizer.decode
         return dict(
@@ -172,7 +172,7 @@ class ServedPolicy:
 
 
 def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
-    """Prompt and response may each fill the context: the length limits of training do not apply here."""
+    """Lets prompt and response each fill the context: the length limits of training do not apply here."""
     longest = rollout.max_model_len
     if longest is None:
         longest = rollout.prompt_length + rollout.response_length

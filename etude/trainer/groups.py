@@ -1,8 +1,8 @@
 """`open_groups`: the worker groups of a run.
 
 Invariant: only this module knows which processes the roles run in; only plain options and batches cross into a group. Actor
-and rollout share one model, unless rollout is a group of its own. With `trainer.backend=ray` all other roles have as many
-ranks, which share the slots of one pool.
+and rollout share one model, unless rollout is a separate group. With `trainer.backend=ray` all other roles have the same
+number of ranks, which share the slots of one pool.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from etude.workers import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5  # between two progress reports
-_LOOK_SECONDS = 2.0  # between two looks for nodes that come back
+_POLL_SECONDS = 0.5  # interval of progress reports
+_LOOK_SECONDS = 2.0  # interval of retries while nodes come back
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
-    `reward` scores whole batches, unless `rollout` scores each trajectory as it ends; `teachers` are by folder or server
-    address; `run` calls the trainer's functions on batches (`RoleWorker.run`).
+    """The worker groups of one run. `actor` is the same group as `rollout` if they are colocated, or if nothing is trained;
+    `reward` scores whole batches (None if `rollout` scores each trajectory as it ends); `teachers` are keyed by folder or
+    server address; `run` calls the trainer's functions on batches (`RoleWorker.run`).
 
-    Where a policy is trained on Ray, batches stay in the processes that made them: the driver has a `BatchRef` of each, and
-    `run` calls a function in a rank of the actor on the driver's node, whose files it writes, or, where none is there, in a
-    process of its own.
+    When a policy is trained on Ray, batches stay in the processes that created them: the driver holds a `BatchRef` of each.
+    `run` then calls a function in a rank of the actor on the driver's node (it writes files there), or in a separate process
+    if there is no such rank.
     """
 
     rollout: WorkerGroup
@@ -60,16 +60,16 @@ class Groups:
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
-    beside: WorkerGroup | None = None  # that of `run`
+    beside: WorkerGroup | None = None  # the group whose rank `run` calls
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def trained(self) -> list[WorkerGroup]:
-        """The groups with an optimizer, which checkpoints hold."""
+        """The groups with an optimizer: those that checkpoints save."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def usage(self) -> Usage:
-        """What the processes of the run take, the driver's included; without those of a group that was lost."""
+        """Resource usage of the run's processes, driver included; lost groups are left out."""
         groups = (self.rollout, self.actor, self.critic, self.reward, self.beside, *self.teachers.values())
         found = [measure_usage()]
         for group in {id(each): each for each in groups if each}.values():
@@ -78,24 +78,24 @@ class Groups:
         return join_usage(found)
 
     def progress(self) -> tuple[int, int]:
-        """(finished, total) trajectories of the current rollout; thread-safe."""
+        """Returns (finished, total) trajectories of the current rollout; thread-safe."""
         ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
         return sum(done for done, _ in ranks), sum(total for _, total in ranks)
 
     def sync_weights(self, version: int) -> list[Metrics]:
-        """Hands the actor's weights to the rollout workers as `version`."""
+        """Sends the actor's weights to the rollout workers as `version`."""
         if self.rollout is self.actor:
             return list(self.rollout.update_weights(version))
         return sync_weights(self.actor, self.rollout, version)
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:
-        """Emits `RolloutProgress` from its own thread as trajectories end, and once more at the end."""
+        """Emits `RolloutProgress` from a background thread as trajectories end, and once more at the end."""
         over, seen = threading.Event(), (0, 0)
 
         def report() -> None:
             nonlocal seen
-            with suppress(WorkerLost):  # the call that it is the progress of says so
+            with suppress(WorkerLost):  # the rollout call itself raises it
                 if (now := self.progress()) != seen:
                     seen = now
                     emit(RolloutProgress(*now))
@@ -115,14 +115,14 @@ class Groups:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Closes the groups if the block raises: for what sets up a run on them."""
+        """Closes the groups if the block, which sets up a run on them, raises."""
         with ExitStack() as stack:
             stack.callback(self.close)
             yield
             stack.pop_all()
 
     def close(self) -> None:
-        """Ends the workers and frees what they hold, models included."""
+        """Stops the workers and frees their resources, models included."""
         self.resources.close()
 
 
@@ -135,12 +135,17 @@ def open_groups(
     keeps_batches: bool = False,
     restarts: bool = False,
 ) -> Groups:
-    """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
-    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches; `restarts`:
-    whether nodes may be about to come back. If one cannot start, the others are closed.
+    """Starts the workers, in this process or on the cluster configured in `run`; they load no model yet. If one cannot
+    start, the others are closed.
+
+    Args:
+        trains: whether there is an actor.
+        critic: whether there is a critic.
+        keeps_batches: whether, on Ray, the driver holds references to batches instead of batches.
+        restarts: whether this is a restart: waits up to `ray.node_timeout` for nodes to come back.
 
     Raises:
-        ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
+        ConfigError: the cluster cannot be reached, it lacks resources, or its nodes do not meet the requirements.
     """
     options = replace(options, standalone=options.standalone and trains)
     scores_batches = options.rollout.mode == "sync" and options.reward.enable
@@ -166,11 +171,11 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
-            beside, rank = _beside_driver(actor or rollout, options, stack)
+            beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = RankStore()
-        elif isinstance(rollout, RayWorkerGroup):  # batches come to the driver
+        elif isinstance(rollout, RayWorkerGroup):  # the driver holds the batches
             beside = _in_process(RoleWorker, options)
         found |= {"run": beside.direct("run", rank), "beside": beside}
         return Groups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
@@ -180,8 +185,9 @@ def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
     return InProcessWorkerGroup(worker, 1, options)
 
 
-def _beside_driver(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
-    """A rank on the driver's node: of `actor`, if it has one there, or of a group of its own, which takes no CPU."""
+def _rank_on_driver_node(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
+    """Returns a rank on the driver's node: one of `actor` if there is one, else that of a separate group that reserves no
+    CPU."""
     import ray
 
     assert isinstance(actor, RayWorkerGroup)
@@ -199,7 +205,8 @@ def _beside_driver(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -
 def _on_ray(
     options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack, wait: float
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
-    """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
+    """Connects to the cluster and reserves its slots, which `stack` releases. Returns the options for its devices, and a
+    function that starts a group on the slots."""
     trainer, cluster = run.trainer, run.ray
     sections: dict[str, RunOptions | RolloutOptions] = {"trainer": trainer}
     if options.standalone:
@@ -207,7 +214,7 @@ def _on_ray(
     sizes = {key: (own.nnodes, own.n_gpus_per_node or trainer.n_gpus_per_node) for key, own in sections.items()}
     stack.callback(connect(cluster.address, cluster.init_kwargs, sum(nodes * each for nodes, each in sizes.values())))
     if trainer.device == "auto" and has_gpus():
-        options = replace(options, device="cuda")  # the driver's node need not have one
+        options = replace(options, device="cuda")  # even if the driver's node has no GPU
     use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()
     for key, (nodes, each) in sizes.items():
         least = sections[key].min_nnodes or nodes
@@ -223,8 +230,8 @@ def _on_ray(
 
 
 def _place(key: str, each: int, nodes: tuple[int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:
-    """A pool of `each` slots on as many nodes as there are, `nodes` at most and at least; it waits `wait` seconds for all to
-    appear."""
+    """Reserves a pool of `each` slots per node on as many nodes as available; `nodes` is (max, min). Waits up to `wait`
+    seconds for the maximum."""
     end, (most, least) = time.monotonic() + wait, nodes
     while True:
         waits = time.monotonic() < end

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP without loss.
+"""Graceful shutdown on Ctrl-C, SIGTERM and SIGHUP.
 
-The first signal stops the loop after the current step; the second abandons that step, but only during a rollout, when no
+The first signal stops the loop after the current step. A second one abandons that step, but only during a rollout, when no
 state changes: it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A second signal during
-an update waits for the update. Either way the loop saves and closes, and ends with `Interrupted`, so that the run is not
-taken for a complete one; so does a run that loses a worker after a signal.
+an update waits for the update. Either way the loop saves, closes and raises `Interrupted`, so that the run is not mistaken
+for a complete one; so does a run that loses a worker after a signal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from etude.errors import TrainingStopped, WorkerLost
 from etude.events import EventSink, Notice, ignore_event
 
 LOSSES = (WorkerLost, LostSamplesError)
-"""After which a run could go on with new workers."""
+"""Errors after which a run can go on with new workers."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(TrainingStopped):
-    """A run stopped cleanly by `signal_number`; exit status as of a process killed by that signal."""
+    """A signal stopped the run cleanly; the exit status is that of a process killed by `signal_number`."""
 
     def __init__(self, text: str, signal_number: int) -> None:
         super().__init__(text)
@@ -34,31 +34,31 @@ class Interrupted(TrainingStopped):
 
 
 class Interrupts:
-    """Context manager that handles the signals; `stop` is true once one has arrived, and `signal_number` is the last one.
-    Does nothing outside the main thread."""
+    """Context manager that handles the signals. `stop`: whether one has arrived; `signal_number`: the last one. Does nothing
+    outside the main thread."""
 
     def __init__(self, emit: EventSink = ignore_event) -> None:
         self.stop = False
         self.signal_number: int = signal.SIGINT
         self._emit = emit
         self._abandonable = False
-        self._held: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as under `nohup`
-                    self._held[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored, such as under `nohup`
+                    self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for number, handler in self._held.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if self.stop and isinstance(error, LOSSES):  # it was to end anyway
+        if self.stop and isinstance(error, LOSSES):  # the run was stopping anyway
             raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error
 
     def stopped(self, step: int, total_steps: int, run_dir: Path) -> Interrupted:
-        """What ends a run after `step`."""
+        """Builds the exception that ends a run after `step`."""
         where = f"; {run_dir} holds its checkpoint, and the same command resumes it" if step else ""
         return Interrupted(f"stopped after step {step} of {total_steps}{where}", self.signal_number)
 
@@ -73,7 +73,7 @@ class Interrupts:
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Marks a block that changes no state, so that a second signal may end it at once."""
+        """Marks a block that changes no state: a second signal ends it at once."""
         self._abandonable = True
         try:
             yield

@@ -1,9 +1,10 @@
-"""A step's data as named scalars.
+"""Metrics of a step: named scalars computed from its data.
 
-Invariant: pure functions; a padding row (`response_mask` all zero) changes no metric, a metric without data is absent, and
-metric names are built from the configuration, a tool's code, an agent's requests or fixed words, never from model output.
+Invariant: metric functions are pure; a padding row (`response_mask` all zero) changes no metric, a metric without data is
+absent, and metric names are built from the configuration, a tool's code, an agent's requests or fixed words, never from
+model output.
 
-Names shared with other frameworks mean the same here. Losses and gradients are named where they are computed.
+Names shared with other frameworks have the same meaning here. Loss and gradient metrics are named where they are computed.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ Metrics = dict[str, float]
 DROPPED = (
     StopReason.INFRASTRUCTURE,
     StopReason.CANCELLED,
-)  # failed infrastructure, or cancelled because others failed
-_NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was called: the name may be made up by the model
-_MAX_OWN_METRICS = 32  # per tool: names are its author's choice, but a step's metrics stay readable
+)  # infrastructure failed, or cancelled because others failed
+_NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
+_MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
-def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
+def _mean_max_min(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
     """`{name}/mean|max|min`; empty without values."""
     flat = torch.as_tensor(values, dtype=torch.float64).flatten()
     if flat.numel() == 0:
@@ -64,13 +65,15 @@ def data_metrics(
         batch: columns `response_mask`, `attention_mask` (batch, prompt_len + response_len) and any of
             `token_level_scores, token_level_rewards, advantages, returns, values, old_log_probs, rollout_log_probs`
             (batch, response_len).
-        max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
-        longest_sequence: likewise, prompt included; None: no other limit.
+        max_response_length: length from which `response_length/clip_ratio` counts a response as clipped; default: the
+            columns' width.
+        longest_sequence: the same for prompt plus response; None: no such limit.
 
     `critic/score` and `critic/rewards` are sums per rollout (with meta_info `episodes`, those of its main sequence); token
-    columns count where `response_mask` is 1. The actor's log-probs are compared with the engine's, unless meta_info says
-    that an update does it (`compare_rollout`). `response_length` counts all tokens after the prompt, those of tools too.
-    Where a rollout has several rows (column `main_sequence`), its main one stands for it; tokens are those of all rows.
+    columns are restricted to `response_mask`. The actor's log-probs are compared with the engine's, unless meta_info
+    `compare_rollout` leaves that to an update. `response_length` counts all tokens after the prompt, tool responses
+    included. If a rollout has several rows (column `main_sequence`), its lengths are those of the main row, and token
+    columns count all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
@@ -84,10 +87,10 @@ def data_metrics(
             if "main_sequence" in columns and not batch.meta_info.get("episodes"):
                 number = columns["main_sequence"].cumsum(0) - 1
                 totals = torch.zeros_like(totals).index_add(0, number, totals)[number]
-            metrics |= _spread(f"critic/{name}", totals[rollouts])
+            metrics |= _mean_max_min(f"critic/{name}", totals[rollouts])
     for name in ("advantages", "returns", "values"):
         if name in columns:
-            metrics |= _spread(f"critic/{name}", columns[name][valid][mask])
+            metrics |= _mean_max_min(f"critic/{name}", columns[name][valid][mask])
     if {"values", "returns"} <= columns.keys() and mask.any():
         metrics["critic/vf_explained_var"] = _explained_variance(
             columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
@@ -102,7 +105,7 @@ def data_metrics(
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); the 1e-5 keeps it finite for constant returns."""
+    """1 - Var(returns - values) / Var(returns); the 1e-5 keeps the result finite for constant returns."""
     residual = (returns - values).var(unbiased=False)
     return (1.0 - residual / (returns.var(unbiased=False) + 1e-5)).item()
 
@@ -113,7 +116,7 @@ def _length_metrics(
     """`attention_mask`: (valid rows, prompt_len + width)."""
     split = attention_mask.shape[-1] - width
     prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
-    metrics = _spread("response_length", response) | _spread("prompt_length", prompt)
+    metrics = _mean_max_min("response_length", response) | _mean_max_min("prompt_length", prompt)
     if response.numel():
         clipped = response >= max_response_length
         if longest_sequence is not None:
@@ -123,25 +126,25 @@ def _length_metrics(
 
 
 def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[ToolCallRecord] = ()) -> Metrics:
-    """Tool calls, and how trajectories ended.
+    """Metrics of tool calls, turns and stop reasons.
 
-    `tool/<name>/{calls,errors,timeouts}` count calls, and those that failed or timed out; `broken_calls`, which ended
-    trajectories that were discarded, are included. Latencies are the seconds a trajectory waited, over calls that were
-    executed (not those whose arguments were refused). `tool/<name>/reward` is the tool's mean reward over trajectories that
-    called it or were scored by it; `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>`
-    means of the numbers that the tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are
-    over trajectories that were not dropped; stop reasons over all.
+    `tool/<name>/{calls,errors,timeouts}` count all calls, failed ones and timeouts; they include `broken_calls`, which ended
+    trajectories that were discarded. Latencies are the seconds a trajectory waited, over executed calls (not those with
+    invalid arguments). `tool/<name>/reward` is the tool's mean reward over trajectories that called it or were scored by it;
+    `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>` are means of the numbers that the
+    tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are over trajectories that were not
+    dropped; stop reasons are over all.
     """
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     metrics: Metrics = {}
-    for name, group in _by_tool([*calls, *broken_calls]).items():
+    for name, group in _group_by_tool([*calls, *broken_calls]).items():
         metrics |= _call_metrics(name, group)
     if not trajectories:
         return metrics
     kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     metrics |= _tool_rewards(kept)
-    metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
-    metrics |= _spread("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
+    metrics |= _mean_max_min("num_turns", [trajectory.num_turns for trajectory in kept])
+    metrics |= _mean_max_min("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
     if kept:
         used = [any(call.error is None for call in trajectory.tool_calls) for trajectory in kept]
         metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
@@ -153,7 +156,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     return metrics
 
 
-def _by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
+def _group_by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
     groups: dict[str, list[ToolCallRecord]] = defaultdict(list)
     for call in calls:
         if call.error not in _NOT_A_TOOL:
@@ -182,7 +185,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
 
 
 def _own_metrics(calls: Iterable[ToolCallRecord]) -> Metrics:
-    """Means of the finite numbers among the metrics that a tool returned, of at most `_MAX_OWN_METRICS` names."""
+    """Means of the finite numbers among a tool's own metrics, for at most `_MAX_OWN_METRICS` names."""
     values: dict[str, list[float]] = {}
     for call in calls:
         for key, value in call.metrics.items():
@@ -207,7 +210,7 @@ def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def is_success(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> bool:
-    """`acc` of the scorer's info, or without it whether the total reward reaches 1."""
+    """Whether the scorer's `acc` is at least 1; without `acc`, whether the total reward is."""
     acc = rewards.score_info.get("acc")
     if isinstance(acc, (bool, int, float)):
         return acc >= 1
@@ -219,8 +222,8 @@ def reward_source_metrics(
 ) -> Metrics:
     """`reward/{step,final,score,total,success}/mean` over trajectories that were not dropped.
 
-    `step` and `final` are unweighted sums per trajectory, `total` the weighted total; `score` only where a manager ran. With
-    them come `signal.component_metrics`.
+    `step` and `final` are unweighted sums per trajectory, `total` is the weighted total; `score` is present only if a reward
+    manager ran. Includes `signal.component_metrics`.
     """
     rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     if not rewards:
@@ -238,9 +241,9 @@ def reward_source_metrics(
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """How many steps older than `version`, the newest weights that the engine was given, were those that drew its tokens:
-    `staleness/{mean,max}`, and `staleness/share/N` of the tokens that are N steps old. Tokens whose engine names no version
-    are left out."""
+    """Staleness of the sampled tokens: by how many steps the weights that sampled them were older than `version`, the
+    engine's newest. `staleness/{mean,max}`, and `staleness/share/N`, the share of tokens that are N steps old. Tokens
+    without a reported weight version are left out."""
     segments = [segment for rollout in rollouts for each in rollout.sequences for segment in each.segments]
     ages = Counter(version - drawn for segment in segments for drawn in segment.weight_versions or ())
     if not (tokens := ages.total()):
@@ -251,7 +254,7 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
 
 
 class Timings:
-    """Wall seconds by name in `seconds`."""
+    """Measures wall-clock seconds by name, in `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -265,18 +268,18 @@ class Timings:
             self.seconds[name] += time.perf_counter() - started
 
     def of_work(self) -> dict[str, float]:
-        """`seconds` without activities that did nothing."""
+        """`seconds` without activities that took no time (below 0.1 ms)."""
         return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
 
 
 class CostMeter:
-    """What each step takes of CPUs and GPUs, over all processes of a run."""
+    """Measures the CPU and GPU seconds of each step, over all processes of a run."""
 
     def __init__(self, usage: Callable[[], Usage]) -> None:
         self._usage, self._spent, self._began = usage, usage().total, time.perf_counter()
 
     def measure(self) -> Metrics:
-        """`perf/cpu_seconds` and `perf/gpu_seconds` (GPUs held times seconds) since the last call, or construction."""
+        """Returns `perf/cpu_seconds` and `perf/gpu_seconds` (GPUs held × seconds) since the last call or construction."""
         now, usage = time.perf_counter(), self._usage()
         metrics = {"perf/cpu_seconds": max(usage.total - self._spent, 0.0)}
         metrics["perf/gpu_seconds"] = len(usage.gpus) * (now - self._began)
@@ -290,9 +293,9 @@ def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_token
     Args:
         timings: seconds by activity; `step` is the whole step (default: the sum of the others).
         num_tokens: prompt and response tokens that the step processed.
-        response_tokens: the responses' alone, tools' answers included; `timing_per_token_ms/gen` is per one of these.
+        response_tokens: response tokens, tool responses included; `timing_per_token_ms/gen` is per response token.
 
-    `perf/throughput` is in tokens per second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
+    `perf/throughput` is in tokens per second, `perf/cpu_memory_used_gb` is this process's resident memory in GiB.
     """
     total = timings.get("step", sum(timings.values()))
     metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
@@ -311,27 +314,28 @@ def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024  # the peak, where the current size cannot be read
+    unit = 1 if sys.platform == "darwin" else 1024  # falls back to the peak: the current size is not available
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_MAX_EMPTY = 3  # training steps in a row without a token to train on
-_MAX_FAILING = 2  # training steps in a row above trainer.max_infra_failure_share
+_MAX_EMPTY = 3  # consecutive training steps without a token to train on
+_MAX_FAILING = 2  # consecutive training steps above trainer.max_infra_failure_share
 
 
 class SkippedSteps:
-    """Ends a run whose last training steps learned nothing: a model's gradients were all non-finite in `limit` of them, or
-    three had no token to train on; or whose infrastructure failed in more than `failure_share` of the rollouts of two."""
+    """Stops a run that no longer learns: in `limit` consecutive training steps all gradients of a model were non-finite, or
+    in `_MAX_EMPTY` there was no token to train on, or in `_MAX_FAILING` more than `failure_share` of the rollouts had an
+    infrastructure failure."""
 
     def __init__(self, limit: int, failure_share: float | None = None) -> None:
         self._limit, self._failure_share = limit, failure_share
         self._in_a_row = self._empty = self._failing = 0
 
     def note(self, metrics: Metrics) -> None:
-        """Counts a training step by its metrics; for gradients, a step without an update is ignored.
+        """Updates the counts from a training step's metrics; a step without an update does not count for gradients.
 
         Raises:
-            TrainingStopped: there were too many in a row.
+            TrainingStopped: a limit was reached.
         """
         self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
         if self._empty >= _MAX_EMPTY:

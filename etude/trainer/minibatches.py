@@ -1,9 +1,9 @@
-"""Mini-batches of whole prompt groups, each cut into a part for every rank.
+"""Mini-batches of whole prompt groups, each split into one part per rank.
 
 Invariant: every row is in exactly one mini-batch per epoch, and there in one rank's part; rows of one prompt are in the same
 mini-batch; the mini-batches of an epoch differ in size by at most one group, so that no update is computed from only a few
-rows. The order depends only on the seed. Each part carries the counts of its whole mini-batch, so that a rank's loss is its
-part of the mini-batch's.
+rows. The order depends only on the seed. Each part carries the counts of its whole mini-batch, so that the ranks' losses add
+up to the loss of the mini-batch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from etude.seeds import mini_batch_order
 from etude.trainer.rollouts import main_rows
 from etude.training import balanced_partitions, count_scored
 
-_WHOLE_GROUPS = 4  # prompts per rank from which on a prompt's rows stay together: they share its computation
+_WHOLE_GROUPS = 4  # with at least this many prompts per rank, a prompt's rows share a rank and its prefix computation
 
 
 def count_updates(prompts: int, options: ActorOptions | CriticOptions) -> int:
-    """How many optimizer steps there are on a batch of so many prompts."""
+    """Number of optimizer steps on a batch of this many prompts."""
     return options.ppo_epochs * -(-prompts // options.ppo_mini_batch_size)
 
 
 def update_parts(
     data: DataProto, options: ActorOptions | CriticOptions, shuffle: bool, seed: int, ranks: int, number: int
 ) -> list[DataProto]:
-    """The parts of the ranks in optimizer step `number` on `data`; meta_info needs `global_step`. Its `compare_rollout`, if
-    any, is kept for the first step only, whose weights are still the old ones."""
+    """Returns each rank's part of optimizer step `number` on `data`; meta_info needs `global_step`. Its `compare_rollout` is
+    kept for the first step only, where the weights are still the old ones."""
     epoch, place = divmod(number, count_updates(len(_groups(data)), options) // options.ppo_epochs)
     order = (seed, data.meta_info["global_step"], epoch)
     mini = data.select_idxs(mini_rows(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)[place])
@@ -41,7 +41,7 @@ def update_parts(
 
 
 def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataProto:
-    """`mini` with the tokens that the policy loss selects over all of it, and without columns that it does not read."""
+    """Adds the tokens that the policy loss selects over the whole mini-batch; removes columns that it does not read."""
     if not isinstance(options, ActorOptions) or (record := options.policy_loss.record) is None:
         return mini
     columns = mini.batch
@@ -53,7 +53,7 @@ def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataP
 
 
 def mini_rows(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> list[list[int]]:
-    """The rows of mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
+    """Row indices of mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
     members = _groups(data)
     if not members:
         return []
@@ -63,7 +63,7 @@ def mini_rows(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int
 
 
 def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
-    """A mini-batch's rows divided over `ranks`, with about equal token counts, in their order; parts may be empty."""
+    """Divides a mini-batch's rows over `ranks`, balanced by token count and in their order; parts may be empty."""
     mini.meta_info |= count_scored(mini, main_rows(mini))
     if ranks == 1:
         return [mini]
@@ -73,7 +73,7 @@ def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
     columns = mini.batch
     tokens = (
         columns["attention_mask"].sum(dim=1) * columns["response_mask"].any(dim=1)
-    ).tolist()  # others cost nothing
+    ).tolist()  # rows without a token to train on are skipped
     lengths = [sum(tokens[row] for row in unit) for unit in units]
     filled = balanced_partitions(lengths, min(ranks, len(units)))
     parts = [sorted(row for unit in part for row in units[unit]) for part in filled]

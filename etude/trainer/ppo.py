@@ -1,11 +1,13 @@
-"""`PPOTrainer`: the training loop, PPO and GRPO alike.
+"""`PPOTrainer`: the training loop for PPO and GRPO.
 
-One step, as `training_step` reads: take a batch, repeat each prompt `rollout.n` times, roll out (each trajectory is
-scored the moment it ends; with `max_staleness`, while earlier steps learn: see `feed`), old log-probs, reference log-probs,
-values, advantages, correction of what the engine sampled, update critic, update actor, sync weights; then `fit` logs,
-dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything else through worker groups.
+One step, in the order of `training_step`: take a batch, repeat each prompt `rollout.n` times, roll out and score each
+trajectory as soon as it ends (with `max_staleness`, rollouts overlap with the training of earlier steps: see `feed`),
+compute old, reference and teacher log-probs, values and advantages, correct the mismatch between engine and trainer, update
+the critic, update the actor, sync weights, dump the rollouts. `fit` then validates, logs and writes checkpoints. The trainer
+computes advantages itself; everything that needs a model goes through worker groups.
 
-Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
+Invariant: rollouts that infrastructure failures broke are never trained on, and the tokens trained on are exactly those
+sampled.
 """
 
 from __future__ import annotations
@@ -45,13 +47,16 @@ logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
-    """Trains a policy; see the module's docstring. `fit` runs everything."""
+    """Trains a policy; see the module's docstring. `fit` runs the whole loop."""
 
     def __init__(self, setup: RunSetup, resume_from: Path | None = None) -> None:
-        """Reads the data and the state of a checkpoint to resume from (None: as `trainer.resume_mode` says); loads no model.
+        """Reads the data and the checkpoint's loop state, without loading a model.
+
+        Args:
+            resume_from: the checkpoint to resume from; None follows `trainer.resume_mode`.
 
         Raises:
-            ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
+            ConfigError, DataError: training files are missing or invalid, or the checkpoint's configuration is incompatible.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         self.run_dir = Path(self.options.default_local_dir)
@@ -76,7 +81,7 @@ class PPOTrainer:
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
-        self._midstep = False  # the weights, or the accounts, are not those of `global_step`
+        self._midstep = False  # the weights or `prompts.jsonl` do not match `global_step`
         self._budget = JudgeBudget(self.setup.roles.reward.budget)
         if self.resumption is not None:
             self._restore_loop(self.resumption)
@@ -84,7 +89,7 @@ class PPOTrainer:
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
-        """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
+        """Loads the models, from the checkpoint if resuming, and sends the weights to the engine."""
         groups = self.groups
         for group in groups.trained:
             group.init_model(self.total_steps)
@@ -103,25 +108,26 @@ class PPOTrainer:
 
     @property
     def _computes_log_probs(self) -> bool:
-        """Whether a forward pass before the update is needed: for several updates, or because something else reads it."""
+        """Whether a forward pass is needed before the update: there are several updates, or something else reads it."""
         several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
         own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
 
     @property
     def _critic(self) -> WorkerGroup | None:
-        """What has values, if anything: a critic, or the actor with a head for them."""
+        """The group that computes values: a critic, the actor with a value head, or None."""
         return self.groups.actor if self.setup.roles.value_head else self.groups.critic
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def fit(self, emit: EventSink = ignore_event) -> Metrics:
-        """Runs to `total_training_steps`; returns the last validation's metrics.
+        """Trains up to the last step and returns the metrics of the last validation.
 
         Raises:
-            Interrupted: a signal ended it earlier, with a checkpoint.
-            WorkerLost, LostSamplesError: a worker, or what it held, is gone; a new trainer can resume.
-            TrainingStopped: too many trajectories dropped, or too many steps that learned nothing; a checkpoint is saved.
+            Interrupted: a signal stopped the run early; a checkpoint is saved.
+            WorkerLost, LostSamplesError: a worker died, or its samples are lost; a new trainer can resume.
+            TrainingStopped: too many trajectories were dropped, too many steps were skipped, or the judge budget is spent; a
+                checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
         if self.global_step < self.total_steps:
@@ -169,7 +175,7 @@ class PPOTrainer:
         return validated
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
-        """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
+        """Runs one step and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         self.checkpoints.wait(only_if_done=True)
         self._budget.check()
         done, validated = self.global_step, Metrics()
@@ -180,7 +186,7 @@ class PPOTrainer:
                 self._budget.note(self._metrics_of_step)
                 tracking.log(self._metrics_of_step, self.global_step)
             raise
-        finally:  # the step counts even if its dump failed, or the next one's rollouts
+        finally:  # the step counts even if its dump or the next step's rollouts failed
             if self.global_step > done:
                 self._accounts.log(self._prompts_of_step, self.global_step)
                 self._midstep = False
@@ -200,7 +206,7 @@ class PPOTrainer:
         return validated
 
     def _rescue(self, error: Exception) -> None:
-        """Saves the finished steps before `error` ends the run, unless weights or accounts have moved on."""
+        """Saves the finished steps before `error` ends the run, unless an unfinished one already changed the weights."""
         if self._saved_at == self.global_step or self._midstep or isinstance(error, CheckpointError):
             return
         try:
@@ -211,14 +217,14 @@ class PPOTrainer:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def training_step(self, interrupts: Interrupts) -> Metrics:
-        """One step, in the order of the module's docstring; returns its metrics."""
+        """Runs one step, in the order of the module's docstring, and returns its metrics."""
         timings = Timings()
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
             rollouts, metrics = taken.batch, taken.metrics
             if self.loader.sampler is not None:
-                self.loader.update(rollouts.fetch())  # the user's, on the driver
+                self.loader.update(rollouts.fetch())  # the user's sampler runs on the driver
             batch = self._expand(taken)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
@@ -233,8 +239,8 @@ class PPOTrainer:
                     batch = self._with_values(batch)
             with timings("adv"):
                 judged = self.groups.run(judge_batch, batch, self.setup.plain, self.kl_coef)
-                learned, values, self.kl_coef, found, tokens = judged
-                metrics |= found
+                learned, values, self.kl_coef, batch_metrics, tokens = judged
+                metrics |= batch_metrics
             if len(learned):
                 self._midstep = True
                 with timings("update_critic"):
@@ -247,11 +253,11 @@ class PPOTrainer:
         self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
         metrics |= timing_metrics(timings.of_work(), *tokens)
-        self._midstep = True  # until it is in the accounts
+        self._midstep = True  # until `prompts.jsonl` has this step
         self.global_step += 1
         metrics |= {"training/global_step": self.global_step}
         self._metrics_of_step, self._state = metrics, self._loop_state()
-        if self.feed.exhausted:  # steps that refilled took several batches: `total_epochs` passes yield fewer steps
+        if self.feed.exhausted:  # dynamic sampling takes several batches per step, so `total_epochs` gives fewer steps
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
         if self.options.rollout_data_dir:
@@ -259,7 +265,7 @@ class PPOTrainer:
         return metrics
 
     def _expand(self, taken: StepRollouts) -> Batch:
-        """A row for each sequence that was sampled."""
+        """Expands rollouts to one row per sampled sequence."""
         if not taken.has_several_sequences:
             return taken.batch
         expanded: Batch = self.groups.run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
@@ -270,14 +276,14 @@ class PPOTrainer:
         self.groups.run(dump, *given, with_chat=True)
 
     def _token_values(self, judged: Batch | None) -> list[Batch]:
-        """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
+        """Per-token values for the step's dump: columns of the batch, then those recorded by the updates."""
         if judged is None:
             return []
         return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
 
     def _with_old_log_probs(self, batch: Batch) -> Batch:
-        """Adds the actor's `old_log_probs`, which in bypass mode give way to the engine's. A batch with a single update,
-        where nothing else needs them, has none: the update's own values are the old ones."""
+        """Adds the actor's `old_log_probs`; in bypass mode `judge_batch` replaces them with the engine's. With a single
+        update per batch and no other reader, they are skipped: the update's own log-probs are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
@@ -298,14 +304,15 @@ class PPOTrainer:
         return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
     def _update_critic(self, batch: Batch) -> Metrics:
-        """Epochs of mini-batches towards the returns; a critic on the actor's trunk has them only while it warms up."""
+        """Fits the critic to the returns, in mini-batches. A critic on the actor's trunk is updated here only during
+        warm-up; after that, the actor's update trains it."""
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
         return self._update(batch, roles.critic, critic.update_critic, critic.dp_size)
 
     def _update_actor(self, batch: Batch) -> Metrics:
-        """Epochs of mini-batches along the advantages."""
+        """Updates the actor with the advantages, in mini-batches."""
         actor = self.groups.actor
         return self._update(batch, self.setup.roles.actor, actor.update_actor, actor.dp_size)
 
@@ -316,15 +323,15 @@ class PPOTrainer:
         update: Callable[[Any], list[MetricParts]],
         ranks: int,
     ) -> Metrics:
-        """One mini-batch is cut at a time, where the batch is: they are copies of it."""
-        order, found = self.setup.roles.actor, list[MetricParts]()
+        """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies."""
+        order, parts = self.setup.roles.actor, list[MetricParts]()
         for number in range(count_updates(len(uids_of(batch)), options)):
             cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
-            found += update(self.groups.run(update_parts, *cut))
-        return finish_metrics(add_metrics(found))
+            parts += update(self.groups.run(update_parts, *cut))
+        return finish_metrics(add_metrics(parts))
 
     def _update_weights(self) -> Metrics:
-        """Hands the new weights to the engine; their version is the number of the step that made them."""
+        """Sends the new weights to the engine; their version is the number of the step that produced them."""
         self._version = self.global_step + 1
         return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
@@ -338,13 +345,13 @@ class PPOTrainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
+        """Writes the checkpoint of the last finished step; with `trainer.async_save`, only starts writing it."""
         state = self._state | {"config": self.used_config, "judge_cost": self._budget.spent}
         self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
 
     def _loop_state(self) -> dict[str, Any]:
-        # A fixed coefficient comes from the configuration.
+        # A fixed coefficient is read from the configuration, not from the checkpoint.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return self.feed.state_dict() | {"kl_coef": adapted}
 
@@ -372,7 +379,7 @@ class PPOTrainer:
             )
 
     def _restore_weights(self, resumption: Resumption) -> None:
-        """Weights and optimizers as in the checkpoint."""
+        """Loads weights and optimizer states from the checkpoint."""
         with resumption.restoring():
             for group in self.groups.trained:
                 group.load_checkpoint(str(resumption.folder))

@@ -1,7 +1,8 @@
-"""One step of direct preference optimisation, through the same workers as supervised fine-tuning.
+"""One step of direct preference optimisation (DPO), with the same workers as supervised fine-tuning.
 
-The loss of a pair is not linear in its log-probs. Its gradient is taken in two passes: log-probs first, which give each pair
-a weight, then the gradient of weighted log-probs, which may be split over micro-batches and ranks in any way.
+The loss of a pair is not linear in its log-probs, so its gradient takes two passes: the first computes log-probs, which give
+each pair a weight; the second takes the gradient of the weighted log-probs, which can be split over micro-batches and ranks
+in any way.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.training import demonstrations_to_batch
 
-Pair = tuple[Sequences, Sequences]  # the sequences of the chosen rollout, and of the rejected one
+Pair = tuple[Sequences, Sequences]  # sequences of the chosen rollout, sequences of the rejected one
 
 
 def preference_step(
     actor: WorkerGroup, pairs: Sequence[Pair], *, beta: float, pad_token_id: int, step: int
 ) -> dict[str, float]:
-    """One optimizer step on the mean loss of `pairs`. Returns metrics `dpo/*`: `loss`, `margin` (mean β (Δ_chosen −
-    Δ_rejected), 0 at the start), `accuracy` (share of pairs above 0), `chosen` and `rejected` (mean β Δ), and those of
-    `update_sft`."""
+    """Takes one optimizer step on the mean loss of `pairs`. Returns metrics `dpo/*`: `loss`, `margin` (mean β (Δ_chosen −
+    Δ_rejected), 0 at the start), `accuracy` (share of pairs with a margin above 0), `chosen` and `rejected` (mean β Δ), and
+    those of `update_sft`."""
     owned = [
         (2 * number + side, sequence)
         for number, pair in enumerate(pairs)

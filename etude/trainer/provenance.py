@@ -1,7 +1,7 @@
-"""`describe_run`: what a run was made from, for `run.json`: command, code, environment, digests of files, seeds.
+"""`describe_run`: the provenance of a run for `run.json`: command, code, platform, digests of files, seeds.
 
-Invariant: nothing secret is recorded: no environment variable, and of settings only what `redaction` leaves; nothing here
-can fail a run: what cannot be found out is null.
+Invariant: no secret is recorded: no environment variables, and only redacted settings. Nothing here can fail a run: what
+cannot be determined is null.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from etude.options.validate import flatten
 from etude.redaction import redact_arguments
 from etude.run_folder import utc_now
 
-_WHOLE_BYTES = 2**30  # of a larger file only its size and three parts are hashed
+_WHOLE_BYTES = 2**30  # of a larger file, only the size and three parts are hashed
 _PART_BYTES = 2**26
-_MAX_FILES = 1000  # of one folder
+_MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
 
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
-    """The facts of a run of `kind` (`train`, `sft`, `eval`) with the resolved `config`, as JSON holds them."""
+    """Describes a run of `kind` (`train`, `sft`, `eval`) with the resolved `config`, as JSON values."""
     policy = config.get("actor_rollout_ref", config)
     served = policy.get("rollout", {}).get("server_model")
     return {
@@ -55,8 +55,8 @@ def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> 
 
 
 def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
-    """`commit`, whether tracked files differ from it (`dirty`), and a digest of that difference; None where `folder` is in
-    no git checkout, or in one that does not track its file `tracked`."""
+    """Returns `commit`, whether tracked files differ from it (`dirty`), and a digest of the diff; None if `folder` is not in
+    a git checkout, or in one that does not track its file `tracked`."""
     if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
@@ -84,8 +84,8 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The files and folders that the keys of `config` name (data, tools, plugins, models), each with its `key`, `bytes` and
-    `sha256`; what is not on this machine, such as a model of a hub, has null."""
+    """Returns the files and folders named by keys of `config` (data, tools, plugins, models), each with `key`, `bytes` and
+    `sha256`; the last two are null for what is not on this machine, such as a model on a hub."""
     tree = TrainOptions if "actor_rollout_ref" in config else SFTOptions
     values, found = dict(flatten(config)), dict[str, dict[str, Any]]()
     for key, declared in declarations(tree).items():
@@ -99,9 +99,9 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def digest_path(path: Path) -> dict[str, Any]:
-    """`bytes` and `sha256` of a file or of all files of a folder by name; null where it cannot be read.
+    """Returns `bytes` and `sha256` of a file, or of all files of a folder in order of name; null if it cannot be read.
 
-    Of a file above 1 GiB, its size and 64 MiB at its beginning, middle and end are hashed.
+    For a file above 1 GiB, only its size and 64 MiB at the beginning, middle and end are hashed.
     """
     digest, size = hashlib.sha256(), 0
     try:

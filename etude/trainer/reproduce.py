@@ -1,7 +1,7 @@
-"""`reproduce`: runs a run's configuration again into a new folder, and compares what both measured.
+"""`reproduce`: runs the configuration of an earlier run again in a new folder, and compares the metrics of both.
 
-Invariant: the run's own folder is only read. What differs from then (code, packages, machine, files) is said before anything
-runs; metrics of time and of the machine are not compared.
+Invariant: the original run's folder is only read. Changes since then (code, packages, machine, files) are reported before
+anything runs; metrics of time and of the machine are not compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TIMED = ("latency", "seconds", "_per_s", "throughput")
 
 @dataclass(frozen=True)
 class Reproduction:
-    """`steps` are those that both runs have; `differences` of their metrics are (step, name, then, now)."""
+    """`steps`: number of steps that both runs have; `differences` between their metrics: (step, name, then, now)."""
 
     steps: int
     differences: tuple[tuple[int, str, Any, Any], ...]
@@ -46,12 +46,12 @@ def reproduce(
     emit: EventSink,
     note: Callable[[str], None],
 ) -> Reproduction:
-    """Runs the configuration of `run_dir` again into `target`, at most its first `steps` steps; its length, and so every
-    schedule, stays. `note` is given a line for each thing that differs from then.
+    """Runs the configuration of `run_dir` again in `target`, at most its first `steps` steps; the configured length, and so
+    every schedule, stays the same. `note` is called with one line per change since then.
 
     Raises:
-        ConfigError: `run_dir` has no configuration, or one whose secrets `overrides` do not give again; `target` is in it.
-        EtudeError: of the run.
+        ConfigError: `run_dir` has no configuration, or secrets are missing from `overrides`, or `target` is in `run_dir`.
+        EtudeError: the run failed.
     """
     target, run_dir, record = target.resolve(), run_dir.resolve(), read_run_record(run_dir)
     kind = record.get("kind", "train")
@@ -65,7 +65,7 @@ def reproduce(
         note(line)
     folder = Path(str(record.get("working_folder") or "."))
     if folder.is_dir():
-        os.chdir(folder)  # what the configuration names is relative to it
+        os.chdir(folder)  # paths in the configuration are relative to it
     config = _config(kind, run_dir, target, overrides)
     sink = emit if steps is None else _stop_after(steps, emit)
     try:
@@ -77,7 +77,7 @@ def reproduce(
 
 
 def describe_changes(record: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as it was when the run began: a line for the code, packages, machine, and each file."""
+    """Yields a line for each change since the run started: code, packages, machine, and files."""
     if not record.get("code"):
         yield "the run has no record of its code and files: only its configuration is known"
         return
@@ -106,7 +106,7 @@ def _code(state: Mapping[str, Any] | None) -> str:
 
 
 def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) -> Any:
-    """The run's configuration with what it writes moved from `run_dir` to `target`."""
+    """Returns the run's configuration with its output paths moved from `run_dir` to `target`."""
     tree, root = (TrainOptions, "ppo_trainer") if kind == "train" else (SFTOptions, "sft")
     held = dict(flatten(read_config(run_dir)))
     given = {each.partition("=")[0].lstrip("+~") for each in overrides}
@@ -122,11 +122,11 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
         "config", [*moved, *overrides], run_dir, root=root, command="train" if kind == "train" else "sft", collect=True
     )
     raise_faults(found.faults)
-    return found.config  # its remarks would be on every key: a resolved configuration sets them all
+    return found.config  # remarks are dropped: a resolved configuration sets every key, so each would get one
 
 
 def _stop_after(steps: int, emit: EventSink) -> EventSink:
-    """`emit`, and the signal on which a run ends after its current step once that is `steps`."""
+    """Wraps `emit`: raises SIGTERM after step `steps`, on which the run stops."""
 
     def sink(event: Event) -> None:
         emit(event)
@@ -139,7 +139,7 @@ def _stop_after(steps: int, emit: EventSink) -> EventSink:
 def compare_metrics(
     then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], steps: int | None = None
 ) -> Reproduction:
-    """Compares two runs' metrics step by step, bit for bit; those of time and of the machine are left out."""
+    """Compares two runs' metrics step by step and bit for bit; metrics of time and of the machine are left out."""
     before, after = ({record["step"]: record for record in records} for records in (then, now))
     common = [step for step in before if step in after and (steps is None or step <= steps)]
     found = []

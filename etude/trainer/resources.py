@@ -1,8 +1,8 @@
-"""What a run needs of its machine: services that answer, memory, disk.
+"""Checks what a run needs of its machine: reachable services, memory, disk.
 
-Invariant: estimates come from the headers of the model's files, addresses are only connected to: nothing is loaded, sent or
-written, and the whole takes milliseconds unless a service does not answer (`_SECONDS`). Memory is a lower bound:
-activations are not in it.
+Invariant: estimates are read from the headers of the model's files, and addresses are only connected to: nothing is loaded,
+sent or written, and all checks take milliseconds unless a service does not answer (`_SECONDS`). The memory estimate is a
+lower bound: it excludes activations.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from etude.rewards.code import URL_VARIABLE
 from etude.trainer.setup import LoadedSetup
 from etude.workers.context import addresses_in
 
-_SECONDS = 2.0  # for a service to accept a connection
-_MAX_HEADER = 100_000_000  # bytes of a safetensors header
+_SECONDS = 2.0  # timeout for connecting to a service
+_MAX_HEADER = 100_000_000  # bytes; limit of the safetensors format
 _STORED = {"float32": 4, "fp32": 4}
-"""Bytes of a weight by dtype; 2 for the others."""
+"""Bytes per weight by dtype; 2 for all others."""
 _MOMENTS = {"adamw": 8.0, "muon": 4.0, "adamw_8bit": 2.0, "adamw_schedule_free": 8.0}
 """Bytes of optimizer state per weight."""
 GIB = 2**30
 
 
 def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
-    """Services that do not answer, memory or disk that will not do: warnings and errors only."""
+    """Yields warnings and errors: unreachable services, too little memory or disk."""
     yield from unreachable_services(setup)
     weights = count_weights(setup.roles.model.path)
     if weights:
@@ -51,7 +51,7 @@ def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
 
 
 def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
-    """Address → (where it is configured, what to do if nothing is there)."""
+    """Returns address → (where it is configured, what to do if nothing answers)."""
     rollout, custom = setup.roles.rollout, setup.roles.custom_reward
     talks = rollout.multi_turn
     files = ", ".join([*(talks.tool_config_path or ()), *(talks.function_tool_path or ())])
@@ -75,7 +75,7 @@ def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
 
 
 def _start(url: str, place: str) -> str:
-    """How to start what should answer at `url`, which is configured at `place`."""
+    """Returns advice on how to start the service at `url`, which is configured at `place`."""
     if "sandbox" in place:
         return "run `etude sandbox serve`"
     if "retriev" in place or "retrieve" in url:
@@ -85,7 +85,7 @@ def _start(url: str, place: str) -> str:
 
 
 def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
-    """An error for each service that accepts no connection; a warning if the run's workers may be elsewhere."""
+    """Yields an error for each service that accepts no connection; a warning with Ray, whose workers may run elsewhere."""
     services = service_addresses(setup)
     if not services:
         return
@@ -97,13 +97,13 @@ def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
 
 
 def _public_url(url: str) -> str:
-    """Without credentials or a query."""
+    """Returns the URL without credentials and query."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     return f"{parts.scheme or 'http'}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _refusal(url: str) -> str:
-    """Why no connection to `url` can be made; empty if one can, or if it would go through a proxy."""
+    """Returns why no connection to `url` can be made; empty if one can, or if it would go through a proxy."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -121,7 +121,7 @@ def _refusal(url: str) -> str:
 
 
 def count_weights(model: str | None) -> int:
-    """Weights in a model's folder, from the headers of its safetensors files; 0 where they cannot be told."""
+    """Number of weights in a model's folder, from the headers of its safetensors files; 0 if unknown."""
     try:
         folder = local_folder(model) if model else None
     except ConfigError:
@@ -130,7 +130,8 @@ def count_weights(model: str | None) -> int:
 
 
 def _header_weights(file: Path) -> int:
-    """The format: eight bytes, the header's length; the header, JSON: tensor → {dtype, shape, data_offsets}."""
+    """Counts a safetensors file's weights. The format: eight bytes with the header's length, then the header, JSON: tensor →
+    {dtype, shape, data_offsets}."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -141,12 +142,12 @@ def _header_weights(file: Path) -> int:
 
 
 def memory(setup: LoadedSetup, weights: int) -> Finding:
-    """Whether weights, gradients and optimizer states of a rank fit its memory."""
+    """Checks whether a rank's weights, gradients and optimizer states fit its memory."""
     cluster = setup.trainer.backend == "ray"
-    here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks that share this machine
+    here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
     ranks = (
         here * setup.trainer.nnodes if cluster and setup.roles.actor.strategy != "ddp" else 1
-    )  # that share the model
+    )  # ranks over which the model is sharded
     parts = {name: size * weights / ranks for name, size in _bytes_per_weight(setup).items()}
     if cache := setup.roles.rollout.kv_cache_memory_mb:
         parts["KV cache"] = cache * 2**20
@@ -185,7 +186,7 @@ def _bytes_per_weight(setup: LoadedSetup) -> dict[str, float]:
 
 
 def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
-    """(bytes in all, free bytes, where) that one rank has."""
+    """Returns (total bytes, free bytes, where) for one rank."""
     if device.startswith("cuda") and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total, free, "of the GPU"
@@ -194,7 +195,7 @@ def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
 
 
 def disk(setup: LoadedSetup, weights: int) -> Finding:
-    """Whether the checkpoints that are kept fit the disk: weights as the model's dtype, and the float32 state."""
+    """Checks whether the kept checkpoints fit the disk: weights in the model's dtype, and the float32 training state."""
     trainer, roles = setup.trainer, setup.roles
     state = 0.2 if roles.model.lora_rank else 4 + _MOMENTS.get(roles.actor.optim.name, 8.0)
     size = weights * (_STORED.get(roles.model.dtype, 2) + state)
@@ -204,7 +205,7 @@ def disk(setup: LoadedSetup, weights: int) -> Finding:
     free = shutil.disk_usage(there).free
     line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
     fix = "free space there, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
-    if 2 * size > free:  # a new one is whole before an old one goes
+    if 2 * size > free:  # a new checkpoint is complete before an old one is removed
         return Finding(Level.ERROR, "disk", line, fix)
     if kept > 0 and (kept + 1) * size > free:
         return Finding(Level.WARNING, "disk", f"{line}, and {kept} are kept", fix)

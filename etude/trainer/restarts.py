@@ -1,10 +1,10 @@
-"""`restart_on_loss`: a run on Ray goes on after it has lost a process, a node, or an answer past its deadline.
+"""`restart_on_loss`: restarts a run on Ray that has lost a process or a node, or whose worker missed a deadline.
 
 All groups are closed and opened again, and the run resumes from its own newest checkpoint as a new process would, with the
-prompts that the checkpoint names as untrained (see `feed`): its accounts are those of a run that was killed and resumed.
+pending prompts that the checkpoint lists (see `feed`): `prompts.jsonl` is that of a run that was killed and resumed.
 
-Invariant: at most `trainer.max_restarts` in a row without a new checkpoint, each after a longer pause; what fails in the
-first start, and what is no loss, ends the run.
+Invariant: at most `trainer.max_restarts` consecutive restarts without a new checkpoint, each after a longer pause. A failure
+during the first start, and any error that is not a loss, ends the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from etude.trainer.interrupts import LOSSES
 logger = logging.getLogger(__name__)
 
 _MAX_PAUSE_SECONDS = 60.0
-_LOG_CHARACTERS = 1500  # of a loss, which has the last log lines of its process
+_LOG_CHARACTERS = 1500  # max length of a logged loss: it includes the last log lines of the process
 _MEMORY_ADVICE = (
     "smaller micro-batches (ppo_max_token_len_per_gpu) and model.enable_gradient_checkpointing need less; the same command "
     "resumes the run"
@@ -42,7 +42,7 @@ _MEMORY_ADVICE = (
 
 
 class Trainer(Protocol):
-    """What is opened, run and closed."""
+    """What `restart_on_loss` needs of a trainer."""
 
     run_dir: Path
     checkpoints: Checkpoints
@@ -50,7 +50,7 @@ class Trainer(Protocol):
 
     @property
     def options(self) -> RunOptions:
-        """Of the run."""
+        """Options of the run."""
 
 
 Opened = TypeVar("Opened", bound=Trainer)
@@ -58,13 +58,15 @@ Result = TypeVar("Result")
 
 
 def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Callable[[Opened], Result]) -> Result:
-    """`run` of a trainer, and of a new one after each loss. `open_trainer` is told whether it is a restart, and the
-    checkpoint to resume from; None: the one that the configuration names.
+    """Calls `run` with a trainer, and with a new one after each loss.
+
+    Args:
+        open_trainer: takes whether this is a restart, and the checkpoint to resume from (None: as configured).
 
     Raises:
-        WorkerLost, LostSamplesError: the last loss, where there were too many.
-        MemoryExhausted: in one line, whoever raised what.
-        Exception: whatever else ends a run.
+        WorkerLost, LostSamplesError: the last loss, after too many restarts.
+        MemoryExhausted: out of memory, on host or device, in any process; one line.
+        Exception: any other error of the run.
     """
     trainer = open_trainer(False, None)
     restarts = Restarts(trainer.options.max_restarts)
@@ -81,7 +83,7 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
                 if is_out_of_memory(error):
                     raise MemoryExhausted(f"out of memory: {describe_error(error)}; {_MEMORY_ADVICE}") from error
                 raise
-            del trainer  # its rows and groups
+            del trainer  # frees its rows and groups before the next one is opened
             while True:
                 try:
                     trainer = open_trainer(True, restarts.newest)
@@ -93,7 +95,7 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
 
 
 class Restarts:
-    """Counts restarts, at most `most` of them in a row without a new checkpoint. `newest`: the run's own last checkpoint."""
+    """Counts restarts: at most `most` in a row without a new checkpoint. `newest`: the run's own last checkpoint."""
 
     def __init__(self, most: int) -> None:
         self._most, self._done = most, 0
@@ -101,19 +103,19 @@ class Restarts:
         self._last = ""
 
     def end(self, error: Exception) -> WorkerLost:
-        """The last loss, after which the workers could not start again because of `error`."""
+        """Builds the final error: the last loss, and `error`, which kept the workers from starting again."""
         why = one_line(error, _LOG_CHARACTERS)
         return WorkerLost(f"{self._last}; the workers cannot start again: {why}; the same command resumes the run")
 
     def note(self, error: Exception, newest: Path | None = None) -> None:
-        """Logs a loss, and waits a while, longer each time in a row.
+        """Logs a loss and sleeps, with exponential backoff.
 
         Raises:
-            Exception: `error`, after too many.
+            Exception: `error`, after too many restarts.
         """
         if newest is not None and newest != self.newest:
             self.newest, self._done = newest, 0
-        self._last = str(error)  # the error itself would keep the old trainer
+        self._last = str(error)  # the exception itself would keep the old trainer alive
         if self._done >= self._most:
             raise error
         pause = min(_MAX_PAUSE_SECONDS, 2.0**self._done)

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint to resume from, which keys may have changed since, and the lock on the folder.
+"""Resuming: which checkpoint to resume from, and which configuration keys may have changed since.
 
 Invariant: every key whose value differs from the checkpoint's is honoured and logged, refused, or logged as having no
 effect; `RULES` says which, and a key without a rule is honoured. This is checked before a model is loaded. The run's
@@ -43,12 +43,12 @@ class Effect(str, Enum):
     HONOURED = "honoured"
     REFUSED = "refused"
     NONE = "no effect"
-    UNCOMPARED = "not compared"  # where a run is or how it resumes, not what it computes
+    UNCOMPARED = "not compared"  # affects where a run is stored or how it resumes, not what it computes
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The effect of the keys that match `pattern`, and why; `when` looks at (leaves then, leaves now)."""
+    """The effect of changing a key that matches `pattern`, and why. The rule applies if `when(leaves then, leaves now)`."""
 
     pattern: str
     effect: Effect
@@ -60,8 +60,8 @@ def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
     return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
 
 
-def _other_rank(key: str) -> Callable[[Leaves, Leaves], bool]:
-    return lambda then, now: (then.get(key) or 0) != (now.get(key) or 0)  # runs of before the key have none
+def _rank_differs(key: str) -> Callable[[Leaves, Leaves], bool]:
+    return lambda then, now: (then.get(key) or 0) != (now.get(key) or 0)  # older runs do not have the key
 
 
 def _has_critic(then: Leaves, now: Leaves) -> bool:
@@ -80,8 +80,8 @@ RULES = (
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
     Rule("critic.share_trunk", Effect.REFUSED, "other weights were trained", _has_critic),
     Rule("critic.*", Effect.HONOURED, when=lambda then, now: not _has_critic(then, now)),
-    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_LORA_RANK)),
-    Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_CRITICS_RANK)),
+    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
+    Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),
@@ -90,12 +90,12 @@ RULES = (
     Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller continues from its own", _stays_adaptive),
     Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),
 )
-"""First match counts; a key that matches none is honoured."""
+"""The first matching rule applies; a key that matches none is honoured."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs."""
+    """A key whose value differs."""
 
     key: str
     then: Any
@@ -108,22 +108,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint to resume from, its trainer state, and the keys changed since."""
+    """A checkpoint to resume from, its trainer state, and the keys that changed since."""
 
     folder: Path
     state: dict[str, Any]
     changes: tuple[Change, ...] = ()
 
     def having(self, effect: Effect) -> list[Change]:
-        """The changes of one kind."""
+        """Returns the changes with this effect."""
         return [change for change in self.changes if change.rule.effect is effect]
 
     @contextmanager
     def restoring(self, loader: ResumableLoader | None = None) -> Iterator[dict[str, Any]]:
-        """Restores the data loader's position, and yields the trainer state for the block to restore the rest.
+        """Restores the data loader's position and yields the trainer state; the block restores the rest.
 
         Raises:
-            CheckpointError: the state, or the tensors beside it, do not fit this kind of run.
+            CheckpointError: the state or the stored tensors do not fit this configuration.
         """
         try:
             if loader is not None:
@@ -136,7 +136,7 @@ class Resumption:
             ) from error
 
     def announce(self) -> None:
-        """Logs the changes: one line per key."""
+        """Logs the changes, one line per key."""
         for change in self.having(Effect.HONOURED):
             logger.warning("changed since %s: %s", self.folder.name, change)
         for change in self.having(Effect.NONE):
@@ -146,12 +146,12 @@ class Resumption:
 def find_resumption(
     options: RunOptions, checkpoints: Checkpoints, config: DictConfig, resume_from: Path | None = None
 ) -> Resumption | None:
-    """The checkpoint `resume_from`, or else that which `trainer.resume_mode` names, compared with `config`; None for a fresh
-    start.
+    """Finds the checkpoint to resume from (`resume_from`, else as `trainer.resume_mode` says) and compares it with `config`;
+    None for a fresh start.
 
     Raises:
-        CheckpointError: the folder named is no checkpoint.
-        ConfigError: keys were changed that a resumed run cannot honour; names all of them.
+        CheckpointError: the folder is not a checkpoint.
+        ConfigError: keys changed that a resumed run cannot honour; names all of them.
     """
     if resume_from is None and options.resume_mode == "disable":
         return None
@@ -171,7 +171,7 @@ def find_resumption(
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """The compared keys that differ, in the order of `now`; empty where no configuration was stored."""
+    """Yields the compared keys that differ, in the order of `now`; nothing if the checkpoint stored no configuration."""
     before, after = dict(flatten(then)), dict(flatten(now))
     for key in dict.fromkeys([*after, *before]) if before else ():
         old, new = before.get(key), after.get(key)
@@ -185,7 +185,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]
 
 
 def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any]:
-    """The resolved configuration as a checkpoint stores it, with the values that a resumed run actually uses."""
+    """Returns the resolved configuration as checkpoints store it, with the values that a resumed run actually uses."""
     used = plain_values(config)
     for change in resumed.having(Effect.NONE) if resumed else ():
         *sections, name = change.key.split(".")

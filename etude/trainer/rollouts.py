@@ -1,7 +1,7 @@
-"""`Rollouts`: from rows to scored trajectories through the worker groups, and what follows: survivors, groups whose scores
-differ, dumps.
+"""`Rollouts`: turns rows into scored trajectories through the worker groups. Also filters them: rows that can be trained on,
+groups whose scores differ; and writes the dumps.
 
-Invariant: a trajectory's random numbers follow from the run's seed, the step and its index in the batch, so that a repeated
+Invariant: a trajectory's random numbers are derived from the run's seed, the step and its index in the batch, so a repeated
 step draws the same samples.
 """
 
@@ -35,20 +35,25 @@ from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
-_TOTALS = ("reward", "seq_reward", "seq_final_reward")  # names of a rollout's total reward
-MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
+_TOTALS = ("reward", "seq_reward", "seq_final_reward")  # `filter_groups.metric` values that mean the total reward
+MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
 
 
 class Rollouts:
-    """Rolls out rows for training and for validation, and scores them."""
+    """Rolls out and scores rows, for training and validation."""
 
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
-        """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
+        """`reward`: scores whole batches; None if `policy` scores each trajectory as it ends, or if nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
         self.run = setup.groups.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
-        """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""
+        """Repeats each row `rollout.n` times.
+
+        Args:
+            attempt: which batch of the step this is, from 0.
+            first: index of the first rollout within that batch.
+        """
         n = self._setup.roles.rollout.n
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False, first=first)
@@ -57,32 +62,32 @@ class Rollouts:
         return prompts
 
     def baseline_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int) -> DataProto:
-        """Each row once, greedily; numbered from `first`, after the trained ones."""
+        """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on."""
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
         prompts.meta_info |= {"step": step, "greedy": True}
         return prompts
 
     def join(self, parts: Sequence[Batch]) -> Batch:
-        """Batches of different widths as one."""
+        """Concatenates batches of different widths."""
         filled = [part for part in parts if len(part) or isinstance(part, DataProto)] or list(parts[:1])
         return self.run(concat_batches, filled) if len(filled) > 1 else filled[0]
 
     def with_baselines(self, batch: Batch, greedy: Batch) -> Batch:
-        """`batch` with the object column `reward_baselines`: the total score of the one `greedy` rollout per row, None where
-        that was dropped."""
+        """Adds the object column `reward_baselines`: the total reward of the prompt's `greedy` rollout, None if that was
+        dropped."""
         found = self.run(baseline_column, greedy, self._setup.roles.rollout.n, self._setup.roles.reward)
         return batch.union(found)
 
     def validation(self, dataset: RLDataset) -> Batch:
-        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not depend on the
-        batches."""
+        """Rolls out all rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not
+        depend on the batch size."""
         size = self._setup.data.val_batch_size or len(dataset)
         numbers = range(len(dataset))
         return self.join([self.validate_rows(dataset, numbers[start : start + size]) for start in numbers[::size]])
 
     def validate_rows(self, dataset: RLDataset, numbers: Sequence[int]) -> Batch:
-        """The rows of these numbers, `val_kwargs.n` times each; the same whatever rows they are rolled out with."""
+        """Rolls out the rows with these indices, `val_kwargs.n` times each; results do not depend on the other rows."""
         rollout = self._setup.roles.rollout
         n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
         prompts = rollout_batch([dataset[i] for i in numbers], n=n, label="val", seed=seed, validate=True)
@@ -91,7 +96,7 @@ class Rollouts:
         return self.generate(prompts)[0]
 
     def validate(self, dataset: RLDataset) -> tuple[Batch, dict[str, float]]:
-        """The validation rollouts and their metrics, named `val-core/*` and `val/*`."""
+        """Returns the validation rollouts and their metrics, named `val-core/*` and `val/*`."""
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
@@ -99,41 +104,41 @@ class Rollouts:
         return batch, metrics | {"timing_s/testing": timings.seconds["testing"]}
 
     def generate(self, prompts: DataProto) -> tuple[Batch, Metrics]:
-        """Rolls out and scores; rewards are in `token_level_scores` (batch, response_len). Also returns the engine's
-        metrics."""
+        """Rolls out and scores `prompts`; rewards are in `token_level_scores` (batch, response_len). Also returns the
+        engine's metrics."""
         rolled: Batch = self._policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list per name
         engine = add_metrics(engine_metrics({name: metric}) for name, found in gathered.items() for metric in found)
         return self.score(prompts, rolled), engine
 
     def score(self, prompts: DataProto, rolled: Batch) -> Batch:
-        """`prompts` with their rollouts, and the rewards of these in `token_level_scores` (batch, response_len)."""
+        """Returns `prompts` with their rollouts and rewards, in `token_level_scores` (batch, response_len)."""
         scored = None
-        if self._reward is not None:  # lock-step: the whole batch first, then its scores
+        if self._reward is not None:  # lock-step: scores the whole batch after it was rolled out
             scored = self._reward.compute_scores(self.run(objects_of, prompts, rolled))
         return self.run(scored_batch, prompts, rolled, scored, self._setup.roles.reward)
 
 
-# -- what runs where the batches are -------------------------------------------------------------------------------------
+# -- functions that run in the process that holds the batches --------------------------------------------------------------
 
 
 def objects_of(prompts: DataProto, rolled: DataProto) -> DataProto:
-    """The object columns of both."""
+    """Returns the object columns of both batches."""
     return prompts.union(rolled).select(batch_keys=())
 
 
 def scored_batch(prompts: DataProto, rolled: DataProto, scored: DataProto | None, options: RewardOptions) -> DataProto:
-    """`prompts` with their rollouts, those of `scored` if given, and `token_level_scores`."""
+    """Returns `prompts` with their rollouts (from `scored` if given) and `token_level_scores`."""
     batch = prompts.union(rolled)
     if scored is not None:
         batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
     place_scores(batch, options)
-    batch.meta_info = {}  # the request's settings (seed, validate) differ between batches that are concatenated later
+    batch.meta_info = {}  # request settings (seed, validate) would differ between batches that are concatenated later
     return batch
 
 
 def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataProto:
-    """`reward_baselines` for each row's `n` rollouts."""
+    """Returns the column `reward_baselines`: each greedy total, repeated for the row's `n` rollouts."""
     rewards = [None if result.trajectory is None else result.trajectory.rewards for result in rollouts_of(greedy)]
     totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
     return DataProto.from_dict(non_tensors={"reward_baselines": [total for total in totals for _ in range(n)]})
@@ -142,10 +147,10 @@ def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataPro
 def metrics_of_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], reward: RewardOptions, min_fraction: float
 ) -> dict[str, float]:
-    """Of all rollouts of a step, and of its greedy ones.
+    """Metrics of all rollouts of a step and of its greedy baselines.
 
     Raises:
-        TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
+        TrainingStopped: infrastructure failures dropped too large a share of the baselines.
     """
     greedy = [rollout for batch in baselines for rollout in rollouts_of(batch)]
     check_survivors(greedy, min_fraction)
@@ -154,7 +159,7 @@ def metrics_of_rollouts(
 
 
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
-    """Named `val-core/*` and `val/*`."""
+    """Validation metrics, named `val-core/*` and `val/*`."""
     results = rollouts_of(batch)
     totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
     kept = [result.trajectory for result in results if result.trajectory is not None]
@@ -169,8 +174,8 @@ def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, 
 
 
 def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: str = "") -> dict[str, float]:
-    """The metrics of rollouts, of one batch or several: counts and means over all. With a `prefix`, tool metrics are left
-    out."""
+    """Counts and means over rollouts of one or several batches. A `prefix` is put before each name, and drops tool
+    metrics."""
     trajectories = [result.trajectory for result in results if result.trajectory is not None]
     broken = [call for result in results for call in result.broken_calls]
     metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
@@ -184,9 +189,9 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
 def rollout_batch(
     rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
 ) -> DataProto:
-    """Rows to roll out: each repeated `n` times side by side, with `uid` (one per prompt) and `rollout_index`, from `first`:
-    what a trajectory's random numbers follow from, beside `seed`. A key of the rows is a column of objects, None in a row
-    without it."""
+    """Builds a batch of rows to roll out, each repeated `n` times in a row. Adds `uid`, one per prompt, and `rollout_index`,
+    counted from `first`: together with `seed` it determines a trajectory's random numbers. Each key of the rows becomes an
+    object column, None for rows without it."""
     names = dict.fromkeys(name for row in rows for name in row)
     batch = DataProto.from_single_dict({name: [row.get(name) for row in rows] for name in names})
     batch.non_tensor_batch["uid"] = object_array([f"{label}-{first // n + i}" for i in range(len(rows))])
@@ -197,29 +202,30 @@ def rollout_batch(
 
 
 def engine_metrics(metrics: Metrics) -> Metrics:
-    """An engine's own metrics, under the names that a step's have."""
+    """Prefixes the engine's metrics with `engine/`."""
     return {f"engine/{name}": metric for name, metric in metrics.items()}
 
 
 def rollouts_of(batch: DataProto) -> list[Rollout]:
-    """The rollouts, one per row."""
+    """Returns the rollouts, one per row."""
     return batch.non_tensor_batch["rollout"].tolist()
 
 
 def trajectories_of(batch: DataProto) -> list[Trajectory]:
-    """The trajectories of rows that have one."""
+    """Returns the trajectories of rows that were not dropped."""
     return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
 
 
 def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
-    """The sequences before the main one in which something was sampled."""
+    """Returns the sequences before the main one that contain sampled tokens."""
     return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
-    cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
-    of the others, those without a sampled token, which cannot be learned from, and tools that were not released."""
+    """Counts of infrastructure failures and, among them, stalls; of rows dropped for these (including those cancelled
+    because too few of their group were left), for a prompt that is too long, or for a conversation that the chat template
+    cannot render; and, over the kept rows, of those without a sampled token, failed releases of tools and unwritable
+    answers."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
@@ -235,19 +241,19 @@ def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sequence_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Mean number of sequences per rollout that was not dropped: 1 where no agent rewrote its history."""
+    """Mean number of sequences per kept rollout: 1 if no agent rewrote its history."""
     counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
     return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
 
 
 def survivors(batch: DataProto, min_fraction: float) -> DataProto:
-    """The part of `batch` that can be trained on; see `survivor_rows`."""
+    """Returns the rows of `batch` that can be trained on; see `survivor_rows`."""
     return batch.select_idxs(survivor_rows(batch, min_fraction))
 
 
 def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
-    """The rows that can be trained on: not dropped, with at least one sampled token in the main sequence, and with a
-    baseline where the others have one.
+    """Indices of rows that can be trained on: not dropped, at least one sampled token in the main sequence, and a baseline
+    if the batch has baselines.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
@@ -262,14 +268,14 @@ def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
 
 
 def check_survivors(results: Sequence[Rollout], min_fraction: float) -> None:
-    """Raises TrainingStopped if infrastructure failures dropped more than `min_fraction` allows."""
+    """Raises TrainingStopped if infrastructure failures left less than `min_fraction` of the rollouts."""
     check_dropped(
         sum(result.dropped in DROPPED for result in results), len(results), min_fraction, first_cause(results)
     )
 
 
 def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> None:
-    """The same of a number of trajectories."""
+    """Raises TrainingStopped if `dropped` of `total` trajectories are more than `min_fraction` allows."""
     if total and 1 - dropped / total < min_fraction:
         raise TrainingStopped(
             f"{dropped} of {total} trajectories were dropped after infrastructure failures, more than "
@@ -278,7 +284,7 @@ def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> 
 
 
 def first_cause(results: Sequence[Rollout]) -> str:
-    """The cause of the first infrastructure failure."""
+    """Returns the cause of the first infrastructure failure, or "none"."""
     return next((result.cause for result in results if result.cause), "none")
 
 
@@ -286,7 +292,7 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
     """Adds the column `token_level_scores` (batch, response_len), float64.
 
     Raises:
-        DataError: a reward is not finite, or too large to compute with; names its row.
+        DataError: a reward is not finite or exceeds `MAX_REWARD`; names its row.
     """
     width, results = batch.batch["response_mask"].shape[1], rollouts_of(batch)
     scores = token_level_scores(results, width, options.tool_reward_weight, options.score_weight)
@@ -302,14 +308,14 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
 
 
 def main_rows(batch: DataProto) -> torch.Tensor:
-    """(rows,) true for the rows of main sequences: one per rollout, and all of a batch that is not expanded."""
+    """(rows,) mask of main sequences: one per rollout; all rows of a batch that is not expanded."""
     column = batch.batch.get(MAIN_SEQUENCE, None)
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
 def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
-    """The rows of groups whose rollouts differ in `metric` (see `filter_groups.metric`), by default in total reward: only
-    these teach a group-relative estimator anything.
+    """Returns the row indices of each group whose rollouts differ in `metric` (see `filter_groups.metric`; default: total
+    reward). A group-relative estimator learns only from these.
 
     Raises:
         DataError: the scorer does not report `metric`; names the row.
@@ -327,7 +333,7 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
 
 
 def _reported(rollout: Rollout, metric: str) -> float:
-    """The scorer's own number of that name."""
+    """Returns the number that the scorer reported as `metric`."""
     assert rollout.trajectory is not None
     rewards = rollout.trajectory.rewards
     value = rewards.score if metric == "score" else rewards.score_info.get(metric)
@@ -341,12 +347,12 @@ def _reported(rollout: Rollout, metric: str) -> float:
 
 
 def has_answer(trajectory: Trajectory) -> bool:
-    """Whether the scorer reads answers (`pred`)."""
+    """Whether the scorer reports the answer it extracted (`pred`)."""
     return "pred" in trajectory.rewards.score_info
 
 
 def read_answer(trajectory: Trajectory) -> str | None:
-    """The answer that the scorer read, as text; None where it read none."""
+    """Returns the answer that the scorer extracted, as text; None if it found none."""
     answer = trajectory.rewards.score_info.get("pred")
     return answer if answer is None or isinstance(answer, str) else json_line(answer).decode()
 
@@ -366,8 +372,8 @@ def dump(
 def dump_records(
     chat: ChatTemplate, step: int, batch: DataProto, options: RewardOptions, values: Sequence[DataProto] = ()
 ) -> list[dict[str, JsonValue]]:
-    """The records of the batch's trajectories; those that were dropped have none. With what the trainer had of their tokens:
-    `values` are the judged batch, then what updates recorded of its rows."""
+    """Builds the dump records of the batch's trajectories, leaving out dropped ones. `values` adds the trainer's per-token
+    values: the judged batch, then what the updates recorded for its rows."""
     records = []
     decode = chat.tokenizer.decode
     of_rows = iter(list_token_values(values))
@@ -397,7 +403,7 @@ def dump_records(
 
 
 def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]]]:
-    """For each row of the judged batch, the columns of `TOKEN_VALUES` that it or the updates have, (response_len,) each."""
+    """For each row of the judged batch, the `TOKEN_VALUES` that the batch or the updates have, (response_len,) each."""
     if not values:
         return []
     judged, *updates = values
@@ -411,7 +417,7 @@ def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]
 
 
 def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The texts of a trajectory, as its record takes them."""
+    """Decodes a trajectory's prompt, response and segments, keyed as `rollout_record` expects."""
     return {
         "input": decode(trajectory.prompt_ids),
         "output": decode(trajectory.response_ids),

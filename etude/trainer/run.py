@@ -1,7 +1,7 @@
-"""The entry points of every kind of run: train, fine-tune, evaluate.
+"""The entry points of each kind of run: train, fine-tune, evaluate.
 
-Each takes a sink for the events of the run, such as a display of `etude.viewer`; without one nothing is displayed, and no
-report is written.
+Each takes a sink for the run's events, such as a display of `etude.viewer`; without one, nothing is displayed and no report
+is written.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
-    """A whole reinforcement-learning run; returns the metrics of the last validation.
+    """Runs reinforcement learning; returns the metrics of the last validation.
 
     Raises:
-        ConfigError: before any model is loaded, among others for an engine that can only evaluate.
+        ConfigError: the configuration is invalid, for instance an engine that can only evaluate; raised before any model is
+            loaded.
     """
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> PPOTrainer:
@@ -38,7 +39,7 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
             trainer = PPOTrainer(setup, resume_from)
-            for found in find_shortages(setup):  # a service may yet come up, and an estimate be wrong: none is refused
+            for found in find_shortages(setup):  # only warns: a service may still start, and an estimate may be wrong
                 logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
             return trainer
 
@@ -50,7 +51,7 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
 
 
 def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
-    """A whole supervised run; returns the model's folder."""
+    """Runs supervised fine-tuning; returns the folder of the model."""
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> SFTTrainer:
         return SFTTrainer(config, restarts=restarts, resume_from=resume_from)

@@ -1,15 +1,15 @@
-"""The sequences of a rollout as rows to train on, where an agent rewrote its history and so left several.
+"""Rollouts with several sequences (the agent rewrote its history) as rows to train on.
 
-Up to here a rollout is one row: counted, scored, compared with its group and filtered as one. `expand_sequences`
-puts a row for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
+Before this, a rollout is one row: counted, scored, compared with its group and filtered as one. `expand_sequences` adds a
+row for each earlier sequence after the rollout's main one; the column `main_sequence` is 1 for main rows.
 
-Credit. An estimator that judges rollouts sees one row for each: the sampled tokens of all its sequences in time order, so
-that it makes no difference into how many sequences these were cut. Where its record says `episodes` (with a critic) every
-sequence is an episode of its own, whose last token carries the rollout's total: values are of contexts, and no context spans
-two sequences.
+Credit assignment: an estimator of whole rollouts sees one row per rollout, with the sampled tokens of all its sequences in
+time order, so the number of sequences makes no difference. If the estimator's record sets `episodes` (those with a critic),
+every sequence is a separate episode, whose last token carries the rollout's total: a value is conditioned on a context, and
+no context spans two sequences.
 
 Invariant: every sampled token is in one row; rows of a rollout share its `uid` and are adjacent, the main one first; a batch
-whose rollouts have one sequence each is returned unchanged, the same object.
+whose rollouts have one sequence each is returned unchanged, as the same object.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from etude.trajectory import Rollout
 
 
 def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
-    """`batch`, whose rows are rollouts, with a row for each earlier sequence in which something was sampled.
+    """Adds a row for each earlier sequence with sampled tokens; the rows of `batch` are rollouts.
 
     The added rows carry their rollout's object columns and no `token_level_scores`: each reward counts once.
     """
     owners, earlier = [], []
-    for row, result in enumerate(rollouts_of(batch) if len(batch) else ()):  # no rows on Ray: no columns either
+    for row, result in enumerate(rollouts_of(batch) if len(batch) else ()):  # on Ray, an empty batch has no columns
         sampled = sampled_earlier(result)
         owners += [row] * len(sampled)
         earlier += sampled
@@ -52,8 +52,8 @@ def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
 
 
 def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
-    """(rows, response_len) scores before any penalty: as they stand, or, for episodes, with each rollout's total on the
-    last sampled token of its earlier sequences too."""
+    """(rows, response_len) scores before any penalty; for `episodes`, the last sampled token of each earlier sequence also
+    gets its rollout's total."""
     scores: Tensor = batch.batch["token_level_scores"]
     if not episodes or MAIN_SEQUENCE not in batch.batch:
         return scores
@@ -66,9 +66,9 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
     """Advantages and returns by the estimator `name`, each (rows, response_len).
 
     Args:
-        batch: with `response_mask`, `uid`, and what the estimator needs.
+        batch: has `response_mask`, `uid`, and the columns that the estimator needs.
         rewards: (rows, response_len), penalties included.
-        options: of `etude.algorithms.compute_advantage`.
+        options: passed to `etude.algorithms.compute_advantage`.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     mask, uids = batch.batch["response_mask"], batch.non_tensor_batch["uid"]
@@ -94,8 +94,8 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
 
 
 def _join_places(main: Tensor, mask: Tensor) -> Tensor:
-    """(rollouts, most sampled tokens) the places in the flattened `mask` of each rollout's sampled tokens, in time order
-    (the main row's last); -1 after them."""
+    """(rollouts, max sampled tokens) indices into the flattened `mask` of each rollout's sampled tokens, in time order
+    (those of the main row last); padded with -1."""
     rollout = _rollout_of(main)
     in_time = torch.argsort(2 * rollout + main, stable=True)
     rows, columns = mask[in_time].nonzero(as_tuple=True)
@@ -106,7 +106,7 @@ def _join_places(main: Tensor, mask: Tensor) -> Tensor:
 
 
 def _join(column: Any, places: Tensor, main: Tensor) -> Any:
-    """A column of rows as one of rollouts."""
+    """Gathers a column of rows into one of rollouts."""
     if not isinstance(column, Tensor):
         return {name: _join(part, places, main) for name, part in column.items()}
     if column.dim() == 1:
@@ -115,12 +115,12 @@ def _join(column: Any, places: Tensor, main: Tensor) -> Any:
 
 
 def rollout_numbers(batch: DataProto) -> Tensor:
-    """(rows,) the number of the rollout that each row belongs to."""
+    """(rows,) index of the rollout that each row belongs to."""
     return _rollout_of(main_rows(batch))
 
 
 def _rollout_of(main: Tensor) -> Tensor:
-    """(rows,) the number of each row's rollout: a main row begins one."""
+    """(rows,) index of each row's rollout: a main row starts a new one."""
     return main.long().cumsum(dim=0) - 1
 
 

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the parts of a run; everything is checked before a model is loaded."""
+"""Builds the parts of a run from a resolved configuration; everything is checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlainSetup:
-    """The checked options of a run, which any process can be sent. `needs` are the columns that estimator, loss and KL terms
-    need beyond those of a rollout."""
+    """The validated options of a run; can be sent to any process. `needs`: the columns that estimator, loss and KL terms
+    read beyond those of a rollout."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
@@ -57,19 +57,19 @@ class PlainSetup:
 
     @property
     def min_group(self) -> int:
-        """Surviving answers per prompt below which the prompt is not trained on."""
+        """Minimum number of surviving rollouts per prompt; prompts with fewer are not trained on."""
         return 1 if self.roles.distillation.alone else self.algorithm.min_group
 
     @property
     def longest_sequence(self) -> int | None:
-        """Maximum tokens of prompt plus response; None where only their own limits count."""
+        """Maximum tokens of prompt plus response; None if only their separate limits apply."""
         folder = local_folder(str(self.roles.model.path))
         return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
 
 @dataclass(frozen=True)
 class LoadedSetup(PlainSetup):
-    """With the tokenizer and chat template of the run, and what its rollout worker loaded."""
+    """Adds the run's tokenizer and chat template, and the tools that its rollout worker loaded."""
 
     bundle: TokenizerBundle
     catalogue: ToolCatalogue
@@ -90,11 +90,11 @@ class LoadedSetup(PlainSetup):
     def dataset(
         self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
     ) -> RLDataset:
-        """The rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
+        """Loads the rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
 
         Raises:
             ConfigError: no scorer is known for a row's data source.
-            DataError: something is wrong with a file or row.
+            DataError: a file or row is invalid.
         """
         given = None
         if self.data.custom_cls.path is not None:
@@ -125,14 +125,14 @@ class LoadedSetup(PlainSetup):
         return rows
 
     def validation_set(self) -> RLDataset | None:
-        """The rows of `data.val_files`; None without any."""
+        """Loads the rows of `data.val_files`; None if there are no such files."""
         files = self.data.val_files
         return self.dataset(files, self.data.val_max_samples) if files else None
 
 
 @dataclass(frozen=True)
 class RunSetup(LoadedSetup):
-    """With the run's groups."""
+    """Adds the run's configuration and worker groups."""
 
     config: DictConfig
     groups: Groups
@@ -144,9 +144,9 @@ class RunSetup(LoadedSetup):
 
 
 def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) -> RunSetup:
-    """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
+    """Checks the whole configuration and opens the worker groups, which load plugins, tools and tokenizer, but no model.
 
-    `trains`: whether there is an actor; otherwise the model is only rolled out. `restarts`: see `open_groups`.
+    `trains`: whether there is an actor; False if the model is only rolled out. `restarts`: see `open_groups`.
 
     Raises:
         ConfigError, DataError: one line that names the key or file.
@@ -174,7 +174,8 @@ def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) 
 
 
 def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundle]:
-    """The options of a run and of its roles, its tokenizer and chat template; starts nothing.
+    """Checks the configuration without starting workers. Returns the options of the run and of its roles, and the tokenizer
+    bundle.
 
     Raises:
         ConfigError: one line that names the key or file.
@@ -194,7 +195,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
 
 
 def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
-    """The options of the roles of a run; `plain` is its whole configuration.
+    """Returns the options of a run's roles; `plain` is its whole configuration.
 
     Raises:
         ConfigError: the rollout section does not fit its engine or the device.
@@ -226,9 +227,12 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
 
 
 def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
-    """Checks that the chat template can render the configured tools' answers.
+    """Checks that the chat template can render the results of the configured tools.
 
-    Every accepted template renders what a user or a text environment says.
+    Every accepted template renders messages of users and text environments.
+
+    Raises:
+        ConfigError: it cannot.
     """
     bundle, catalogue, name = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn.format
     if not catalogue.schemas or not catalogue.tool_messages:
@@ -248,7 +252,7 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
 def _warn_of_unread_calls(
     name: str, parser: ToolParser, bundle: TokenizerBundle, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """If the configured format is not the template's, the model's calls go unread and unrewarded. A warning only, since
+    """Warns if the configured format is not the template's: the model's tool calls would be missed. Only a warning, because
     prompts may teach the format. Silent for a user's own parser."""
     ours = type(parser).__module__.startswith("etude.")
     unread = unread_call(parser, bundle.tokenizer, **template_kwargs) if ours else None
@@ -262,7 +266,7 @@ def _warn_of_unread_calls(
 
 
 def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
-    """Warns where answers earn 0 unless a call returns a reward, and where a right answer counts twice."""
+    """Warns if answers earn 0 unless a tool call returns a reward, and if a right answer counts twice."""
     reward, catalogue = setup.roles.reward, setup.catalogue
     scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
     loop = (train[0].get("agent_name") if len(train) else None) or setup.roles.rollout.agent.default_agent_loop
@@ -283,13 +287,13 @@ def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
 
 
 def _reward_options(options: RewardOptions) -> RewardOptions:
-    """`reward_model`, where RL-Factory's reward manager `parallel` means the environment's own score."""
+    """Maps RL-Factory's reward manager `parallel`, which means the environment's own score, to no reward manager."""
     is_environments = options.reward_manager == "parallel"
     return replace(options, enable=False, reward_manager="naive") if is_environments else options
 
 
 def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | None = None) -> None:
-    """Sets up this process like a worker's, since the driver computes too, and refuses unregistered names.
+    """Sets up this process like a worker's, because the driver computes too, and rejects unregistered names.
 
     Raises:
         ConfigError: a plug-in cannot be imported, or a name is unknown.
@@ -305,7 +309,7 @@ def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | 
 
 
 def role_options(plugins: Sequence[str], run: RunOptions, config: Mapping[str, Any], **sections: Any) -> RoleOptions:
-    """The options of the roles: what all kinds of run share, and the sections of this one."""
+    """Builds the roles' options: those common to all kinds of run, and this run's `sections`."""
     return RoleOptions(
         **sections,
         plugins=tuple(plugins),
@@ -318,10 +322,10 @@ def role_options(plugins: Sequence[str], run: RunOptions, config: Mapping[str, A
 
 
 def resolve_device(name: str) -> str:
-    """`auto` as a GPU if there is one, else the CPU.
+    """Resolves `auto` to a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: the device does not exist here.
+        ConfigError: `name` is a GPU, and none is visible.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,11 +1,11 @@
-"""`SFTTrainer`: supervised fine-tuning on conversations with tool calls, through the same workers as reinforcement; also on
-the best rollouts of a dump, and on pairs of them (DPO).
+"""`SFTTrainer`: supervised fine-tuning on conversations with tool calls, on the best rollouts of a dump, or on pairs of them
+(DPO), with the same workers as reinforcement learning.
 
-With `target_success`, the model is evaluated every few steps on sampled rollouts, and the run keeps the *last* snapshot
-whose success lies in the target window: a policy that succeeds often enough for reinforcement learning to have a signal, and
-fails often enough to improve. A run that never enters the window fails and leaves no model.
+With `target_success`, the model is evaluated on sampled rollouts every few steps, and the run keeps the *last* snapshot
+whose success rate lies in the target window: a policy that succeeds often enough for reinforcement learning to have a
+signal, and fails often enough to improve. A run that never enters the window fails and leaves no model.
 
-Checkpoints and resuming are those of reinforcement learning: every `save_freq` steps, at the end and at an interruption.
+Checkpoints and resuming work as in reinforcement learning: every `save_freq` steps, at the end and when interrupted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 @dataclass
 class Trials:
-    """Results of a run's trials: the success of each, and the step of the snapshot that was kept."""
+    """Results of a run's trials: the success rate of each, and the step of the snapshot that was kept."""
 
     measured: list[float] = field(default_factory=list)
     kept: int | None = None
@@ -64,7 +64,7 @@ class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
     def __init__(self, config: DictConfig, *, restarts: bool = False, resume_from: Path | None = None) -> None:
-        """Checks everything, reads the data, loads no model. `restarts`, `resume_from`: see `restart_on_loss`.
+        """Checks the configuration and reads the data; loads no model. `restarts`, `resume_from`: see `restart_on_loss`.
 
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
@@ -80,7 +80,7 @@ class SFTTrainer:
         self.roles = self._roles(options.plugins, plain)
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
-        rows = model_config(self.model.path).get("vocab_size")  # a model may have more rows than its tokenizer tokens
+        rows = model_config(self.model.path).get("vocab_size")  # embedding rows; can exceed the tokenizer's vocabulary
         self._vocabulary = max(len(self.tokenizer), rows if isinstance(rows, int) else 0)
         self.run_dir = Path(self.options.default_local_dir)
         self.checkpoints = Checkpoints(
@@ -96,7 +96,8 @@ class SFTTrainer:
             self._read_data()
 
     def _read_data(self) -> None:
-        """Reads the rows, for which the workers know the tools, and goes to the place of a checkpoint to resume from."""
+        """Reads the training and trial rows, with the tool schemas of the workers, and restores the loop state of a
+        checkpoint."""
         catalogue, *_ = self.groups.rollout.load_tools()
         self.examples = self._read_examples(list(catalogue.schemas.values()))
         self.loader = ResumableLoader(
@@ -110,8 +111,12 @@ class SFTTrainer:
                 self.step = state["step"]
 
     def _read_examples(self, schemas: list[dict[str, Any]]) -> _Examples:
-        """What is learned from: conversations and sequences of dumped rollouts as `demonstration`, or with DPO each `pair`;
-        one that is longer than `data.max_length` is an error that names its row."""
+        """Reads the examples: `demonstration`s from conversations and dumped rollouts, or `pair`s for DPO.
+
+        Raises:
+            ConfigError: DPO, and a file is not a rollout dump.
+            DataError: an example is invalid or longer than `data.max_length`; names its row.
+        """
         data, dumps = self.data, [file for file in self.data.train_files if is_dump(file)]
         talks = [file for file in data.train_files if file not in dumps]
         rollouts = read_dumps(dumps)
@@ -131,8 +136,11 @@ class SFTTrainer:
         return _Examples(chain(examples, dumped))
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """All demonstrations as tokens, with their images, if any, to be read when they are learned; a row that is not a
-        conversation is an error that names it."""
+        """Yields conversations as tokens; their images are read later, when a step trains on them.
+
+        Raises:
+            DataError: a row is not a valid conversation; names it.
+        """
         for number, row in enumerate(rows):
             where, images = f"{', '.join(rows.files)}: row {number}", row.get("images", ())
             tokens = image_tokens(self.images, images, where)
@@ -194,13 +202,13 @@ class SFTTrainer:
         )
 
     def fit(self, emit: EventSink = ignore_event) -> Path:
-        """Trains, and returns the folder of the resulting model.
+        """Trains and returns the folder of the resulting model.
 
         Raises:
-            EtudeError: the target success window was never entered.
+            EtudeError: the success rate never entered the target window.
             TrainingStopped: too many steps in a row were skipped; a checkpoint holds the earlier steps.
-            Interrupted: a signal ended it, with a checkpoint; without a target window, the current model is written, too.
-            CheckpointError: the model cannot be written.
+            Interrupted: a signal stopped the run; a checkpoint is saved and, without a target window, the current model too.
+            CheckpointError: the model could not be written.
         """
         self.groups.actor.init_model(self.total_steps)
         if self.resumption is not None:
@@ -253,7 +261,7 @@ class SFTTrainer:
         emit: EventSink,
         interrupts: Interrupts,
     ) -> None:
-        """One step, and any trial and checkpoint due after it."""
+        """Runs one step and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)
         metrics = self._update(rows)
         self.step += 1
@@ -303,7 +311,7 @@ class SFTTrainer:
         ]
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
-        """Success and tool use of `samples` sampled rollouts."""
+        """Rolls out the trial rows with the current weights and returns their reward and tool metrics."""
         seed = trial_seed(self.options.seed, step)
         prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=seed, validate=False)
         self.groups.rollout.update_weights(step)
@@ -318,14 +326,14 @@ class SFTTrainer:
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:
-        """Replaces the result atomically: a reader never sees half a model."""
-        self.checkpoints.wait()  # which tidies the folder
+        """Replaces the result atomically, so that a reader never sees a partial model."""
+        self.checkpoints.wait()  # a background save removes temporary folders here, which would include ours
         with write_whole(folder) as temporary:
             self.groups.actor.save_model(str(temporary))
 
 
 class _Examples:
-    """Tokenised demonstrations or pairs, as `ResumableLoader` takes rows; bytes of images are kept in a file."""
+    """Tokenised demonstrations or pairs as a data set for `ResumableLoader`; image bytes are kept in a file."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self._blobs, digest = Blobs(), hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Why is my loss zero? What took the signal to learn from out of a step, and which rewards it comes from, as metrics.
+"""Why is my loss zero? Metrics of the learning signal: what removed it from a step, and which rewards it comes from.
 
-Invariant: pure functions; a metric without data is absent. Names of components are those of the configuration and of tools,
-never a model's words.
+Invariant: pure functions, apart from `JudgeBudget`; a metric without data is absent. Component names come from the
+configuration and from tools, never from a model's output.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ JUDGE = "reward/judge"
 
 
 def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Shares of rollouts: `rollout/infrastructure_failure_share`, of all, those that met a failure, retried or not;
-    `rollout/truncated_share`, of those kept, cut for length; `rollout/unparsed_share`, of those whose scorer says what
-    answer it read (`pred`), those where it found none."""
+    """Shares of rollouts. `rollout/infrastructure_failure_share`: had a failure, retried or not; `rollout/truncated_share`:
+    of the kept ones, truncated; `rollout/unparsed_share`: of those whose scorer reports the answer it extracted (`pred`),
+    had none."""
     if not results:
         return {}
     kept = [each.trajectory for each in results if each.trajectory is not None]
@@ -40,20 +40,20 @@ def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:
 
 
 def judge_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """`reward/judge/{requests,cached,prompt_tokens,completion_tokens,cost}`: what judges used for all rollouts, dropped ones
-    too; `cost` in the currency of their prices."""
+    """`reward/judge/{requests,cached,prompt_tokens,completion_tokens,cost}`: judge usage over all rollouts, including
+    dropped ones; `cost` is in the currency of the configured prices."""
     used: Counter[str] = sum((each.judge_usage for each in results), Counter())
     return {f"{JUDGE}/{name}": float(amount) for name, amount in sorted(used.items())}
 
 
 class JudgeBudget:
-    """Ends a run whose judges have cost more than `limit` (None: nothing does); `spent` goes into checkpoints."""
+    """Stops a run whose judges have cost more than `limit` (None: no limit); `spent` is saved in checkpoints."""
 
     def __init__(self, limit: float | None, spent: float = 0.0) -> None:
         self._limit, self.spent = limit, spent
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Adds what a step's or a validation's `metrics` say."""
+        """Adds the judge cost in the `metrics` of a step or a validation."""
         self.spent += sum(value for name, value in metrics.items() if name.endswith(f"{JUDGE}/cost"))
 
     def check(self) -> None:
@@ -66,9 +66,9 @@ class JudgeBudget:
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:
-    """`rollout/equal_groups_share`: groups of two or more rollouts (same `uid`) whose rewards are all equal (see
-    `equal_scores`); a group-relative estimator learns nothing from them. Reads `token_level_scores` and `response_mask`
-    (batch, response_len)."""
+    """`rollout/equal_groups_share`: of the groups (same `uid`) of two or more rollouts, the share whose rewards are all
+    equal (see `equal_scores`); a group-relative estimator learns nothing from them. Reads `token_level_scores` and
+    `response_mask` (batch, response_len)."""
     assert batch.batch is not None
     if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
         return {}
@@ -82,8 +82,8 @@ def equal_group_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> dict[str, float]:
-    """The parts of a total reward, weighted: `step/{source}` and `final/{tool}`, and `score`, or the functions that it is
-    the sum of by their labels."""
+    """The weighted parts of a total reward: `step/{source}`, `final/{tool}` and `score`, or `score/{label}` for each of
+    several scoring functions."""
     parts: dict[str, float] = defaultdict(float)
     for _, source, value in rewards.steps:
         parts[f"step/{source}"] += tool_weight * value
@@ -101,9 +101,9 @@ def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: 
 def component_metrics(
     rewards: Sequence[Rewards], tool_weight: float = 1.0, score_weight: float = 1.0
 ) -> dict[str, float]:
-    """`reward/score/{label}/mean` of each of several scoring functions, unweighted, and `reward/spread/{component}`: its
-    part of the variance of the total reward, Cov(component, total) / Var(total), where two or more components vary. These
-    sum to 1; a component near 1 is what training follows."""
+    """`reward/score/{label}/mean`: the unweighted mean of each of several scoring functions. `reward/spread/{component}`: a
+    component's share of the variance of the total reward, Cov(component, total) / Var(total), if two or more components
+    vary. The shares sum to 1; a component near 1 dominates training."""
     metrics: dict[str, float] = {}
     labels = dict.fromkeys(name for each in rewards for name in each.score_info.get(COMPONENTS) or ())
     for label in labels:

@@ -1,11 +1,10 @@
-"""`Tracking`: writes a step's named scalars to every place that `trainer.logger` names.
+"""`Tracking`: writes a step's metrics to every tracker in `trainer.logger`.
 
 Invariant: `metrics.jsonl` holds each step's line once, in order, and survives a kill. On resume, lines after the
-checkpoint's step are dropped, because those steps run again; a fresh start moves an earlier file aside. Nothing else is
-removed.
+checkpoint's step are dropped, because those steps run again; a fresh start renames an earlier file. Nothing else is removed.
 
-Every other tracker runs in a thread of its own, behind a bounded queue: one that raises, hangs or falls behind warns once
-and may miss steps, and training goes on. The console is the display's part; computing the numbers is that of `metrics`.
+Every other tracker runs in its own thread, fed by a bounded queue: if it raises, hangs or falls behind, it warns once and
+may miss steps, and training goes on. Console output belongs to the display; `metrics` computes the numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Tracker(Protocol):
 TrackerFactory = Callable[[Path, str, int], "Tracker | None"]  # (run folder, experiment, step resumed from)
 TRACKERS: Registry[TrackerFactory] = Registry("trainer.logger")
 
-_MAX_QUEUED = 256  # steps that a tracker may be behind
+_MAX_QUEUED = 256  # steps that a tracker may lag
 _START_SECONDS = 120.0
 _CLOSE_SECONDS = 60.0
 _Call = Callable[["Tracker"], None]
@@ -52,55 +51,57 @@ class Tracking:
     """The trackers of one run.
 
     Args:
-        logger: names that are registered here.
-        run_dir: the run's folder, made if absent.
+        logger: names registered in `TRACKERS`.
+        run_dir: the run's folder, created if absent.
         experiment: the run's name in trackers that have one.
-        resume_step: the last step of the checkpoint resumed from, 0 for a fresh start.
+        resume_step: the step of the checkpoint resumed from, 0 for a fresh start.
 
     Raises:
-        ConfigError: a name is unknown (the message gives the nearest), or a tracker cannot start.
+        ConfigError: a name is unknown (the message suggests the nearest), or a tracker cannot start.
         MissingExtraError: a tracker's package is not installed.
         EtudeError: the metrics file cannot be written.
     """
 
     def __init__(self, logger: Sequence[str], run_dir: Path | str, experiment: str, resume_step: int = 0) -> None:
         names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
-        factories = {TRACKERS.get(name): name for name in names}  # each once, whatever its names
+        factories = {TRACKERS.get(name): name for name in names}  # one tracker each, even if named by two aliases
         self._trackers: dict[str, Tracker] = {}
         for factory, name in factories.items():
             try:
                 if factory is JsonlTracker:
                     self._trackers[name] = JsonlTracker(Path(run_dir), experiment, resume_step)
                 elif factory is not _console:
-                    self._trackers[name] = _Threaded(name, partial(factory, Path(run_dir), experiment, resume_step))
+                    self._trackers[name] = _ThreadedTracker(
+                        name, partial(factory, Path(run_dir), experiment, resume_step)
+                    )
             except EtudeError:
                 self.close()
                 raise
-            except Exception as error:  # the tracker package's own error, for the user to read
+            except Exception as error:  # raised by the tracker's package: shown to the user
                 self.close()
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 raise ConfigError(f"trainer.logger: '{name}' cannot start: {reason}") from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records one step's scalars everywhere.
+        """Records one step's scalars in every tracker.
 
         Raises:
-            EtudeError: `metrics.jsonl` cannot be written; every other failure is one warning.
+            EtudeError: `metrics.jsonl` cannot be written; failures of other trackers only warn once.
         """
         for tracker in self._trackers.values():
             tracker.log(metrics, step)
 
     def close(self) -> None:
-        """Closes every tracker; a second call does nothing."""
+        """Closes every tracker; idempotent."""
         while self._trackers:
             self._trackers.popitem()[1].close()
 
 
-class _Threaded:
-    """A tracker that is made and called in a thread of its own, so that nothing it does or fails to do reaches the run."""
+class _ThreadedTracker:
+    """Creates and calls a tracker in its own thread, so that its failures and delays do not affect the run."""
 
     def __init__(self, name: str, make: Callable[[], Tracker | None]) -> None:
-        """Raises whatever `make` does, and TimeoutError where it takes longer than two minutes."""
+        """Raises what `make` raises, and TimeoutError if that takes longer than two minutes."""
         self._name, self._warned = name, False
         self._calls: queue.Queue[_Call | None] = queue.Queue(_MAX_QUEUED)
         self._failure: BaseException | None = None
@@ -126,7 +127,7 @@ class _Threaded:
             raise self._failure
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hands the scalars over; never waits."""
+        """Queues the scalars; never blocks."""
         held = dict(metrics)
         try:
             self._calls.put_nowait(lambda tracker: tracker.log(held, step))
@@ -134,7 +135,7 @@ class _Threaded:
             self._warn(f"it is {_MAX_QUEUED} steps behind")
 
     def close(self) -> None:
-        """Waits until what was handed over is written, up to a minute."""
+        """Waits, up to a minute, until the queue is written."""
         try:
             for last in (lambda tracker: tracker.close(), None):
                 self._calls.put(last, timeout=_CLOSE_SECONDS)
@@ -158,13 +159,13 @@ class _Threaded:
 
 @TRACKERS.register("console")
 def _console(run_dir: Path, experiment: str, resume_step: int) -> None:
-    """No tracker: the display shows the run."""
+    """Does nothing: the display shows the run."""
     return
 
 
 @TRACKERS.register("jsonl")
 class JsonlTracker:
-    """`metrics.jsonl`: one object a step, flushed line by line; numbers that are not finite are null."""
+    """`metrics.jsonl`: one object per step, written line by line without buffering; non-finite numbers are null."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int, name: str = METRICS_FILE) -> None:
         self._path = run_dir / name
@@ -199,7 +200,7 @@ class JsonlTracker:
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Rewrites the file without the lines of later steps and without a line that a kill cut short."""
+    """Rewrites the file without the lines of later steps and without a truncated last line."""
     with write_atomically(path) as kept:
         for line, record in read_steps(path):
             if record is not None and record["step"] <= step:
@@ -289,8 +290,8 @@ class MlflowTracker:
 
 @TRACKERS.register("swanlab")
 class SwanlabTracker:
-    """SwanLab, `SWANLAB_MODE` (cloud, local, offline) says where; files are in `{run_dir}/swanlog` unless `SWANLAB_LOG_DIR`
-    is set. A resumed run continues its SwanLab run where that is possible: in the cloud."""
+    """SwanLab, in the mode `SWANLAB_MODE` (cloud, local, offline); files are in `{run_dir}/swanlog` unless `SWANLAB_LOG_DIR`
+    is set. A resumed run continues its SwanLab run only in cloud mode."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         self._swanlab = _extra("swanlab")
@@ -316,12 +317,12 @@ class SwanlabTracker:
 
 @TRACKERS.register("trackio")
 class TrackioTracker:
-    """Trackio: a local database (`TRACKIO_DIR`), or with `TRACKIO_SPACE_ID` a dashboard on a hub. A resumed run goes on
-    under its name."""
+    """Trackio: a local database (`TRACKIO_DIR`), or with `TRACKIO_SPACE_ID` a dashboard on a hub. A resumed run continues
+    the Trackio run of the same name."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         trackio = _extra("trackio")
-        # its names are folders
+        # Trackio uses names as folders.
         self._run = trackio.init(
             project=_project(run_dir),
             name=experiment.replace("/", "-"),
@@ -338,7 +339,7 @@ class TrackioTracker:
 
 @TRACKERS.register("clearml")
 class ClearmlTracker:
-    """ClearML; with `CLEARML_OFFLINE_MODE=1` into a local session. A resumed run continues its task."""
+    """ClearML; with `CLEARML_OFFLINE_MODE=1` a local session. A resumed run continues its task."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         task = _extra("clearml").Task
@@ -366,12 +367,12 @@ class ClearmlTracker:
 
 
 def _project(run_dir: Path) -> str:
-    """The name of the folder above the run's."""
+    """Returns the name of the run folder's parent."""
     return run_dir.resolve().parent.name
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
-    """The run's configuration, without secrets; empty where it is not written."""
+    """Returns the run's configuration, without secrets; empty if it was not written."""
     try:
         return read_config(run_dir)
     except DataError:
@@ -386,6 +387,6 @@ def _extra(package: str) -> Any:
 
 
 def _open_id(path: Path, resume_step: int) -> tuple[Path, str | None]:
-    """The file of a tracker's own id of the run, its folder made; and the id in it, which a resumed run continues."""
+    """Returns the file for the tracker's run id (its folder is created) and, for a resumed run, the id stored there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path, path.read_text(encoding="utf-8").strip() if resume_step > 0 and path.is_file() else None

@@ -1,8 +1,8 @@
-"""Optimizers of packages that need not be installed: AdamW without a schedule, and AdamW with moments of 8 bits.
+"""Optimizers from optional packages: schedule-free AdamW, and AdamW with 8-bit moments.
 
-Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682) takes gradients at one point and is evaluated at another, the
-average that it keeps: `train` and `eval` move the parameters from one to the other. `OptimizerSet.training` does so, and
-whatever is sampled, scored, saved or synced outside of an update is the average.
+Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682) takes gradients at one point but is evaluated at another, a
+running average: `train` and `eval` switch the parameters between the two. `OptimizerSet.training` does this, so outside of
+an update everything (sampling, scoring, saving, weight sync) uses the average.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _COUNTERS = ("k", "weight_sum", "lr_max")
 
 
 def schedule_free_adamw(parameters: Sequence[nn.Parameter], options: OptimOptions) -> torch.optim.Optimizer:
-    """Raises MissingExtraError where `schedulefree` is not installed."""
+    """Raises MissingExtraError if `schedulefree` is not installed."""
     try:
         from schedulefree import AdamWScheduleFree
     except ImportError as error:
         raise MissingExtraError(f"optim.name={options.name}", "schedulefree") from error
 
     class ScheduleFreeAdamW(AdamWScheduleFree):
-        """Keeps its counters beside each parameter's moments, where checkpoints look."""
+        """Stores its counters with each parameter's moments, so that checkpoints include them."""
 
         def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
@@ -38,7 +38,7 @@ def schedule_free_adamw(parameters: Sequence[nn.Parameter], options: OptimOption
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             super().load_state_dict(state)
-            for fields in list(state["state"].values())[:1]:  # there is one group, and they are all alike
+            for fields in list(state["state"].values())[:1]:  # one group, so all counters are equal
                 counters = {name: float(fields[name]) for name in _COUNTERS}
                 self.param_groups[0].update(counters, k=int(counters["k"]))
 
@@ -49,14 +49,14 @@ def schedule_free_adamw(parameters: Sequence[nn.Parameter], options: OptimOption
 
 
 def adamw_8bit(parameters: Sequence[nn.Parameter], options: OptimOptions) -> torch.optim.Optimizer:
-    """Raises MissingExtraError where `bitsandbytes` is not installed."""
+    """Raises MissingExtraError if `bitsandbytes` is not installed."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise MissingExtraError(f"optim.name={options.name}", "bitsandbytes") from error
 
     class ByteAdamW(AdamW8bit):
-        """Takes its step number from a checkpoint as the number that its kernels want."""
+        """Restores step counts from a checkpoint as ints, which its kernels require."""
 
         def load_state_dict(self, state: dict[str, Any], move_to_device: bool = True) -> None:
             super().load_state_dict(state, move_to_device)

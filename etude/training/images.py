@@ -1,8 +1,8 @@
-"""The images of packed rows: rotary positions of every laid-out token, and which features go where.
+"""The images of packed rows: rotary positions of all packed tokens, and which image features go to which token.
 
-Invariant: rows share a laid-out token only if they agree on everything before it, images included, because what is laid out
-are keyed ids (see `etude.models.image_positions`). An image that several rows show is encoded once for all of them, and its
-gradient is the sum of theirs.
+Invariant: rows share a packed token only if they agree on everything before it, images included, because packing compares
+keyed ids (see `etude.models.image_positions`). An image that occurs in several rows is encoded once, and its gradient is the
+sum over these rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COLUMN = "multi_modal_inputs"
 
 @dataclass(frozen=True)
 class PackedImages:
-    """`positions` (3, 1, tokens); `images` are distinct; at the laid-out tokens `places` (shown,) go the rows `features`
-    (shown,) of their concatenated features."""
+    """`positions` (3, 1, tokens); `images` are distinct; `places` (shown,) are the packed tokens that get image features,
+    and `features` (shown,) is the index of each one's features among those of all images, concatenated."""
 
     positions: Tensor
     images: Sequence[ImageInput]
@@ -36,16 +36,16 @@ class PackedImages:
     features: Tensor
 
     def shown(self, model: Any) -> ShownImages:
-        """The images encoded with the model's current weights."""
+        """Encodes the images with the model's current weights."""
         made = ImageFeatures.concat(image_features(model, self.images))
         return ShownImages(self.places, made.rows(self.features))
 
 
 def locate_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
-    """The images of each row; None for rows without.
+    """Locates the images of each row; None for rows without images.
 
     Raises:
-        DataError: a row's images and placeholders do not agree.
+        DataError: a row's images and placeholders do not match.
     """
     column = batch.non_tensor_batch.get(COLUMN)
     if vision is None:
@@ -61,7 +61,7 @@ def locate_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) 
 
 
 def check_images(batch: DataProto, config: Any) -> None:
-    """Raises ConfigError where a row has images and the model with this configuration takes none."""
+    """Raises ConfigError if a row has images but the model with this configuration takes none."""
     column = batch.non_tensor_batch.get(COLUMN)
     if column is not None and Vision.of(config) is None and any(map(len, column)):
         raise no_images(config)
@@ -70,12 +70,12 @@ def check_images(batch: DataProto, config: Any) -> None:
 def pack_images(
     placed: Sequence[ImagePositions | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
 ) -> PackedImages | None:
-    """The images of laid-out rows; None without any.
+    """Packs the images of packed rows; None if there are no images.
 
     Args:
         placed: the images of each row.
-        places: of each row's tokens, (row's tokens,) each.
-        plain: (1, tokens), how far each laid-out token is from the beginning of its rows.
+        places: for each row, the packed index of each of its tokens, (row's tokens,).
+        plain: (1, tokens), each packed token's distance from the start of its rows.
     """
     positions = plain.expand(3, -1).clone()
     images: dict[int, tuple[int, ImageInput]] = {}
@@ -96,7 +96,7 @@ def pack_images(
     if not images:
         return None
     where, which = torch.cat(shown), torch.cat(features)
-    # A position that rows share is filled once, so that its gradient is not doubled.
+    # A position shared by several rows is filled once, so that its gradient is not counted twice.
     order = torch.from_numpy(np.unique(where.numpy(), return_index=True)[1])
     return PackedImages(
         positions[:, None].to(device),

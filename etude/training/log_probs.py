@@ -1,8 +1,7 @@
-"""Log-probs and entropies of chosen tokens without a full matrix of logits.
+"""Log-probs and entropies of given tokens without materialising the full logits matrix.
 
-Invariant: at most `_CHUNK` logits exist at a time, beside `_KEEP` probabilities that a small batch keeps for the backward
-pass; a larger one recomputes its chunks there. The intermediate matrices that autograd would keep never exist: the gradient
-is written out here.
+Invariant: about `_CHUNK` logits exist at a time, plus up to `_KEEP` probabilities that a small batch keeps for the backward
+pass; a larger batch recomputes its chunks there. Autograd saves no intermediate matrices: the gradient is implemented here.
 
 With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot(y) - p  and  ∂H / ∂z = -p (log p + H).
 """
@@ -16,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22  # logits computed at once (16 MiB in float32): few enough to stay in a processor's cache
-_NEVER = -1e30  # the logit of an id that could not be drawn
-_KEEP = 1 << 24  # probabilities (64 MiB) up to which keeping them is cheaper than recomputing them
+_CHUNK = 1 << 22  # logits per chunk (16 MiB in float32): fits into a CPU's cache
+_MASKED_LOGIT = -1e30  # logit of an id that could not be sampled
+_KEEP = 1 << 24  # max probabilities (64 MiB) to keep: up to here, keeping is cheaper than recomputing
 
 Finish = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Support:
-    """The ids that tokens were drawn from: of token i, `ids[offsets[i]:offsets[i + 1]]`; where these are none, all."""
+    """The ids that each token was sampled from (top-k, top-p): `ids[offsets[i]:offsets[i + 1]]` for token i; if empty, the
+    whole vocabulary."""
 
     offsets: Sequence[int]
     ids: Tensor
 
     def outside(self, rows: slice, vocabulary: int) -> Tensor:
-        """(rows, vocabulary) true where an id was not to be drawn."""
+        """(rows, vocabulary) mask of ids that could not be sampled."""
         offsets = torch.tensor(self.offsets[rows.start : rows.stop + 1], device=self.ids.device)
         counts = offsets.diff()
         left_out = (counts > 0)[:, None].repeat(1, vocabulary)
@@ -54,17 +54,18 @@ def token_log_probs(
     support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution, in float32 (float64 for a float64 model).
+    """Computes the log-prob of each label and the entropy of each distribution, in float32 (float64 for a float64 model).
 
     Args:
         hidden: (tokens, hidden_size).
         weight: (vocabulary, hidden_size); logits are hidden · weightᵀ + bias, divided by `temperature`.
-        finish: what the model does to its logits first (see `etude.models.packed.logit_finish`).
-        labels: (tokens,) ids, or (tokens, k): several of each distribution.
-        entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
-        sum_pi_squared: (tokens,), filled with Σ p² over the vocabulary, without a gradient.
-        likeliest: (tokens, k) ids and log-probs, filled with the k likeliest ids, the likeliest first, without a gradient.
-        support: the distributions are renormalised over these ids, among which the labels are.
+        finish: post-processing of the model's logits, applied before the temperature (see
+            `etude.models.packed.logit_finish`).
+        labels: (tokens,) ids, or (tokens, k) for several per distribution.
+        entropy_grad: whether the entropies carry a gradient (for an entropy bonus) or are only reported.
+        sum_pi_squared: (tokens,), filled in place with Σ p² over the vocabulary, without a gradient.
+        likeliest: (tokens, k) ids and log-probs, filled in place with the top-k, in descending order, without a gradient.
+        support: renormalises the distributions over these ids, which include the labels.
         chunk: tokens per chunk.
 
     Returns:
@@ -81,7 +82,7 @@ def token_log_probs(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """What all chunks share, of `chunk` tokens each; `keep`: their probabilities, for the backward pass."""
+    """Settings common to all chunks, of `chunk` tokens each; `keep`: whether to keep probabilities for the backward pass."""
 
     finish: Finish | None
     temperature: float
@@ -93,17 +94,18 @@ class _Head:
     support: Support | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
-        """The product of some rows, and the softmax's input; (rows, vocabulary) both, the second at least float32."""
+        """Returns the raw logits of `rows` and the input of the softmax; both (rows, vocabulary), the second at least
+        float32."""
         product = torch.nn.functional.linear(hidden[rows], weight, bias)
         finished = product if self.finish is None else self.finish(product)
         finished = finished.to(torch.promote_types(finished.dtype, torch.float32))
         finished = finished if self.temperature == 1.0 else finished / self.temperature
         if self.support is not None:  # finite, so that 0 · logit is 0
-            finished = finished.masked_fill(self.support.outside(rows, weight.shape[0]), _NEVER)
+            finished = finished.masked_fill(self.support.outside(rows, weight.shape[0]), _MASKED_LOGIT)
         return product, finished
 
     def gradient(self, product: Tensor, gradient: Tensor) -> Tensor:
-        """From the gradient of the softmax's input to that of the product, in the product's dtype."""
+        """Maps the gradient of the softmax's input to that of the raw logits, in their dtype."""
         gradient = gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
         if self.finish is None:
             return gradient.to(product.dtype)

@@ -1,6 +1,6 @@
-"""`LossScale`: what makes a micro-batch's loss a part of the mini-batch's, on whichever rank it is computed.
+"""`LossScale`: normalises a micro-batch's loss by the counts of the whole mini-batch, on any rank.
 
-Invariant: the parts of all micro-batches and ranks add up to the loss of the whole mini-batch, however it was split.
+Invariant: the losses of all micro-batches and ranks add up to the loss of the whole mini-batch, however it was split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.protocol import DataProto
 
 @dataclass(frozen=True)
 class LossScale:
-    """Counts of the whole mini-batch, for `agg_loss`, and its mode."""
+    """Counts of the whole mini-batch for `agg_loss`, and the aggregation mode."""
 
     batch_num_tokens: float
     global_batch_size: float
@@ -27,13 +27,13 @@ class LossScale:
 
     @classmethod
     def of(cls, batch: DataProto, loss_agg_mode: str) -> LossScale:
-        """From the counts in `batch`'s meta_info (`count_scored` of the whole mini-batch); without them, from `batch`
-        itself."""
+        """Reads the counts from the meta_info of `batch` (`count_scored` of the whole mini-batch); without them, counts
+        `batch` itself."""
         counts = count_scored(batch) | batch.meta_info
         return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
 
     def counts(self, micro: DataProto) -> dict[str, Any]:
-        """What `agg_loss` takes of the mini-batch, for its part `micro`."""
+        """Returns the arguments of `agg_loss` for the micro-batch `micro`."""
         return {
             "batch_num_tokens": self.batch_num_tokens,
             "global_batch_size": self.global_batch_size,
@@ -41,17 +41,18 @@ class LossScale:
         }
 
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
-        """A micro-batch's part of a loss: the parts add up to the mini-batch's loss, weighted by its divisor."""
+        """Converts a micro-batch's part of a loss to a `Mean`; the parts add up to the mini-batch's loss, weighted by its
+        divisor."""
         count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
         share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
         return Mean(float(part.detach()) * count, count * share)
 
 
 def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str, float]:
-    """Scored tokens, and rollouts that have any: the divisors of a loss over the whole `batch`.
+    """Counts scored tokens, and rollouts that have any: the divisors of a loss over the whole `batch`.
 
-    With `main_rows` (rows,), true where a rollout begins, the column `rollout_tokens` is added: the scored tokens of each
-    row's rollout. Without it each row is a rollout.
+    With `main_rows` (rows,), true where a rollout starts, adds the column `rollout_tokens`: the scored tokens of each row's
+    rollout. Without it, each row is a rollout.
     """
     tokens = batch.batch["response_mask"].sum(dim=1)
     if main_rows is not None:
@@ -61,13 +62,14 @@ def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str,
     return {"batch_num_tokens": float(tokens.sum()), "global_batch_size": float((tokens > 0).sum())}
 
 
-# (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
-# micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
-# these ids (rows, response_len, k), with a gradient; so has one with a critic on the trunk `vpreds` (rows, response_len).
+# (log_probs, entropy, micro-batch, scale) → a loss, to be added up over micro-batches, and metrics (plain numbers are means
+# over the micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` also has the column `topk_log_probs`, the
+# log-probs of these ids (rows, response_len, k), with a gradient. With a critic on the trunk it also has `vpreds` (rows,
+# response_len), with a gradient.
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
 def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
-    """A micro-batch's metrics, bare numbers as means over its scored tokens."""
+    """Turns a micro-batch's plain numbers into means over its scored tokens; keeps the other metrics."""
     weight = float(response_mask.sum())
     return {name: m if isinstance(m, Mean | Max | Pooled) else Mean(m * weight, weight) for name, m in metrics.items()}

@@ -1,8 +1,8 @@
 """Micro-batches: rows that are packed and computed together, split by a token budget.
 
-Invariant: every row with a scored token is in exactly one micro-batch. Rows with one prompt stay together wherever the
-budget allows, so that the prompt is computed once for all of them; what they share counts once against the budget. A row
-longer than the budget is a micro-batch of its own. The split depends only on the batch and the budget.
+Invariant: every row with a scored token is in exactly one micro-batch. Rows with the same prompt stay together if the budget
+allows, so that the prompt is computed once for all of them; shared tokens count once against the budget. A row longer than
+the budget is a separate micro-batch. The split depends only on the batch and the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.training.partitions import balanced_partitions, token_budget_batches
 
 
 def micro_batches(batch: DataProto, max_tokens: int, vision: Vision | None = None) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order; needs `input_ids`, `attention_mask`, `response_mask`.
+    """Returns the row indices of each micro-batch, sorted; needs `input_ids`, `attention_mask`, `response_mask`.
 
     `vision`: as for `pack`. An image counts as many tokens as it has placeholders.
     """
@@ -32,14 +32,15 @@ def micro_batches(batch: DataProto, max_tokens: int, vision: Vision | None = Non
 
 
 def filler() -> DataProto:
-    """One row with one scored token: what a rank computes where others have more micro-batches of a sharded model."""
+    """Returns a dummy batch, one row with one scored token: with a sharded model, a rank computes it while others still have
+    micro-batches."""
     ids = torch.zeros(1, 2, dtype=torch.long)
     ones = torch.ones_like(ids)
     return DataProto.from_single_dict({"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, 1:]})
 
 
 def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
-    """Rows by prompt. Columns without a prompt part (demonstrations) make a group of every row."""
+    """Groups rows by prompt. If the columns have no prompt part (demonstrations), each row is a group."""
     width = batch.batch["input_ids"].shape[1] - batch.batch["response_mask"].shape[1]
     prompts = batch.batch["input_ids"][:, :width].cpu().numpy()
     masks = batch.batch["attention_mask"][:, :width].cpu().numpy()
@@ -50,7 +51,7 @@ def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
 
 
 def _within_budget(group: list[int], tokens: dict[int, list[Any]], max_tokens: int) -> list[list[int]]:
-    """The group in as few parts of similar length as fit the budget."""
+    """Splits the group into as few parts of similar length as fit the budget."""
     lengths = [len(tokens[row]) for row in group]
     fewest = max(1, -(-_cost([tokens[row] for row in group]) // max_tokens))
     for count in range(fewest, len(group)):
@@ -61,5 +62,5 @@ def _within_budget(group: list[int], tokens: dict[int, list[Any]], max_tokens: i
 
 
 def _cost(sequences: Sequence[Sequence[Any]]) -> int:
-    """Tokens that packing lays out for these sequences."""
+    """Number of packed tokens for these sequences."""
     return len(prefix_tree(sequences)[0])

@@ -1,9 +1,9 @@
 """`Muon` in float32.
 
-`torch.optim.Muon` orthogonalises its updates in bfloat16, which processors without bfloat16 units emulate: 25 times slower
-than float32 on a common server CPU, and most of a small model's training step. This subclass keeps hyper-parameters, state
-and formula, computes in float32, and batches matrices of one shape. Of sharded matrices the momentum is sharded, too; they
-are gathered to be orthogonalised, by every rank alike.
+`torch.optim.Muon` orthogonalises its updates in bfloat16, which CPUs without bfloat16 units emulate: 25 times slower than
+float32 on a common server CPU, and most of a small model's training step. This subclass keeps hyper-parameters, state and
+formula, but computes in float32 and batches matrices of the same shape. For sharded matrices the momentum is sharded, too;
+every rank gathers the whole matrices and orthogonalises them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from etude.models.named_weights import full_tensor, shard_like
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` (Jordan et al. 2024, "Muon: an optimizer for hidden layers") for parameters of two dimensions."""
+    """`torch.optim.Muon` (Jordan et al. 2024, "Muon: an optimizer for hidden layers") for two-dimensional parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
@@ -51,7 +51,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton–Schulz iteration towards U Vᵀ of each matrix = U S Vᵀ; (batch, rows, columns) in and out, at least float32."""
+    """Newton–Schulz iteration towards U Vᵀ of each matrix U S Vᵀ; (batch, rows, columns) in and out, at least float32."""
     a, b, c = coefficients
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     tall = x.shape[1] > x.shape[2]

@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedules and gradient clipping.
 
 `muon` uses Muon for the matrices of the transformer blocks, and AdamW for everything else (embeddings, norms, heads), as its
-authors advise. `OptimizerSet` hides the difference, and the model's precision: it updates float32 weights (see
+authors recommend. `OptimizerSet` hides this difference, and the model's precision: it updates float32 weights (see
 `precision.py`).
 """
 
@@ -28,7 +28,7 @@ _SCALE = "loss_scale."
 
 
 class OptimizerSet:
-    """One or two optimizers over a model, and their schedule.
+    """One or two optimizers over a model, and their learning-rate schedule.
 
     The caller sets `training_step`, the current training step from 0: the schedule counts these, not optimizer steps.
     """
@@ -45,10 +45,18 @@ class OptimizerSet:
         world_size: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """The schedule runs from training step `first_step` to `total_steps`, which a decaying one needs.
-        `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`). The
-        gradients of `world_size` ranks are summed before each step, so that all take the same; those of a sharded model
-        are sums already. `dtype`: what the model computes in; None: that of its weights."""
+        """The gradients of the `world_size` ranks are summed before each step, so that all ranks take the same step; those
+        of a sharded model are already sums.
+
+        Args:
+            total_steps: end of the schedule; required by a decaying one.
+            first_step: training step at which the schedule starts.
+            exact: the float32 weights of a model with rounded ones (see `etude.training.precision.round_weights`).
+            dtype: what the model computes in; None: the dtype of its weights.
+
+        Raises:
+            ConfigError: `total_steps` is missing, or no parameter is trainable.
+        """
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
@@ -65,7 +73,7 @@ class OptimizerSet:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the training step (AdamW's, where there are two)."""
+        """Learning rate of the current training step (AdamW's, if there are two optimizers)."""
         return self.options.lr * self._factor()
 
     def _factor(self) -> float:
@@ -81,8 +89,8 @@ class OptimizerSet:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """An update: gradients left over from one that failed half-way are dropped. Inside, a schedule-free optimizer has
-        the weights where gradients are taken; outside, where they are used."""
+        """Context of an update. Clears gradients left by an update that failed half-way. Inside, a schedule-free optimizer
+        switches to the weights at which gradients are taken; outside, to the averaged ones."""
         self.zero_grad()
         self._move("train")
         try:
@@ -102,8 +110,8 @@ class OptimizerSet:
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def step(self) -> float:
-        """Sums the ranks' gradients, clips, steps, clears gradients; returns the norm before clipping. Non-finite gradients
-        skip the step, on all ranks alike."""
+        """Sums the gradients over ranks, clips, steps and clears gradients; returns the norm before clipping. If gradients
+        are non-finite, all ranks skip the step."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
         limit = self.options.clip_grad or math.inf
@@ -126,13 +134,13 @@ class OptimizerSet:
         return norm
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Clears all gradients."""
         for parameter in (*self._model_parameters, *self._parameters):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a bit-exact continuation needs, by parameter name: float32 weights (`model.NAME`), moments
-        (`optimizer.KIND.NAME.FIELD`) and the loss scale. The tensors are those in use, not copies."""
+        """Everything that a bit-exact continuation needs: float32 weights (`model.NAME`), moments
+        (`optimizer.KIND.NAME.FIELD`) and the loss scale. The tensors are not copies."""
         state = {f"model.{name}": parameter.detach() for parameter, name in self._names.items()}
         for optimizer, _ in self._optimizers:
             for parameter, fields in optimizer.state.items():
@@ -142,7 +150,7 @@ class OptimizerSet:
         return state | {f"{_SCALE}{name}": value for name, value in scale.items()}
 
     def empty(self, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU for the entry `key` of a saved `state_dict`, sharded where its weight is."""
+        """Allocates a CPU tensor for the entry `key` of a saved `state_dict`, sharded like its weight."""
         name = key.removeprefix("model.")
         if key.startswith("optimizer."):  # .KIND.NAME.FIELD
             name = key.split(".", 2)[2].rpartition(".")[0]
@@ -153,11 +161,11 @@ class OptimizerSet:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores float32 weights, in place, moments and the loss scale; decay, betas and rates stay those that the options
-        ask for, and the precision that of the model.
+        """Restores float32 weights (in place), moments and the loss scale. Weight decay, betas and learning rates stay as
+        configured, and so does the model's precision.
 
         Raises:
-            CheckpointError: it was saved by another kind of optimizer, or for another model; nothing has changed then.
+            CheckpointError: saved by another kind of optimizer or for another model; nothing was changed.
         """
         weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
         shapes = {name: tuple(value.shape) for name, value in weights.items()}
@@ -178,7 +186,7 @@ class OptimizerSet:
             self._loss_scale.load({k.removeprefix(_SCALE): v for k, v in state.items() if k.startswith(_SCALE)})
 
     def _load_moments(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-        """A weight without saved moments has not been updated yet."""
+        """Loads the saved moments; a weight without any was never updated."""
         moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, value in state.items():
             if key.startswith(kind := _kind(optimizer)):
@@ -196,7 +204,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tuple[torch.optim.Optimizer, float]]:
-    """The optimizers that have parameters, each with its peak learning rate."""
+    """Builds the optimizers that have parameters, each with its peak learning rate."""
     named = [(n, masters.of(p)) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError("the model has no trainable parameters: nothing to optimise")
@@ -221,8 +229,8 @@ def _adamw(parameters: list[nn.Parameter], o: OptimOptions) -> torch.optim.Optim
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:
-    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, for non-finite gradients,
-    `skipped_steps`. They are equal on all ranks; the first one reports them."""
+    """Takes the optimizer step and returns `grad_norm`, `lr`, and the counts `optimizer_steps` and `skipped_steps` (because
+    of non-finite gradients). These are equal on all ranks; only the first one reports them."""
     lr, norm = optimizer.lr, optimizer.step()
     skipped = float(not math.isfinite(norm))
     if optimizer.rank:

@@ -1,7 +1,7 @@
 """From padded batch columns to packed rows of tokens, and back.
 
-Invariant: packing drops only padding and tokens on which no scored one depends; a scored token is one whose `response_mask`
-is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary. Rows without a scored
+Invariant: packing drops only padding and tokens that no scored token depends on; a scored token is one whose `response_mask`
+is 1, and only the hidden states that predict scored tokens are multiplied with the output embedding. Rows without a scored
 token are not computed, and a prefix shared by several rows is computed once.
 """
 
@@ -31,13 +31,13 @@ from etude.trajectory import KEPT_IDS
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of a batch laid end to end.
+    """Rows of a batch, packed end to end.
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
-    (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
-    tokens; `support`: the ids that the labels were drawn from, None where these are all; `experts` (tokens, layers, k):
-    where the engine's routers sent them, see `etude.models.experts.replay_experts`; `shared` (tokens,): how many rows have
-    the token.
+    (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `shared` (tokens,): the
+    number of rows that contain the token; `images`: those among the tokens; `support`: the ids that the labels were sampled
+    from, None for the whole vocabulary; `experts` (tokens, layers, k): the experts that the engine's routers chose, see
+    `etude.models.experts.replay_experts`.
     """
 
     token_ids: Tensor
@@ -53,17 +53,17 @@ class PackedRows:
     experts: Tensor | None = None
 
     def hidden(self, model: Any) -> Tensor:
-        """Final hidden states (scored, hidden) that predict the scored tokens, with the model's current weights."""
+        """Computes the final hidden states (scored, hidden) that predict the scored tokens, with the current weights."""
         shown, device = None, self.token_ids.device
         if self.images is None:
             positions = self.layout.position_ids(device)
         else:
             positions, shown = self.images.positions, self.images.shown(model)
-        # index_select: rows may share a source, and its backward adds them up in a fixed order.
+        # Rows may share a source: the backward pass of index_select adds their gradients in a fixed order.
         return packed_hidden(model, self.token_ids, positions, self.layout, shown).index_select(0, self.source)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(scored, …) values into a (rows, response_len, …) tensor of zeros; differentiable."""
+        """Scatters (scored, …) values into a (rows, response_len, …) tensor of zeros; differentiable."""
         return values.new_zeros(self.shape + values.shape[1:]).index_put((self.row, self.column), values)
 
 
@@ -71,10 +71,10 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`.
 
     Args:
-        vision: how the model takes images, those of the column `multi_modal_inputs`; None: it takes none.
+        vision: the model's image format, for the column `multi_modal_inputs`; None: it takes no images.
 
     Raises:
-        DataError: a row's very first token is scored, which nothing can predict; a row's images do not fit its ids.
+        DataError: a row's very first token is scored, so nothing predicts it; or a row's images do not match its ids.
     """
     index = torch.as_tensor(list(rows))
     ids, mask = batch.batch["input_ids"][index], batch.batch["response_mask"][index].bool()
@@ -128,14 +128,13 @@ def _support(
     return Support([0, *accumulate(len(each or ()) for each in kept)], ids.long().to(device))
 
 
-MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls than it saves
+MIN_SHARED = 8  # tokens; sharing a shorter run costs more in attention calls than it saves
 
 
 def prefix_tree(sequences: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], CausalSequences, list[int]]:
-    """Lays sequences out as a tree in which every shared prefix of at least `MIN_SHARED` tokens appears once.
+    """Packs sequences as a prefix tree, in which every shared prefix of at least `MIN_SHARED` tokens appears once.
 
-    Returns the laid-out tokens, their layout, and for every token of the concatenated sequences its index among the laid-out
-    ones.
+    Returns the packed tokens, their layout, and the packed index of each token of the concatenated sequences.
     """
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     shared = [common_beginning(sequences[a], sequences[b]) for a, b in pairwise(order)]
@@ -152,7 +151,7 @@ def prefix_tree(sequences: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], Caus
         ancestors.append(up)
         return (*up, len(lengths) - 1)
 
-    # Work items: sorted sequences [low, high), which have `depth` tokens laid out in the runs `up`.
+    # Work items: the sorted sequences [low, high), whose first `depth` tokens are already packed, in the runs `up`.
     work: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
     while work:
         low, high, depth, up = work.pop()
@@ -167,21 +166,21 @@ def prefix_tree(sequences: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], Caus
 
 
 def _needed(attention: Tensor, mask: Tensor) -> Tensor:
-    """(rows, width) of bool: tokens before each row's last scored one (that one is a label, never a context)."""
+    """(rows, width) bool mask of the tokens before each row's last scored one, which is only a label, never a context."""
     prompt_width = attention.shape[1] - mask.shape[1]
     last = (mask * torch.arange(mask.shape[1])).amax(dim=1)
     return attention & (torch.arange(attention.shape[1]) < prompt_width + last[:, None])
 
 
 def scored_rows(batch: DataProto) -> list[int]:
-    """Indices of rows with at least one scored token."""
+    """Returns the indices of rows with at least one scored token."""
     return batch.batch["response_mask"].any(dim=1).nonzero().squeeze(1).tolist()
 
 
 def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None = None) -> list[list[Any]]:
-    """For each of `rows` the tokens that `pack` lays out, before shared prefixes are merged.
+    """Returns for each of `rows` the tokens that `pack` packs, before shared prefixes are merged.
 
-    Image placeholders are keyed by image, and tokens by their experts: equal ones may be shared. Raises DataError as `pack`.
+    Image placeholders are keyed by image, and tokens by their experts: equal keys may be shared. Raises DataError as `pack`.
     """
     return _needed_rows(batch, rows, vision)[0]
 
@@ -198,7 +197,7 @@ def _needed_rows(
     known = [] if experts is None else [went for row in rows if (went := experts[row]) is not None]
     if (
         experts is not None and known
-    ):  # tokens that went to different experts are different for what follows: they are not shared
+    ):  # tokens routed to different experts give different hidden states, so they must not be shared
         nothing = known[0].first(0)
         each = [nothing if experts[row] is None else experts[row] for row in rows]
         keyed = [list(zip(ids, went.per_token(len(ids)))) for ids, went in zip(keyed, each)]

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 
 def balanced_partitions(lengths: Sequence[int], k: int, equal_size: bool = False) -> list[list[int]]:
-    """Splits indices into `k` parts whose sums of `lengths` are close, by the largest differencing method.
+    """Splits indices into `k` parts with similar sums of `lengths`, by the largest differencing method.
 
-    Karmarkar and Karp 1982: start from one partial solution per item (with `equal_size`, one for each run of k items of
+    Karmarkar and Karp 1982: start with one partial solution per item (with `equal_size`, one for each run of k items of
     neighbouring length), then repeatedly merge the two with the largest spread, the heaviest part of one with the
     lightest of the other.
 
     Args:
         lengths: cost of each item.
         k: number of parts.
-        equal_size: parts hold equally many items; needs len(lengths) divisible by k.
+        equal_size: all parts have the same number of items; len(lengths) must be divisible by k.
 
     Returns:
         k lists of indices, each sorted, in order of their first index.
@@ -52,7 +52,8 @@ _Parts = list[tuple[int, list[int]]]
 
 
 def _solution(parts: _Parts, serial: int) -> tuple[int, int, _Parts]:
-    """A heap entry: spread (negated: the largest comes first), a tie-breaker, parts from heavy to light."""
+    """Builds a heap entry: the negated spread (so that the largest comes first), a tie-breaker, parts from heavy to
+    light."""
     ordered = sorted(parts, key=lambda part: -part[0])
     return ordered[-1][0] - ordered[0][0], serial, ordered
 
@@ -66,21 +67,22 @@ def _fill_empty(parts: list[list[int]], lengths: Sequence[int]) -> None:
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The fewest balanced parts whose token sums are at most `max_tokens`; a longer item is a part of its own.
+    """Splits indices into as few balanced parts as possible with at most `max_tokens` each; a longer item is a separate
+    part.
 
-    Parts are sorted and in order of their first index, as in `balanced_partitions`, which decides what is balanced.
+    Parts are sorted and in order of their first index, as in `balanced_partitions`, which balances them.
     """
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     items = [i for i, length in enumerate(lengths) if length <= max_tokens]
     costs = [lengths[i] for i in items]
-    for k in range(_fewest(costs, max_tokens), len(items) + 1):
+    for k in range(_min_parts(costs, max_tokens), len(items) + 1):
         parts = balanced_partitions(costs, k)
         if all(sum(costs[j] for j in part) <= max_tokens for part in parts):
             return sorted(alone + [[items[j] for j in part] for part in parts])
     return sorted(alone)
 
 
-def _fewest(costs: Sequence[int], budget: int) -> int:
-    """A lower bound on the number of parts: by the sum, and since at most n items above budget/(n+1) share."""
+def _min_parts(costs: Sequence[int], budget: int) -> int:
+    """A lower bound on the number of parts: by the total, and because at most n items above budget/(n+1) fit one part."""
     by_size = (-(-sum(cost * (n + 1) > budget for cost in costs) // n) for n in range(1, 9))
     return max(1, -(-sum(costs) // budget), *by_size)

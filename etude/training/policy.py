@@ -1,8 +1,8 @@
 """The policy's training engine: log-probs of a batch, and gradient steps on a mini-batch.
 
-Invariant: micro-batches are packed (no padding is computed) and split by a token budget; the split and the number of ranks
+Invariant: micro-batches are packed (no padding is computed) and split by a token budget. The split and the number of ranks
 change the gradient only by rounding, because losses are normalised by the whole mini-batch's token and rollout counts, and
-gradients are sums.
+gradients are summed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etude.training.value import ValueEngine
 
 
 class PolicyEngine:
-    """Computes log-probs with, and takes gradient steps on, a Hugging Face causal LM."""
+    """Computes log-probs with a Hugging Face causal LM, and takes gradient steps on it."""
 
     def __init__(
         self,
@@ -43,11 +43,15 @@ class PolicyEngine:
         optimizer: OptimizerSet | None = None,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference).
-        `router_aux_loss_coef`: weight of a mixture's load-balancing loss (`etude.models.experts.Balance`) in updates.
+        """Switches `model` to packed attention.
+
+        Args:
+            max_tokens: token budget of a micro-batch.
+            optimizer: None for an engine that only computes log-probs (a reference).
+            router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`etude.models.experts.Balance`).
 
         Raises:
-            ConfigError: the loss is asked for, and the model is no mixture of experts.
+            ConfigError: `router_aux_loss_coef` is set, but the model is not a mixture of experts.
         """
         if router_aux_loss_coef and not routers(model):
             raise ConfigError(
@@ -57,7 +61,7 @@ class PolicyEngine:
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = compute_device(model), Vision.of(model.config)
-        self.critic: ValueEngine | None = None  # on this model's trunk, trained with it
+        self.critic: ValueEngine | None = None  # a value head on this model's trunk, trained together with it
 
     def _forward(
         self,
@@ -69,7 +73,7 @@ class PolicyEngine:
         labels: Tensor | None = None,
         values: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropies of the scored tokens and, with `values`, their values (scored,) by the critic."""
+        """Returns log-probs and entropies of the scored tokens and, with `values`, the critic's values (scored,)."""
         head = self.model.get_output_embeddings()
 
         def compute() -> tuple[Tensor, ...]:
@@ -91,16 +95,16 @@ class PolicyEngine:
         return run_forward(self.model, compute)
 
     def _idle(self) -> Tensor:
-        """0 with a gradient of 0: a pass of a sharded model for which this rank has no rows, and another one has."""
+        """Runs a dummy pass of a sharded model, while other ranks still have rows; returns 0 with a zero gradient."""
         return self._forward(pack(filler(), [0], self._device), 1.0)[0].sum() * 0
 
     @torch.no_grad()
     def log_probs(
         self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False, topk: int = 0
     ) -> tuple[Tensor, ...]:
-        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU, 0
-        where `response_mask` is 0; with `topk`, the ids and log-probs of the likeliest tokens (batch, response_len, topk),
-        too."""
+        """Returns log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the
+        CPU, 0 where `response_mask` is 0; with `topk`, also the ids and log-probs of the top-k tokens (batch, response_len,
+        topk)."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -132,8 +136,8 @@ class PolicyEngine:
         entropy_grad: bool = False,
         loss_agg_mode: str = "token-mean",
     ) -> Metrics:
-        """One optimizer step on this rank's part of a mini-batch, which may be empty (see `LossScale.of` for the counts that
-        come with it); returns the loss's metrics, `loss`, and those of `step_metrics`."""
+        """Takes one optimizer step on this rank's part of a mini-batch, which may be empty; its meta_info has the counts of
+        the whole (see `LossScale.of`). Returns the loss's metrics, `loss`, and those of `step_metrics`."""
         optimizer, critic = self.optimizer, self.critic
         assert optimizer is not None
         check_images(batch, self.model.config)
@@ -151,7 +155,7 @@ class PolicyEngine:
                     labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
                 balance = Balance()
                 recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
-                # Both hold in the backward pass, too, where checkpointed layers are computed again.
+                # Both must cover the backward pass, too, because it recomputes checkpointed layers.
                 with replay_experts(self.model, packed.experts), recorded:
                     log_probs, entropies, *values = self._forward(
                         packed, temperature, entropy_grad, labels=labels, values=critic is not None
@@ -176,8 +180,8 @@ class PolicyEngine:
 
     @torch.no_grad()
     def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:
-        """Of the whole mini-batch, by a forward pass of its own: where the routers send tokens must be known before the
-        first backward pass."""
+        """Measures the balance of the whole mini-batch in an extra forward pass: the loss needs the routing of all tokens
+        before the first backward pass."""
         whole = Balance()
         for rows in micros:
             packed = pack(batch, rows, self._device, self._vision)

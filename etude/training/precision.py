@@ -1,7 +1,8 @@
-"""Mixed precision: a model that computes in bfloat16 or float16 beside the float32 weights that the optimizer updates.
+"""Mixed precision: the model computes in bfloat16 or float16, the optimizer updates float32 master weights.
 
-Invariant: a step too small for the model's precision is not lost: it is kept in the float32 weights, of which the model's
-are rounded copies. Gradients are accumulated in float32; only within one backward pass do they have the model's dtype.
+Invariant: an update too small for the model's precision is not lost: it accumulates in the float32 weights, of which the
+model's are rounded copies. Gradients are accumulated in float32; only within one backward pass do they have the model's
+dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MAX_SCALE = 2.0**24
 
 def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Rounds the weights of `module` to `dtype` in place, and returns the trainable ones unrounded. Buffers (rotary
-    frequencies) and quantised weights are unchanged."""
+    frequencies) and quantised weights are not changed."""
     exact = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -29,7 +30,7 @@ def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
 
 
 class MasterWeights:
-    """Float32 weights of the trainable parameters of `model` in lower precision; the others are their own."""
+    """Float32 master weights for trainable parameters in lower precision; other parameters are their own masters."""
 
     def __init__(self, model: nn.Module, exact: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """`exact`: the parameters' values before rounding (see `round_weights`)."""
@@ -42,12 +43,12 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor that the optimizer updates for `parameter`."""
+        """Returns the tensor that the optimizer updates for `parameter`."""
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the float32 weights into the model."""
+        """Copies the float32 weights into the model, rounded."""
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
@@ -64,8 +65,8 @@ def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 
 @dataclass
 class DynamicLossScale:
-    """The factor that keeps small gradients within float16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2):
-    halved by a non-finite gradient, doubled after `interval` finite ones in a row."""
+    """Dynamic loss scaling, which keeps small gradients representable in float16 (Micikevicius et al. 2018, arXiv
+    1710.03740, section 3.2): halved after a non-finite gradient, doubled after `interval` consecutive finite ones."""
 
     value: float = 2.0**16
     interval: int = 2_000
@@ -73,18 +74,19 @@ class DynamicLossScale:
 
     @staticmethod
     def for_model(model: nn.Module, dtype: torch.dtype | None = None) -> DynamicLossScale | None:
-        """None where no trainable parameter is float16 or computes in it; `dtype`: what they compute in, None: their own."""
+        """Returns a loss scale if trainable parameters compute in float16, else None. `dtype`: what they compute in; None:
+        their own dtype."""
         kinds = {dtype or parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         return DynamicLossScale() if torch.float16 in kinds else None
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divides gradients by the factor."""
+        """Divides gradients by the scale."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(self.value)
 
     def note(self, finite: bool) -> None:
-        """Adapts the factor after a step."""
+        """Adapts the scale after a step."""
         if not finite:
             self.value, self.finite_steps = max(self.value / 2, 1.0), 0
             return
@@ -93,7 +95,7 @@ class DynamicLossScale:
             self.value, self.finite_steps = min(self.value * 2, _MAX_SCALE), 0
 
     def state(self) -> dict[str, Tensor]:
-        """What `load` takes."""
+        """Returns the state for `load`."""
         return {"value": torch.tensor(self.value), "finite_steps": torch.tensor(self.finite_steps)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning on demonstrations, with the provenance mask: only what a policy would have sampled is learned.
+"""Supervised fine-tuning on demonstrations with a provenance mask: only tokens that a policy would have sampled are trained
+on.
 
-A demonstration is tokenised exactly as a rollout of the same conversation would have been assembled
-(`ChatTemplate.demonstration`), so that the policy later meets the contexts it was trained on.
+A demonstration is tokenised exactly as a rollout of the same conversation would be (`ChatTemplate.demonstration`), so that
+the policy later sees the same contexts as in training.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Demonstration = Sequence[tuple[Sequence[int], Provenance]]
 def demonstrations_to_batch(
     examples: Sequence[Demonstration], pad_token_id: int, images: Sequence[Sequence[ImageInput]] = ()
 ) -> DataProto:
-    """Right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch, width); if any of
-    the examples has `images`, also the column `multi_modal_inputs`."""
+    """Builds a batch with right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch,
+    width); if any example has `images`, also the column `multi_modal_inputs`."""
     ids = [torch.tensor([t for run, _ in example for t in run], dtype=torch.long) for example in examples]
     masks = [
         torch.tensor([int(who is Provenance.SAMPLED) for run, who in example for _ in run], dtype=torch.long)
@@ -45,8 +46,8 @@ def demonstrations_to_batch(
 
 
 def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
-    """One optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch, or on a
-    rank's part of it; with a column `token_weights` (batch, width), on the sum of so weighted ones instead.
+    """Takes one optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch,
+    or of a rank's part of it. With a column `token_weights` (batch, width), the loss is the weighted sum instead.
 
     Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.
     """

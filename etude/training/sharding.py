@@ -1,10 +1,10 @@
-"""Models spread over ranks: FSDP2 (`fully_shard`), HSDP, and tensor parallelism of the decoder layers.
+"""Sharding a model over ranks: FSDP2 (`fully_shard`), HSDP, and tensor parallelism of the decoder layers.
 
-Invariant: a sharded model computes what a whole one does, and its gradients are sums over the ranks, in float32: gloo's
-average is a sum (PyTorch issue 162338), and losses are divided by the counts of the whole mini-batch already. Its weights
-are float32 shards whatever it computes in, so that an optimizer needs no copies of them.
+Invariant: a sharded model computes the same as an unsharded one. Its gradients are sums over the ranks, in float32: gloo's
+average is a sum (PyTorch issue 162338), and losses are already divided by the counts of the whole mini-batch. Its weights
+are float32 shards whatever dtype it computes in, so that an optimizer needs no master weights.
 
-Every forward pass is collective, so the ranks make equally many: `run_forward` and `count_passes`.
+Every forward pass is collective, so all ranks must run the same number: see `run_forward` and `count_passes`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def build_mesh(options: FSDPOptions, world_size: int, device: torch.device) -> DeviceMesh:
-    """The ranks as (replicate, shard, tensor).
+    """Builds the device mesh (replicate, shard, tensor).
 
     Raises:
         ConfigError: as `mesh_shape`.
@@ -53,14 +53,14 @@ def build_mesh(options: FSDPOptions, world_size: int, device: torch.device) -> D
         raise RuntimeError(
             "several ranks cannot share a model in one process: start each in its own, with torch.distributed initialised"
         )
-    if options.tensor_parallel_size > 1:  # gathers weights in two steps, which it warns of
+    if options.tensor_parallel_size > 1:  # weights are gathered in two steps, about which PyTorch warns
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     names = ("replicate", "shard", "tensor")
     return init_device_mesh(device.type, mesh_shape(options, world_size), mesh_dim_names=names)
 
 
 def mesh_shape(options: FSDPOptions, world_size: int) -> tuple[int, int, int]:
-    """The number of copies of the model, of ranks that share one, and of ranks that compute a layer together.
+    """Returns the number of replicas, of ranks that shard each, and of tensor-parallel ranks.
 
     Raises:
         ConfigError: they do not divide the number of ranks.
@@ -75,11 +75,11 @@ def mesh_shape(options: FSDPOptions, world_size: int) -> tuple[int, int, int]:
 
 
 def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Spreads `model`, which is whole on every rank, over `mesh`, in place: its decoder layers one by one, and the rest
-    together. It computes in `dtype`, what it does not train is kept in it, and a value head computes in float32.
+    """Shards `model`, which is whole on every rank, over `mesh`, in place: each decoder layer separately, and the rest
+    together. It computes in `dtype`, frozen weights are stored in it, and a value head computes in float32.
 
     Raises:
-        ConfigError: the model cannot be spread in this way.
+        ConfigError: the model cannot be sharded in this way.
     """
     body = getattr(model, "backbone", model)
     if Vision.of(model.config) is not None:
@@ -110,39 +110,40 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     with torch.no_grad():
-        run_forward(model, lambda: None)  # the first pass decides what is trained: not one in which adapters are off
+        # FSDP fixes what is trainable in its first pass, which must not be one with adapters disabled.
+        run_forward(model, lambda: None)
 
 
 def _run(model: Any, compute: Callable[[], T]) -> T:
-    """FSDP's hooks are lost by in-place operations on views, so none leaves the pass."""
+    """Clones outputs that are views, because in-place operations on views would lose FSDP's hooks."""
     found: T = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, compute())
     return found
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether `shard_model` was called on it."""
+    """Whether `shard_model` was called on the model."""
     return isinstance(model, FSDPModule)
 
 
 def compute_device(model: Any) -> torch.device:
-    """Where a forward pass of the model runs."""
+    """Returns the device on which forward passes of the model run."""
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def run_forward(model: Any, compute: Callable[[], T]) -> T:
-    """`compute()`, a forward pass of `model` through any of its modules: those of a sharded one are whole inside."""
+    """Runs `compute()`, a forward pass through any modules of `model`; the weights of a sharded one are gathered inside."""
     if not is_sharded(model):
         return compute()
     found: T = model.run_forward(compute)
     if not torch.is_grad_enabled():
-        model.reshard()  # no backward pass will: the next one has to gather the weights of its time
+        model.reshard()  # without a backward pass, nothing else does, and the next pass would reuse stale weights
     return found
 
 
 def count_passes(model: Any, own: int) -> int:
-    """The number of forward passes that this rank has to make in place of its `own`: the largest of any rank. To be asked
-    for before the first of them."""
+    """Returns the number of forward passes that every rank must run: the maximum of `own` over the ranks. Call it before the
+    first pass."""
     if not is_sharded(model):
         return own
     count = torch.tensor(own, device=compute_device(model))
@@ -154,7 +155,7 @@ def count_passes(model: Any, own: int) -> int:
 
 
 def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
-    """Splits attention heads and the feed-forward width; norms, embedding and head stay whole on each of these ranks."""
+    """Splits attention heads and the feed-forward width; norms, embedding and head are replicated over these ranks."""
     config, size = model.config, mesh.size()
     if config.model_type not in _TENSOR_PARALLEL:
         known = ", ".join(_TENSOR_PARALLEL)
@@ -182,11 +183,11 @@ def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Replaces the gradients of a model that is whole on every rank by their sums over the ranks, in place: those that one
-    rank with all the rows would have. A parameter that no rank reached has none, and its optimizer state stays as it is.
+    """Sums the gradients of an unsharded model over the ranks, in place: the result is the gradient of one rank with all the
+    rows. A parameter without a gradient on any rank keeps none, and its optimizer state does not change.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, so that a rank cannot reach the others.
+        RuntimeError: `torch.distributed` is not initialised.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -202,7 +203,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def clip_sharded(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Scales gradients down to the norm `limit`; returns the norm of the whole gradient, on all ranks alike."""
+    """Clips gradients to the norm `limit`; returns the norm of the whole gradient, the same on all ranks."""
     world = dist.get_world_size()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device_mesh.device_type)  # type: ignore[attr-defined]
@@ -212,7 +213,7 @@ def clip_sharded(parameters: Sequence[nn.Parameter], limit: float) -> float:
         for size, placement in zip(gradient.device_mesh.shape, gradient.placements):
             parts *= 1 if isinstance(placement, Replicate) else size
         norm = torch.linalg.vector_norm(gradient.to_local())
-        square += norm.double().to(square.device) ** 2 * parts / world  # each part is on several ranks
+        square += norm.double().to(square.device) ** 2 * parts / world  # each shard is on world / parts ranks
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if norm > limit:

@@ -1,4 +1,4 @@
-"""The critic's training engine: values of a batch, and gradient steps on a mini-batch. Packed like the policy's."""
+"""The critic's training engine: values of a batch, and gradient steps on a mini-batch. Packs rows like the policy's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etude.training.sharding import compute_device, count_passes, run_forward
 
 
 class ValueEngine:
-    """A `ValueModel`, or a policy's `SharedValueHead`, with its optimizer. A token's value is that of its context."""
+    """Trains a `ValueModel`, or a policy's `SharedValueHead`. A token's value is that of its context."""
 
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
         enable_packing(model.backbone)
@@ -33,12 +33,12 @@ class ValueEngine:
         return run_forward(model, lambda: packed.scatter(model.values_of(packed.hidden(model.backbone))))
 
     def _idle(self) -> Tensor:
-        """As `PolicyEngine._idle`."""
+        """See `PolicyEngine._idle`."""
         return self._forward(pack(filler(), [0], self._device)).sum() * 0
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> Tensor:
-        """(batch, response_len) values on the CPU; 0 where `response_mask` is 0."""
+        """Returns values (batch, response_len) on the CPU; 0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=self.model.head.weight.dtype)
@@ -58,8 +58,8 @@ class ValueEngine:
         loss_agg_mode: str,
         loss_scale_factor: float | None = None,
     ) -> Metrics:
-        """One optimizer step towards `returns` on this rank's part of a mini-batch, which may be empty; needs the columns
-        `values` and `returns`. Metrics are named `critic/*`."""
+        """Takes one optimizer step towards `returns` on this rank's part of a mini-batch, which may be empty; needs the
+        columns `values` and `returns`. Metrics are named `critic/*`."""
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
@@ -86,5 +86,5 @@ class ValueEngine:
             return add_metrics(parts) | self.step()
 
     def step(self) -> Metrics:
-        """Takes the optimizer step: the metrics of `step_metrics`, named `critic/*`."""
+        """Takes the optimizer step; returns the metrics of `step_metrics`, named `critic/*`."""
         return {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
