@@ -160,6 +160,8 @@ def import_object(target: str) -> Any:
         ConfigError: the module, the file or the name in it does not exist.
     """
     module_name, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    if target.endswith(".py"):
+        raise ConfigError(f"'{target}' is a file: name the object in it too, as in '{target}:NAME'")
     if not module_name or not name:
         raise ConfigError(f"'{target}' is not of the form 'package.module.Name' or 'path/to/file.py:Name'")
     module = import_module(module_name)

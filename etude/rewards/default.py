@@ -116,7 +116,8 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
     raise ConfigError(
         f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
         f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])}); "
-        "set custom_reward_function.path to a file with your compute_score"
+        "set custom_reward_function.path to a file with your compute_score, or, if the agent returns its reward, "
+        "reward_model.enable=false"
     )
 
 

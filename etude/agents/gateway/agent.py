@@ -69,7 +69,7 @@ class FunctionAgent:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         if not callable(function):
-            raise ConfigError(f"agent '{self.name}' is not a function")
+            raise ConfigError(f"the agent must be a function, got {function!r:.60}")
         self._function = function
         self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._wanted = _wanted(function, self.name)

@@ -291,7 +291,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(405)
     async def no_such_thing(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return JSONResponse(error_body(error.status_code, message), status_code=error.status_code)
+        if error.status_code == 404:
+            message += "; base URLs end in /s/NAME/v1 (Anthropic's client: /s/NAME), rewards go to /s/NAME/reward"
+        body = _dialect_of(request).error(GatewayError(error.status_code, message))
+        return JSONResponse(body, status_code=error.status_code)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

@@ -594,6 +594,15 @@ def test_only_a_chat_that_can_be_read_begins_a_session(gateway):
     assert ended == ["a"]
 
 
+def test_a_wrong_base_url_is_told_what_base_urls_are(gateway):
+    client, _ = gateway
+    wrong = client.post("/s/a/chat/completions", json={"messages": [USER]})
+    assert wrong.status_code == 404
+    assert "base URLs end in /s/NAME/v1" in wrong.json()["error"]["message"]
+    anthropic = client.post("/s/a/v1/v1/messages", json={"messages": [USER]}).json()
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "not_found_error")
+
+
 def test_a_session_ends_once_and_leaves_its_successor_alone():
     ended = []
     engine = Recorder(lambda *_: says("5"))
