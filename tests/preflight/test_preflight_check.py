@@ -161,6 +161,15 @@ CASES = {
         lambda agent: agent.tools(f"{agent.folder}/tool.py:Guess", url="${NOT_THERE_AT_ALL}") or (),
         (ERROR, "tools", "NOT_THERE_AT_ALL", "etude tools list"),
     ),
+    "tool without a description": (
+        lambda agent: (
+            agent.tools(
+                f"{agent.folder}/tool.py:Guess", SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
+            )
+            or ()
+        ),
+        (WARNING, "tools", "tool 'guess' has no description", "write a docstring"),
+    ),
     "tools_kwargs of another tool": (
         changed_rows(extra_info=OTHER_KWARGS),
         (ERROR, "rows", "rows.jsonl:1: tools_kwargs names the tool 'gues'", "did you mean 'guess'?"),
