@@ -11,9 +11,8 @@ from hypothesis import settings
 
 VOCAB = 97
 
-gc.set_threshold(
-    100_000, 50, 100
-)  # torch's and Transformers' objects are many and stay: a twelfth of all tests' CPU time
+# The objects of torch and Transformers are many and stay: looking at them so often was a twelfth of all tests' CPU time.
+gc.set_threshold(100_000, 50, 100)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
 

@@ -216,13 +216,13 @@ class _Inspection:
         self.findings.run("reward", load_scorer, fix=f"mend {advice.scorer(self._custom)}")
         self._worker = worker
         talks, schemas = self._roles.rollout.multi_turn, self._setup.catalogue.schemas
-        for name in (name for name, schema in schemas.items() if not schema["function"].get("description")):
-            tool = worker.context.tools.get(name)
-            file = advice.code_of(tool, talks) if tool else advice.tool_file(talks, name)
-            message = f"tool '{name}' has no description, so the model is not told what it does"
-            self.findings.add(
-                Level.WARNING, "tools", message, f"write a docstring or tool_schema.function.description in {file}"
-            )
+        for name, schema in schemas.items():
+            if not schema["function"].get("description"):
+                tool = worker.context.tools.get(name)
+                file = advice.code_of(tool, talks) if tool else advice.tool_file(talks, name)
+                message = f"tool '{name}' has no description, so the model is not told what it does"
+                fix = f"write a docstring or tool_schema.function.description in {file}"
+                self.findings.add(Level.WARNING, "tools", message, fix)
         return f"loaded: {', '.join(schemas) or 'none'}"
 
     def _template(self) -> str:

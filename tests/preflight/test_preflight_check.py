@@ -15,6 +15,7 @@ from etude.preflight.check import inspect_run
 from etude.trainer.resources import count_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+UNDESCRIBED = SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
 
 
 __all__ = ["every_finding_has_specific_advice"]
@@ -162,12 +163,7 @@ CASES = {
         (ERROR, "tools", "NOT_THERE_AT_ALL", "etude tools list"),
     ),
     "tool without a description": (
-        lambda agent: (
-            agent.tools(
-                f"{agent.folder}/tool.py:Guess", SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
-            )
-            or ()
-        ),
+        lambda agent: agent.tools(f"{agent.folder}/tool.py:Guess", UNDESCRIBED) or (),
         (WARNING, "tools", "tool 'guess' has no description", "write a docstring"),
     ),
     "tools_kwargs of another tool": (
