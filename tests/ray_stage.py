@@ -19,6 +19,7 @@ def ray_cluster(*cpus, connect=True):
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.makedirs("/tmp/ray", exist_ok=True)  # Ray writes the address there whatever the `temp_dir`, and does not make it
     nodes = Cluster()
     try:
         first = {"include_dashboard": False, "temp_dir": tempfile.mkdtemp(prefix="ray-", dir="/tmp")}
