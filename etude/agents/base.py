@@ -61,7 +61,7 @@ class AgentContext:
         """Adds the tool-call format's stop ids to `sampling`, and its stop strings if none are set there or in
         `rollout.stop`."""
         ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
-        texts = sampling.stop if sampling.stop or self.options.stop is not None else tuple(parser.stop_texts)
+        texts = sampling.stop if sampling.stop or self.options.stop is not None else tuple(parser.stop_strings)
         return replace(sampling, stop_token_ids=ids, stop=texts)
 
 

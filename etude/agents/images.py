@@ -32,7 +32,7 @@ _threads = BlockingCalls("etude-images", limit=4)
 
 
 @dataclass(frozen=True)
-class ShownResponse:
+class RenderedResponse:
     """A tool response as the model sees it: text, images, and the number of tokens of each image."""
 
     text: str
@@ -73,7 +73,9 @@ async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageIn
     return [await _threads.run(reader.read, image) for image in images]
 
 
-async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> ShownResponse:
+async def render_response(
+    response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None
+) -> RenderedResponse:
     """Prepares a tool response for a vision model; its text is already truncated to `limit`.
 
     Raises:
@@ -96,10 +98,10 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
     if len(given) > MAX_IMAGES:
         notes.append(f"(only the first {MAX_IMAGES} images are shown)")
     images, tokens = zip(*shown) if shown else ((), ())
-    return ShownResponse(append_notes(response.text, notes, limit), images, tokens)
+    return RenderedResponse(append_notes(response.text, notes, limit), images, tokens)
 
 
-def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
+def response_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
     """Returns a tool response's text for a text-only model, with a note for media; it is already truncated to `limit`."""
     return append_notes(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
 

@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 
 from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
-from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
+from etude.agents.images import RenderedResponse, read_all, render_response, response_text
 from etude.agents.interactions import InteractionSession
 from etude.agents.tool_messages import ToolMessages, drop_images, malformed_record, replace_unwritable, with_result_tag
 from etude.bounded import called, gather
@@ -203,10 +203,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _add_initial_response(self, data: Conversation, response: ToolResponse) -> None:
         trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
-            text = shown_text(response, data.token_limit)
+            text = response_text(response, data.token_limit)
             append_to_last_user(trajectory.messages, self.chat.disarm(text))
             return
-        answer = await answer_of(response, reader, data.token_limit)
+        answer = await render_response(response, reader, data.token_limit)
         images = await read_all(reader, answer.images)
         place = append_to_last_user(trajectory.messages, self.chat.disarm(answer.text), len(images))
         trajectory.images[place:place] = images
@@ -268,11 +268,13 @@ class ToolAgentLoop(AgentLoopBase):
         add_time(trajectory, "tool_calls", started)
         with_images = {} if self.context.images is None else await self._prepare_images(data, outcomes)
         texts = [
-            with_images[n].text if n in with_images else shown_text(each.response, data.token_limit)
+            with_images[n].text if n in with_images else response_text(each.response, data.token_limit)
             for n, each in enumerate(outcomes)
         ]
         texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
-        answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
+        answers = ToolMessages(
+            data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.needs_tool_names
+        )
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
         malformed = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
@@ -319,7 +321,7 @@ class ToolAgentLoop(AgentLoopBase):
         except (TypeError, InfrastructureError) as error:
             what = one_line(error).replace("execute", "_call_tool")
             raise EtudeError(f"agent loop {type(self).__name__}: {what}") from error
-        shown = data.session.shown(response)
+        shown = data.session.truncate(response)
         made = self._outcomes.pop(id(call), None) or ToolOutcome(call, turn, shown)
         seconds = time.perf_counter() - started
         return replace(made, response=shown, reward=number, metrics=metrics, seconds=seconds)
@@ -341,13 +343,15 @@ class ToolAgentLoop(AgentLoopBase):
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
-    async def _prepare_images(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, ShownResponse]:
+    async def _prepare_images(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, RenderedResponse]:
         """Returns the responses that have media, by index; empty if the model takes no images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
             return {}
         responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
-        return {n: await answer_of(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video}
+        return {
+            n: await render_response(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video
+        }
 
     def _record_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1

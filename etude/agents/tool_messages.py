@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from etude.agents.images import ShownResponse
+from etude.agents.images import RenderedResponse
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.errors import ConfigError, DataError
@@ -36,14 +36,14 @@ class ToolMessages:
         outcomes: outcomes of the calls that ran.
         with_images: responses with images, by message index.
         texts: the messages' texts.
-        names_calls: whether the template writes the tool's name into its message.
+        needs_tool_names: whether the template writes the tool's name into its message.
     """
 
     parsed: ParsedResponse
     outcomes: Sequence[ToolOutcome]
-    with_images: Mapping[int, ShownResponse]
+    with_images: Mapping[int, RenderedResponse]
     texts: list[str]
-    names_calls: bool
+    needs_tool_names: bool
 
     @property
     def image_tokens(self) -> list[int]:
@@ -55,7 +55,7 @@ class ToolMessages:
         calls = self._calls
         unread = [None] * len(self.parsed.errors)
         made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
-        if self.names_calls:
+        if self.needs_tool_names:
             made[: len(calls)] = [with_tool_name(message, call.name) for message, call in zip(made, calls)]
         for n, answer in self.with_images.items():
             made[n] = answer.message(made[n])

@@ -26,14 +26,14 @@ class TemplateCapabilities:
         repeats_users: whether it supports consecutive user messages.
         tool_stub: the stub turn after which it renders tool messages; None if it renders none.
         tool_problem: why it renders no tool messages, or not two in a row.
-        names_calls: whether the rendering of a tool message depends on the function's name.
+        needs_tool_names: whether the rendering of a tool message depends on the function's name.
         image_roles: roles of messages that may have images.
     """
 
     repeats_users: bool
     tool_stub: Stub | None
     tool_problem: str
-    names_calls: bool
+    needs_tool_names: bool
     image_roles: frozenset[str]
 
     @classmethod
@@ -45,14 +45,14 @@ class TemplateCapabilities:
         """
         incremental.check(Stub.ANSWER, [_USER])
         tool_stub, problem = _tool_stub(incremental)
-        names_calls = tool_stub is not None and _shows_names(incremental, tool_stub)
+        needs_tool_names = tool_stub is not None and _shows_names(incremental, tool_stub)
         image_roles: list[str] = []
         if images is not None:
             stubs = [("user", Stub.ANSWER), ("tool", tool_stub)]
             image_roles = [
                 role for role, stub in stubs if stub is not None and _shows_images(incremental, images, stub, role)
             ]
-        return cls(_repeats_users(incremental), tool_stub, problem, names_calls, frozenset(image_roles))
+        return cls(_repeats_users(incremental), tool_stub, problem, needs_tool_names, frozenset(image_roles))
 
 
 def _repeats_users(incremental: IncrementalRenderer) -> bool:

@@ -48,7 +48,7 @@ class TemplateReport:
 
     findings: list[Finding]
     example: list[Run]
-    lost: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     """Message parts that the template drops from demonstrations and from histories in prompts."""
 
     @property
@@ -65,7 +65,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
     except EtudeError as error:
         return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_token_ids)
-    lost = tuple(name for name, turn in _TURNS.items() if _drops(chat, turn))
+    dropped = tuple(name for name, turn in _TURNS.items() if _drops(chat, turn))
     findings = [
         Finding("an assistant turn ends with a token", True, ends),
         _test("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
@@ -74,20 +74,20 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
         _test("tool schemas are shown to the model", lambda: _shows_tools(chat)),
         _test("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
-        Finding("written in demonstrations and prompts", None, _kept_parts(lost)),
+        Finding("written in demonstrations and prompts", None, _kept_parts(dropped)),
         _earlier_reasoning(chat),
         *([_images(chat)] if options.get("processor") is not None else []),
     ]
-    return TemplateReport(findings, _example(chat), lost)
+    return TemplateReport(findings, _example(chat), dropped)
 
 
-def _kept_parts(lost: Sequence[str]) -> str:
-    return ", ".join(["words", *(name for name in _TURNS if name not in lost)])
+def _kept_parts(dropped: Sequence[str]) -> str:
+    return ", ".join(["words", *(name for name in _TURNS if name not in dropped)])
 
 
 def _drops(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
     try:
-        return chat.lost_of_turn({"role": "assistant", **turn}) is not None
+        return chat.dropped_of_turn({"role": "assistant", **turn}) is not None
     except EtudeError:
         return True
 

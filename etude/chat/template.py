@@ -23,9 +23,9 @@ from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.capabilities import TemplateCapabilities
 from etude.chat.contents import Message
 from etude.chat.control import ControlTokens
+from etude.chat.dropped_parts import DroppedParts
 from etude.chat.encoding import Decoder, Encoder
 from etude.chat.incremental import IncrementalRenderer, owner_of
-from etude.chat.lost_parts import LostParts
 from etude.chat.placeholders import CUT, Placeholders, image_count
 from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
@@ -47,7 +47,7 @@ class ChatTemplate:
 
     Attributes:
         answers_tools: whether a tool message may follow a turn.
-        names_calls: whether the template writes the function's `name` into tool messages.
+        needs_tool_names: whether the template writes the function's `name` into tool messages.
         image_roles: roles of messages that may have images.
 
     Raises:
@@ -75,8 +75,8 @@ class ChatTemplate:
         if capabilities.tool_stub is not None:
             turns.use(capabilities.tool_stub, "tool")
         self.answers_tools = capabilities.tool_stub is not None
-        self.names_calls, self.image_roles = capabilities.names_calls, capabilities.image_roles
-        self._lost_parts = LostParts(renderer)
+        self.needs_tool_names, self.image_roles = capabilities.needs_tool_names, capabilities.image_roles
+        self._dropped_parts = DroppedParts(renderer)
         self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
         self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
@@ -147,8 +147,8 @@ class ChatTemplate:
         Raises:
             DataError: a part is dropped; names the message and the part.
         """
-        if (lost := self._lost_parts.of_prompt(messages, tools)) is not None:
-            raise _lost_part(*lost)
+        if (dropped := self._dropped_parts.of_prompt(messages, tools)) is not None:
+            raise _dropped_part(*dropped)
 
     def context_ids(
         self, messages: Sequence[Message], *, after: Sequence[int] | None = None, image_tokens: Sequence[int] = ()
@@ -242,8 +242,8 @@ class ChatTemplate:
             if answers:
                 end = self._turns.end(self._stub_for(answers), str(answers[0].get("role")))
             written = self._sampled.ids(messages[turn], end)
-            if (lost := self._lost_parts.of_turn(messages[turn])) is not None:
-                raise _lost_part(turn, lost)
+            if (dropped := self._dropped_parts.of_turn(messages[turn])) is not None:
+                raise _dropped_part(turn, dropped)
             runs.append((written, Provenance.SAMPLED))
             if following is not None:
                 shown = tuple(islice(images, sum(map(image_count, answers))))
@@ -252,13 +252,13 @@ class ChatTemplate:
             raise DataError(f"{len(image_tokens)} images are given, {left} more than the messages have places for")
         return runs
 
-    def lost_of_turn(self, message: Message) -> str | None:
+    def dropped_of_turn(self, message: Message) -> str | None:
         """Returns the first part of an assistant message that the template drops, such as "tool_calls[0]", or None.
 
         Raises:
             DataError: the template rejects the message.
         """
-        return self._lost_parts.of_turn(message)
+        return self._dropped_parts.of_turn(message)
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """Renders a conversation to text, without a generation prompt.
@@ -273,7 +273,7 @@ class ChatTemplate:
         return self._decoder.decode(ids)
 
 
-def _lost_part(number: int, name: str) -> DataError:
+def _dropped_part(number: int, name: str) -> DataError:
     return DataError(
         f"messages[{number}]: the chat template does not write {name}, so that the model would not see it; take a template "
         "that does, or put it into content as the model is to write it"

@@ -51,8 +51,8 @@ def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str
     if tokens:
         _print_tokens(console, report.example, tokenizer)
     verdict = "safe for training on several turns" if report.safe else "NOT safe for training on several turns"
-    if report.safe and report.lost:
-        verdict += f", but rows that have {' or '.join(report.lost)} are refused: the template does not write that"
+    if report.safe and report.dropped:
+        verdict += f", but rows that have {' or '.join(report.dropped)} are refused: the template does not write that"
     console.print(f"[bold]{verdict}[/bold]", soft_wrap=True)
     return int(not report.safe)
 

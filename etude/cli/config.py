@@ -113,7 +113,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
     Raises:
         ConfigError: no key matches, or the suffix is ambiguous.
     """
-    from etude.config.checks import inert_reason, shown_value
+    from etude.config.checks import format_option, inert_reason
     from etude.options import declarations
     from etude.options.types import allowed
     from etude.options.validate import yaml_text
@@ -125,7 +125,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
         about = each.about
         if number:
             yield ""
-        yield f"{key}={shown_value(options, key)}"
+        yield f"{key}={format_option(options, key)}"
         yield f"  {about.meaning}"
         yield f"  takes       {allowed(each.hint)}{f', in {about.unit}' if about.unit else ''}"
         yield f"  default     {about.written or yaml_text(each.default)}"

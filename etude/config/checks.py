@@ -19,7 +19,7 @@ from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
 from etude.options.distillation import is_address
 from etude.options.reward import WeightedFunction
-from etude.options.types import shown
+from etude.options.types import format_value
 from etude.options.validate import build, value_of
 from etude.registry import Registry, did_you_mean, import_object
 
@@ -51,17 +51,17 @@ def problems_with(
     for key, text in problems:
         if key not in wrong and not _repeats_fault(key, raw, lines):
             is_unset = value_of(options, key) in (None, ())
-            place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
+            place = "" if is_unset else f"={format_option(options, key)}{_where(key, text, sources)}:"
             lines.setdefault(key, f"{key}{place} {text}")
     return options, list(lines.values())
 
 
-def shown_value(options: Any, key: str) -> str:
+def format_option(options: Any, key: str) -> str:
     """The value as messages show it: strings without quotes."""
     value = value_of(options, key)
     if isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) else shown(list(value) if isinstance(value, tuple) else value)
+    return value if isinstance(value, str) else format_value(list(value) if isinstance(value, tuple) else value)
 
 
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
@@ -70,12 +70,25 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
     for key in keys:
         section, _, name = key.rpartition(".")
         if name == "betas" and value_of(options, section).name == "muon":
-            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect on weight matrices: {section}.name=muon"
+            setting = f"{key}={format_option(options, key)} ({sources[key]})"
+            yield f"{setting} has no effect on weight matrices: {section}.name=muon"
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             more = f"is more than data.train_batch_size={prompts}: each batch is one update"
             yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
+        elif key == f"{_POLICY}.rollout.n" and isinstance(options, TrainOptions):
+            yield from _default_estimator(key, options, sources)
         elif name == "loss_agg_mode" and isinstance(options, TrainOptions) and section == f"{_POLICY}.actor":
             yield from _foreign_aggregation(key, options, sources)
+
+
+def _default_estimator(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    """A file without a `defaults` list trains with GAE, as in the documents; several samples per prompt suggest GRPO."""
+    estimator = "algorithm.adv_estimator"
+    if run.algorithm.adv_estimator == "gae" and value_of(run, key) > 1 and not is_users(sources[estimator]):
+        yield (
+            f"{key}={value_of(run, key)} ({sources[key]}), but {estimator}=gae ({sources[estimator]}) trains a critic and "
+            f"does not compare a prompt's samples: did you mean grpo? (set {estimator} to either)"
+        )
 
 
 def _foreign_aggregation(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
@@ -90,7 +103,7 @@ def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> 
     for key in keys:
         if condition := inert_reason(options, key):
             place = f" ({sources[key]})" if key in sources else ""
-            yield f"{key}={shown_value(options, key)}{place} has no effect here: it applies {condition}"
+            yield f"{key}={format_option(options, key)}{place} has no effect here: it applies {condition}"
 
 
 def inert_reason(options: Options, key: str) -> str:
@@ -117,7 +130,7 @@ def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: settings do not fit the estimator or the loss.
     """
-    raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
+    raise_faults([f"{key}={format_option(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
     return list(inert(run, effective, {}))
 
 

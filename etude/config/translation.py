@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from etude.config.layers import Layer, ancestors, plain
 from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED, SWITCHES
 from etude.options import declarations
-from etude.options.types import shown
+from etude.options.types import format_value
 from etude.options.validate import flatten
 
 _Rule = str | tuple[str, tuple[object, ...]]
@@ -183,7 +183,7 @@ class KeyTable:
             return (
                 None
                 if isinstance(value, Mapping)
-                else (f"{key} must be a section of key: value, got {shown(value)}", "")
+                else (f"{key} must be a section of key: value, got {format_value(value)}", "")
             )
         if self.knows(key):
             return None

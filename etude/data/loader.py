@@ -95,9 +95,9 @@ class ResumableLoader:
         if len(numbers) != self.batch_size or not all(0 <= number < len(self.dataset) for number in numbers):
             name, rows = type(sampler).__name__, len(self.dataset)
             raise ConfigError(f"data.sampler: {name} drew {numbers}, not {self.batch_size} of the {rows} rows")
-        return [self.drawn_row(number) for number in numbers]
+        return [self.numbered_row(number) for number in numbers]
 
-    def drawn_row(self, number: int) -> Row:
+    def numbered_row(self, number: int) -> Row:
         """Returns a row of the dataset with its index in the column `dataset_row`, as in a sampler's batch."""
         return {**self.dataset[number], ROW_COLUMN: number}
 
@@ -106,7 +106,7 @@ class ResumableLoader:
         if self.sampler is not None and len(batch):  # an empty batch may lack the columns
             self.sampler.update(batch)
 
-    def endless(self) -> Iterator[list[Row]]:
+    def cycle(self) -> Iterator[list[Row]]:
         """Yields batches endlessly, epoch after epoch."""
         while True:
             yield from self

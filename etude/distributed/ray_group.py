@@ -29,7 +29,7 @@ from etude.distributed.pool import ResourcePool
 from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
 from etude.distributed.ray_store import lend_batches, watch_blocks
 from etude.distributed.worker import MeshPlace, Worker
-from etude.distributed.worker_group import WorkerGroup, note_rank
+from etude.distributed.worker_group import WorkerGroup, add_rank_note
 from etude.errors import WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
@@ -160,7 +160,7 @@ class RayWorkerGroup(WorkerGroup):
             rank.actor.interrupt.options(concurrency_group="control").remote()
         for watch in running:
             watch.join(max(0.0, end - time.monotonic()))
-            self._gone.update(watch.waits_for())
+            self._gone.update(watch.pending_ranks())
 
     def close(self) -> None:
         """Closes the workers, with a grace period, and kills their processes."""
@@ -307,7 +307,7 @@ class _Watch(threading.Thread):
         self._group._watches.add(self)
         super().start()
 
-    def waits_for(self) -> list[int]:
+    def pending_ranks(self) -> list[int]:
         """The ranks that have not finished."""
         return [rank.rank for rank, _ in list(self._waiting.values())]
 
@@ -394,7 +394,7 @@ class _Watch(threading.Thread):
         lost = next((error for error in errors if isinstance(error, WorkerLost)), None)
         for rank, _, error in self._failed:
             if lost is None and isinstance(error, Exception):
-                note_rank(error, rank.rank, self._group.world_size, self._method)
+                add_rank_note(error, rank.rank, self._group.world_size, self._method)
         for _, future, error in self._failed:
             future.set_exception(lost or error or errors[0])
 

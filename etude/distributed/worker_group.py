@@ -88,7 +88,7 @@ class WorkerGroup(ABC):
     def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
         """Starts a method on each of `ranks[i]` with the arguments `parts[i]`; returns one future per rank, in that order.
 
-        A failing rank does not stop the others; its future holds the exception, annotated by `note_rank`.
+        A failing rank does not stop the others; its future holds the exception, annotated by `add_rank_note`.
         """
 
     @abstractmethod
@@ -170,7 +170,7 @@ class InProcessWorkerGroup(WorkerGroup):
                 try:
                     future.set_result(getattr(self._workers[rank], method_name)(*own[0], **own[1]))
                 except Exception as error:
-                    note_rank(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method_name}")
+                    add_rank_note(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method_name}")
                     future.set_exception(error)
                 futures.append(future)
         return futures
@@ -184,7 +184,7 @@ def _shallow_copy(value: Any) -> Any:
     return value[:] if isinstance(value, DataProto) else value
 
 
-def note_rank(error: BaseException, rank: int, world_size: int, method: str) -> None:
+def add_rank_note(error: BaseException, rank: int, world_size: int, method: str) -> None:
     """Adds a note to `error` with the rank and method that raised it, and logs it.
 
     A one-line error, which the user sees anyway, is logged only if the rank adds information.

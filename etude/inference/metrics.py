@@ -16,11 +16,11 @@ from etude.metrics import Max, Mean, Metrics
 
 @dataclass
 class EngineMetrics:
-    """Counters; `rows` is the sum of the rows of all steps, `asked_tokens` of the context lengths of admitted requests."""
+    """Counters; `rows` is the sum of the rows of all steps, `context_tokens` of the context lengths of admitted requests."""
 
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
-    asked_tokens: int = 0
+    context_tokens: int = 0
     steps: int = 0
     rows: int = 0
     preemptions: int = 0
@@ -42,7 +42,7 @@ class EngineMetrics:
 
     def report(self, max_num_seqs: int) -> Metrics:
         """Returns the metrics; `docs/engines.md` describes them."""
-        computed = min(self.prefilled_tokens, self.asked_tokens)
+        computed = min(self.prefilled_tokens, self.context_tokens)
         return {
             "sampled_tokens": float(self.sampled_tokens),
             "prefilled_tokens": float(self.prefilled_tokens),
@@ -50,7 +50,7 @@ class EngineMetrics:
             "rows_per_step": Mean(self.rows, self.steps),
             "batch_occupancy": Mean(self.rows, self.steps * max_num_seqs),
             "tokens_per_second": Mean(self.sampled_tokens, sum(self.seconds.values())),
-            "cache_hit_rate": Mean(self.asked_tokens - computed, self.asked_tokens),
+            "cache_hit_rate": Mean(self.context_tokens - computed, self.context_tokens),
             "preemptions": float(self.preemptions),
             "kv_cache_mb": Max(self.kv_bytes / 2**20),
             **{f"seconds_{what}": spent for what, spent in self.seconds.items()},

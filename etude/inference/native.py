@@ -34,7 +34,7 @@ from etude.inference.metrics import EngineMetrics
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
-from etude.inference.stop_texts import StopTexts
+from etude.inference.stop_strings import StopStrings
 from etude.inference.types import ENGINES, OnTokens, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
@@ -44,7 +44,7 @@ from etude.models.loading import torch_dtype
 from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
-from etude.models.vision import Vision, no_images
+from etude.models.vision import Vision, no_images_error
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class NativeEngine:
             DataError: the images do not match their placeholders in `prompt_ids`.
         """
         if images and self._images is None:
-            raise no_images(self._model.config)
+            raise no_images_error(self._model.config)
         params = SamplingParams.of(sampling_params)
         known = self._rows.get(request_id)
         if known is not None and known.request is not None:
@@ -245,12 +245,12 @@ class NativeEngine:
                 self._drop_request(row, "aborted")
                 self._notify()
 
-    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
+    def _stop_texts(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:
             return None
         if self.options.tokenizer is None:
             raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
-        return StopTexts(self.options.tokenizer, params.stop)
+        return StopStrings(self.options.tokenizer, params.stop)
 
     async def abort(self, request_id: str) -> None:
         """Aborts the trajectory's request: `generate` returns the tokens sampled so far, with stop reason "aborted"."""
@@ -331,7 +331,7 @@ class NativeEngine:
     def metrics(self) -> Metrics:
         """Returns the metrics since the last call; `EngineMetrics.report` has their names and units."""
         metrics, self._metrics = self._metrics, EngineMetrics()
-        metrics.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
+        metrics.context_tokens, self._scheduler.context_tokens = self._scheduler.context_tokens, 0
         metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
         return metrics.report(self.options.max_num_seqs)
 
@@ -468,7 +468,7 @@ class NativeEngine:
                 hidden = packed_hidden(self._model, ids, positions, layout)
             else:
                 positions = images.rotary(layout.feeds, layout.positions)
-                shown = images.shown(layout.feeds)
+                shown = images.features_of(layout.feeds)
                 hidden = packed_hidden(self._model, images.token_ids(ids), positions, layout, shown)
         if chosen:
             layout.keep_experts(chosen)

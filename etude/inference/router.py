@@ -57,7 +57,7 @@ class _Replica:
     process: ServerProcess | None = None
     groups: Counter[str] = field(default_factory=Counter)  # group → number of its trajectories here
     cause: str = ""  # why it was ejected; empty while it takes requests
-    misfit: bool = False  # whether it answers, but not with the trainer's weights
+    wrong_weights: bool = False  # whether it answers, but not with the trainer's weights
     ejected: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -319,7 +319,7 @@ class Router:
     async def _bring_back(self, replica: _Replica) -> None:
         engine, weights, process = replica.engine, self._weights, replica.process
         if process is not None and not process.is_alive:
-            logger.warning("engine replica %s has ended, and is started again: %s", replica.name, process.last_words())
+            logger.warning("engine replica %s has ended, and is started again: %s", replica.name, process.log_tail())
             process.start()
         try:
             if hasattr(engine, "check"):
@@ -330,10 +330,10 @@ class Router:
                     await within(self.options.sync_timeout, self.admit, engine, weights[1])
         except Exception as error:
             # Warned of once, since a restart will not fix it: the replica answers, but not with the trainer's weights.
-            misfit = isinstance(error, EtudeError) and not isinstance(error, EngineError)
-            level = logging.WARNING if misfit and not replica.misfit else logging.INFO
+            wrong_weights = isinstance(error, EtudeError) and not isinstance(error, EngineError)
+            level = logging.WARNING if wrong_weights and not replica.wrong_weights else logging.INFO
             logger.log(level, "engine replica %s stays out: %s", replica.name, one_line(error))
-            replica.misfit |= misfit
+            replica.wrong_weights |= wrong_weights
             return
         if weights is not self._weights:  # newer weights were sent meanwhile: the next round sends them
             return
@@ -341,7 +341,7 @@ class Router:
         logger.warning("engine replica %s is back", replica.name)
 
     def _readmit(self, replica: _Replica) -> None:
-        replica.cause, replica.misfit, replica.ejected = "", False, asyncio.Event()
+        replica.cause, replica.wrong_weights, replica.ejected = "", False, asyncio.Event()
         self._back.set()
 
     async def _start(self, replica: _Replica, process: ServerProcess) -> None:
@@ -355,7 +355,7 @@ class Router:
                     return await within(self.options.check_timeout, replica.engine.check)  # type: ignore[attr-defined]
                 except Exception:
                     if not process.is_alive:
-                        raise EngineError(f"the server has ended: {process.last_words()}") from None
+                        raise EngineError(f"the server has ended: {process.log_tail()}") from None
                     await asyncio.sleep(_START_POLL)
 
         try:

@@ -23,7 +23,7 @@ from etude.chat.encoding import common_beginning
 from etude.errors import EngineError
 from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
 from etude.inference.layout import StepInput
-from etude.inference.stop_texts import StopTexts
+from etude.inference.stop_strings import StopStrings
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.models.image_positions import ImagePositions
 from etude.routed_experts import RoutedExperts
@@ -41,7 +41,7 @@ class Request:
     limit: int
     future: asyncio.Future[TokenOutput]
     images: ImagePositions | None = None
-    stops: StopTexts | None = None
+    stops: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Scheduler:
         self.queue: list[SequenceState] = []
         self.active: list[SequenceState] = []
         self._closed: list[SequenceState] = []  # their memory is freed at the next admission
-        self.asked_tokens = self.preemptions = 0
+        self.context_tokens = self.preemptions = 0
 
     def close(self, row: SequenceState) -> None:
         """Has the memory of a row that was removed from `rows` freed at the next admission."""
@@ -202,7 +202,7 @@ class Scheduler:
         row.shared = min(row.shared, held)
         row.own, row.feed = context[row.shared : held], context[held:]
         fits = self._resize(row, len(context) - row.shared + 1, evict_batch=False)
-        self.asked_tokens += len(context) if fits else 0
+        self.context_tokens += len(context) if fits else 0
         return fits
 
     def _give_up(self, row: SequenceState) -> None:

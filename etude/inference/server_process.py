@@ -64,7 +64,7 @@ class ServerProcess:
         """Whether the server was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Returns the end of the server's log, in one line."""
         try:
             text = self._log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace") if self._log else ""

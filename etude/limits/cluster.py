@@ -54,7 +54,7 @@ class LeaseActor:
 
     async def sync(self, report: Report, seconds: float) -> Reply:
         """Applies a report; replies as soon as there is news for the client, or after `seconds`."""
-        reply = self._server.hear(report, time.monotonic())
+        reply = self._server.receive(report, time.monotonic())
         self._publish()
         if seconds and reply.known and reply.version == report.version:
             poll: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -138,7 +138,7 @@ class ClusterLimiter(Limiter):
         super()._after()
         if self._closed:
             self._fail("it was closed")
-        elif self._client.has_news and not self._posted:
+        elif self._client.has_changes and not self._posted:
             self._posted = True
             self._loop.call_soon_threadsafe(self._news.set)
 
@@ -190,7 +190,7 @@ class ClusterLimiter(Limiter):
             return
         self._lost_at = None
         with self._lock:
-            self._deliver(self._client.hear(reply, sent_at, time.monotonic()))
+            self._deliver(self._client.receive(reply, sent_at, time.monotonic()))
             known = self._client.known
         if known:
             self._known.set()

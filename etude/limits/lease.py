@@ -46,7 +46,7 @@ class Report:
     """Total of returned permits that were not used: they do not count against the rate."""
     waiting: int
     """Number of further permits that the client wants."""
-    in_force: bool
+    is_valid: bool
     """Whether the client's leases are certain not to have expired, so that a server that lost its state takes them over."""
     leaves: bool = False
     """Whether this is the last report: all leases of the client end now."""
@@ -109,7 +109,7 @@ class LeaseServer:
         """Returns the limiter's state."""
         return LimiterInfo(self._limit, self._lease_seconds, self._held, len(self._queue), len(self._clients))
 
-    def hear(self, report: Report, now: float) -> Reply:
+    def receive(self, report: Report, now: float) -> Reply:
         """Applies a report and returns the reply."""
         self.advance(now)
         client = self._admit(report, now)
@@ -154,7 +154,7 @@ class LeaseServer:
             self._clients[report.client] = client
         claimed = report.granted - client.granted
         if claimed > 0:  # granted by the lost server
-            if not (settling and report.in_force) or claimed > self._free():
+            if not (settling and report.is_valid) or claimed > self._free():
                 self._forget(client)
                 return None
             client.granted += claimed
@@ -226,28 +226,28 @@ class LeaseClient(WaitQueue[T]):
         """The number of permits kept for the next waiter."""
         self._used_at = self._valid_until = float("-inf")
         self._crowded = False
-        self.has_news = bool(self._waiting)
+        self.has_changes = bool(self._waiting)
         """Whether there is a change to report to the server at once."""
 
     @property
     def is_quiet(self) -> bool:
         """Whether no permit is held, kept or waited for, and there is nothing to report."""
-        return not (self._held or self.idle or self._waiting or self.has_news)
+        return not (self._held or self.idle or self._waiting or self.has_changes)
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
         granted = super().enter(ticket, now)
-        self.has_news |= not granted
+        self.has_changes |= not granted
         return granted
 
     def cancel(self, ticket: T, now: float) -> list[tuple[T, int]]:
-        self.has_news |= ticket in self._waiting
+        self.has_changes |= ticket in self._waiting
         return super().cancel(ticket, now)
 
     def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
         if self._limit.max_concurrent is None:
             if unused:
                 self._unused += 1
-                self.has_news = True
+                self.has_changes = True
         elif lease in self._held:
             self._held.discard(lease)
             if self._returns_at_once:
@@ -256,7 +256,7 @@ class LeaseClient(WaitQueue[T]):
                 self.idle += 1
                 self._used_at = now
         granted = self.advance(now)
-        self.has_news |= bool(granted)  # one place in the server's queue is no longer needed
+        self.has_changes |= bool(granted)  # one place in the server's queue is no longer needed
         return granted
 
     def advance(self, now: float) -> list[tuple[T, int]]:
@@ -273,7 +273,7 @@ class LeaseClient(WaitQueue[T]):
     def report(self, now: float, leaves: bool = False) -> Report:
         """Builds the next report to the server."""
         self._number += 1
-        self.has_news = False
+        self.has_changes = False
         return Report(
             client=self.name,
             number=self._number,
@@ -282,11 +282,11 @@ class LeaseClient(WaitQueue[T]):
             returned=self._returned,
             unused=self._unused,
             waiting=max(0, len(self._waiting) - self.idle),
-            in_force=now < self._valid_until,
+            is_valid=now < self._valid_until,
             leaves=leaves,
         )
 
-    def hear(self, reply: Reply, sent_at: float, now: float) -> list[tuple[T, int]]:
+    def receive(self, reply: Reply, sent_at: float, now: float) -> list[tuple[T, int]]:
         """Applies the reply to the report sent at `sent_at`; returns the grants that it made possible."""
         if reply.client != self.name:
             return []
@@ -312,7 +312,7 @@ class LeaseClient(WaitQueue[T]):
         """Removes and returns all waiters."""
         tickets = list(self._waiting)
         self._waiting.clear()
-        self.has_news = bool(tickets)
+        self.has_changes = bool(tickets)
         return tickets
 
     @property
@@ -334,4 +334,4 @@ class LeaseClient(WaitQueue[T]):
     def _give_back(self, count: int, unused: bool) -> None:
         self._returned += count
         self._unused += count if unused else 0
-        self.has_news = True
+        self.has_changes = True

@@ -133,21 +133,21 @@ class Permit:
 class Ticket:
     """A waiter's place in the queue: a task of `loop`, or a thread if `loop` is None."""
 
-    __slots__ = ("_loop", "error", "lease", "woken")
+    __slots__ = ("_loop", "error", "lease", "wakeup")
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self.lease: int | None = None
         self.error: BaseException | None = None
-        self.woken: Any = threading.Event() if loop is None else loop.create_future()
+        self.wakeup: Any = threading.Event() if loop is None else loop.create_future()
         self._loop = loop
 
     def wake(self) -> bool:
         """Wakes the waiter; returns False if its event loop has been closed."""
         try:
             if self._loop is None:
-                self.woken.set()
+                self.wakeup.set()
             else:
-                self._loop.call_soon_threadsafe(wake, self.woken)
+                self._loop.call_soon_threadsafe(wake, self.wakeup)
         except RuntimeError:  # the loop is closed
             return False
         return True
@@ -171,9 +171,9 @@ class Limiter:
         """The number of tasks and threads of this process that are waiting."""
         return self._core.waiting
 
-    def permit(self, timeout: float | None = None) -> Holding:
+    def permit(self, timeout: float | None = None) -> HeldPermit:
         """Returns a context manager, async and sync, that holds a permit; it waits up to `timeout` seconds for one."""
-        return Holding(self, timeout)
+        return HeldPermit(self, timeout)
 
     def is_current(self) -> bool:
         """Whether the limiter is still in force for this process; if not, open it again with `open_limiter`."""
@@ -192,9 +192,9 @@ class Limiter:
             if self._enter(ticket):
                 try:
                     if timeout is None:
-                        await ticket.woken
+                        await ticket.wakeup
                     else:
-                        await asyncio.wait({ticket.woken}, timeout=timeout)
+                        await asyncio.wait({ticket.wakeup}, timeout=timeout)
                 except BaseException:
                     self._abandon(ticket)
                     raise
@@ -208,7 +208,7 @@ class Limiter:
             ticket = Ticket(None)
             if self._enter(ticket):
                 try:
-                    ticket.woken.wait(timeout)
+                    ticket.wakeup.wait(timeout)
                 except BaseException:  # Ctrl-C
                     self._abandon(ticket)
                     raise
@@ -283,7 +283,7 @@ class Limiter:
             loop.call_soon_threadsafe(lambda: loop.call_later(max(0.0, due - time.monotonic()), self._advance, due))
 
 
-class Holding:
+class HeldPermit:
     """Holds a permit for the duration of a `with` block."""
 
     __slots__ = ("_limiter", "_permit", "_timeout")

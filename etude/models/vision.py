@@ -65,7 +65,7 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True)
-class ShownImages:
+class PlacedImages:
     """Image features for the indices `places` (tokens,) of a packed row; places are unique."""
 
     places: Tensor
@@ -83,7 +83,7 @@ def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatur
     return [ImageFeatures(each, tuple(layer[i] for layer in deep)) for i, each in enumerate(made.pooler_output)]
 
 
-def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: ShownImages) -> Tensor:
+def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: PlacedImages) -> Tensor:
     """`etude.models.packed.packed_hidden` with images among the tokens; `position_ids` (3, 1, tokens)."""
     body = model.base_model
     features, places = shown.features, shown.places
@@ -101,7 +101,7 @@ def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layo
     return output.last_hidden_state[0]
 
 
-def no_images(config: Any) -> ConfigError:
+def no_images_error(config: Any) -> ConfigError:
     """Builds the error that says why a model with this configuration does not take images."""
     if getattr(config, "vision_config", None) is None:
         return ConfigError(f"model type '{config.model_type}' reads text only: it cannot be shown images")

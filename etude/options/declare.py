@@ -19,7 +19,7 @@ import pydantic
 from typing_extensions import dataclass_transform
 
 from etude.errors import raise_faults
-from etude.options.types import allowed, item_hint, misfit, shown
+from etude.options.types import allowed, describe_misfit, format_value, item_hint
 from etude.registry import did_you_mean
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def problems(cls: type, error: pydantic.ValidationError, values: Mapping[str, An
             reason = each["msg"].removeprefix("Value error, ")
             found[full] = f"{full.removesuffix('.') or cls.__name__}: {reason}"
         else:
-            found[full] = f"{full} must be a section of key: value, got {shown(each['input'])}"
+            found[full] = f"{full} must be a section of key: value, got {format_value(each['input'])}"
     return found
 
 
@@ -177,7 +177,7 @@ def _misfit(declaration: Declaration, value: object, rest: list[str], entry: obj
         name, hint, value = f"{name}[{rest[-1]}]", inner, entry
     elif isinstance(value, Mapping) and rest and rest[0] in value and not isinstance(value[rest[0]], Mapping):
         name, value = f"{name}.{rest[0]}", value[rest[0]]
-    return misfit(name, hint, value)
+    return describe_misfit(name, hint, value)
 
 
 def _at(values: Any, name: str) -> object:

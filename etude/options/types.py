@@ -72,7 +72,7 @@ def _unstorable(value: object, place: str) -> Iterator[str]:
             yield from _unstorable(inner, f"{place}[{number}]")
     elif not _is_storable(value):
         kind = "a finite number" if isinstance(value, float) else "text that UTF-8 can hold"
-        yield f"{place} must be {kind}, got {shown(value)}"
+        yield f"{place} must be {kind}, got {format_value(value)}"
 
 
 def _is_storable(value: object) -> bool:
@@ -200,7 +200,7 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
     return "" if low is None else f"of at least {low[1]}" if low[0] == "from" else f"above {low[1]}"
 
 
-def misfit(name: str, hint: Any, value: object) -> str:
+def describe_misfit(name: str, hint: Any, value: object) -> str:
     """The sentence for a `value` that is not of type `hint`; of a free-form section, for each entry that cannot be."""
     if isinstance(value, Mapping) and (entries := list(_unstorable(value, name))):
         return "; ".join(entries)
@@ -210,10 +210,10 @@ def misfit(name: str, hint: Any, value: object) -> str:
         wanted = wanted.replace("text", f"text that is not blank, without NUL, of at most {MAX_TEXT} characters", 1)
     if isinstance(value, int) and value > MAX_WHOLE and "whole number" in wanted:
         wanted += f" (at most {MAX_WHOLE})"
-    return f"{name} must be {wanted}, got {shown(value)}{near}"
+    return f"{name} must be {wanted}, got {format_value(value)}{near}"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as an error message shows it."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -21,7 +21,7 @@ from etude.sandbox import jail, languages, probes
 from etude.sandbox.cgroup import AUTO, find_delegation
 from etude.sandbox.fork_server import ForkServer
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import BoxGone, Guest
+from etude.sandbox.guests import BoxGoneError, Guest
 from etude.sandbox.runs import run
 from etude.sandbox.sessions import Session
 from etude.sandbox.types import (
@@ -105,7 +105,7 @@ class Executor:
         for mode in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES) if wanted is Isolation.AUTO else (wanted,):
             executor = cls(mode, workers, options)
             try:
-                await probes.prove(executor.run)
+                await probes.check_isolation(executor.run)
             except SandboxError as error:
                 failures.append(f"{mode.value}: {error}")
                 await executor.close()
@@ -166,7 +166,7 @@ class Executor:
         for left in range(BOXES - 1, -1, -1):
             try:
                 return await use(await self._box(limits))
-            except BoxGone:
+            except BoxGoneError:
                 if not left:
                     raise
         raise AssertionError("unreachable")

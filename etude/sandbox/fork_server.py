@@ -17,7 +17,7 @@ from etude.bounded import uninterrupted, within
 from etude.errors import one_line
 from etude.sandbox import jail
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import DEATH_SECONDS, BoxGone, Connection, Guest
+from etude.sandbox.guests import DEATH_SECONDS, BoxGoneError, Connection, Guest
 from etude.sandbox.types import Isolation, SandboxError
 
 START_SECONDS = 30.0
@@ -82,7 +82,7 @@ class ForkServer:
         """Forks a box, keeping at most `output_bytes` each of its stdout and stderr.
 
         Raises:
-            BoxGone: the fork server has ended or does not answer, or the box ended immediately.
+            BoxGoneError: the fork server has ended or does not answer, or the box ended immediately.
             SandboxError: there are not enough file descriptors for another box.
         """
         opened: list[int] = []
@@ -107,14 +107,14 @@ class ForkServer:
             finally:
                 for fd in ends:
                     os.close(fd)
-            await within(FORK_SECONDS, guest.born)
+            await within(FORK_SECONDS, guest.wait_started)
         except BaseException as error:
             await uninterrupted(guest.close())
             if isinstance(error, TimeoutError):
                 self._control.close()
-                raise BoxGone(f"the fork server did not fork within {FORK_SECONDS:g} s") from error
+                raise BoxGoneError(f"the fork server did not fork within {FORK_SECONDS:g} s") from error
             if isinstance(error, OSError):
-                raise BoxGone(f"the fork server is gone: {one_line(error)}") from error
+                raise BoxGoneError(f"the fork server is gone: {one_line(error)}") from error
             raise
         return guest
 

@@ -25,7 +25,7 @@ from etude.sandbox.types import Limits, SandboxError, SandboxRequestError
 DEATH_SECONDS = 10.0
 
 
-class BoxGone(SandboxError):
+class BoxGoneError(SandboxError):
     """A box failed before any of its request ran, so the request can be retried in another one."""
 
 
@@ -169,29 +169,29 @@ class Guest:
         self._group: Group | None = None
         self.out_of_memory = False
 
-    async def born(self) -> None:
+    async def wait_started(self) -> None:
         """Waits until the box's supervisor has started.
 
         Raises:
-            BoxGone: it has already ended.
+            BoxGoneError: it has already ended.
         """
         self._pidfd = await self.control.receive_descriptor()
         if self._pidfd < 0:
-            raise BoxGone("the box ended before it had its request")
+            raise BoxGoneError("the box ended before it had its request")
         self._loop.add_reader(self._pidfd, self._died)
 
     def admit(self, group: Group, limits: Limits, cpus: float) -> None:
         """Moves the box, which is waiting for its request, into its own control group.
 
         Raises:
-            BoxGone: the box has ended.
+            BoxGoneError: the box has ended.
             SandboxError: the group cannot be written.
         """
         self._group = group
         try:
             group.admit(_process_of(self._pidfd))
         except OSError as error:
-            raise BoxGone(f"the box was gone before it had a control group: {one_line(error)}") from error
+            raise BoxGoneError(f"the box was gone before it had a control group: {one_line(error)}") from error
         group.limit(limits, cpus)
 
     def _died(self) -> None:

@@ -1,10 +1,10 @@
 """Verifies the guarantees of an isolation mode before it is used: each probe attempts something forbidden in a box.
 
-Invariant: `prove` returns only if every guarantee of the table in `docs/sandbox.md` withstood a real attempt in a real box;
-otherwise it names the first broken one. The programs report what they managed to do, and the host's side (a listener, a
-secret file, the process table) is checked as well. `LOOK` runs first and only inspects its own process; the others start
-with a guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by mistake. A probe
-shows that a barrier exists, not that it has no holes: the attack suite in the tests looks for these.
+Invariant: `check_isolation` returns only if every guarantee of the table in `docs/sandbox.md` withstood a real attempt in a
+real box; otherwise it names the first broken one. The programs report what they managed to do, and the host's side (a
+listener, a secret file, the process table) is checked as well. `LOOK` runs first and only inspects its own process; the
+others start with a guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by
+mistake. A probe shows that a barrier exists, not that it has no holes: the attack suite in the tests looks for these.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _demand(holds: bool, guarantee: str, seen: object) -> None:
         raise GuaranteeBroken(f"{guarantee}: not kept here ({str(seen)[:200]})")
 
 
-async def prove(run: Run) -> None:
+async def check_isolation(run: Run) -> None:
     """Makes every attempt in boxes of `run`, after checking that they are confined at all.
 
     Raises:

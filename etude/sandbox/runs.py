@@ -14,7 +14,7 @@ from typing import Any
 from etude.bounded import uninterrupted, within
 from etude.errors import one_line
 from etude.sandbox.guest import frames
-from etude.sandbox.guests import BoxGone, Guest
+from etude.sandbox.guests import BoxGoneError, Guest
 from etude.sandbox.languages import RECIPES
 from etude.sandbox.types import RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
@@ -26,7 +26,7 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
     """Runs `request` in `guest`, which cannot be reused.
 
     Raises:
-        BoxGone: the box failed before the program started.
+        BoxGoneError: the box failed before the program started.
         SandboxError: the box failed later.
         SandboxRequestError: the files do not fit into the box.
     """
@@ -39,7 +39,7 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
         except TimeoutError:
             report, files = {"status": RunStatus.TIME_LIMIT.value, "wall_seconds": seconds}, []
         except OSError as error:
-            raise BoxGone(f"the box broke off: {one_line(error)}") from error
+            raise BoxGoneError(f"the box broke off: {one_line(error)}") from error
         except frames.FrameError as error:
             raise SandboxError(f"the box answered nonsense: {error}") from error
         await guest.close()
@@ -80,7 +80,7 @@ def failure(answer: Mapping[str, Any]) -> Exception:
     """Returns the exception for a supervisor's unexpected answer."""
     if answer.get("event") == "refused":
         return SandboxRequestError(f"files: {answer.get('error')}")
-    return BoxGone(f"the box could not be set up: {answer.get('error')}")
+    return BoxGoneError(f"the box could not be set up: {answer.get('error')}")
 
 
 async def _converse(
@@ -100,7 +100,7 @@ async def _converse(
         else:
             raise failure(received[0])
     if not started:
-        raise BoxGone("the box ended before its program started")
+        raise BoxGoneError("the box ended before its program started")
     return {"status": RunStatus.KILLED.value}, []
 
 

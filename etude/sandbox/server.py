@@ -68,7 +68,7 @@ def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
         began = asyncio.get_running_loop().time()
         outcome = "failed"
         try:
-            result = await unless_gone(request, service.until_cut(work))
+            result = await unless_gone(request, service.run_unless_cut(work))
             if result is None:
                 outcome = "abandoned"
                 return Response(status_code=_ABANDONED)

@@ -86,7 +86,7 @@ class SandboxService:
         self._under_way: set[asyncio.Task[Any]] = set()
         self._cut = False
 
-    async def until_cut(self, work: Coroutine[Any, Any, R]) -> R:
+    async def run_unless_cut(self, work: Coroutine[Any, Any, R]) -> R:
         """Awaits `work`, which `cut_short` cancels.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any
 from etude.bounded import within
 from etude.errors import one_line
 from etude.sandbox.guest import cells, frames
-from etude.sandbox.guests import BoxGone, Guest
+from etude.sandbox.guests import BoxGoneError, Guest
 from etude.sandbox.runs import failure, run_message
 from etude.sandbox.types import (
     BoxLostError,
@@ -58,7 +58,7 @@ class Session:
         """Starts a session's interpreter in `guest`.
 
         Raises:
-            BoxGone: the box failed.
+            BoxGoneError: the box failed.
             SandboxRequestError: the files do not fit.
         """
         session = cls(guest, limits)
@@ -70,7 +70,7 @@ class Session:
         except BaseException as error:
             await session.close()
             if isinstance(error, SandboxError):
-                raise BoxGone(str(error)) from error
+                raise BoxGoneError(str(error)) from error
             raise
         return session
 

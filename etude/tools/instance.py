@@ -40,8 +40,8 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_creation", "_given_id", "_greeting", "_kwargs", "_num_calls", "_replayed", "_tokens", "_trajectory", "_watch",
-        "calls", "closing", "executing", "tool",
+        "_creation", "_given_id", "_initial_response", "_kwargs", "_num_calls", "_replayed", "_tokens", "_trajectory",
+        "_watch", "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
     def __init__(
@@ -60,22 +60,22 @@ class ToolInstance:
         self._kwargs, self._tokens, self._trajectory, self._watch = kwargs, tokens, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
         self._num_calls = 0
-        self._greeting: ToolResponse | None = None
+        self._initial_response: ToolResponse | None = None
         self._replayed: ReplayedInstance | None = None
         self._creation = self._create()
 
     def _create(self) -> asyncio.Future[object]:
         """Starts `create` and returns its future; a tool that is replayed or has no `create` is created at once."""
         kwargs = self._arguments("create_kwargs")
-        greeting = ToolResponse()
+        initial_response = ToolResponse()
         if self.calls.replay is not None:
             self._replayed = self.calls.replay.begin(self._trajectory, kwargs)
-            greeting = self._replayed.greeting
+            initial_response = self._replayed.initial_response
         elif overrides(self.tool, "create"):
             whole = {"create_kwargs": dict(kwargs)} if self.calls.reads_create_kwargs else {}
             return asyncio.ensure_future(called(self.tool.create, self._given_id, **{**whole, **kwargs}))
         created: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        created.set_result((self._given_id, greeting))
+        created.set_result((self._given_id, initial_response))
         return created
 
     @property
@@ -90,8 +90,8 @@ class ToolInstance:
         Raises:
             InfrastructureError: `create` failed or timed out.
         """
-        if self._greeting is not None:
-            return self._greeting
+        if self._initial_response is not None:
+            return self._initial_response
         limit = self.calls.policy.timeout
         try:
             await asyncio.wait({self._creation}, timeout=limit)
@@ -102,11 +102,11 @@ class ToolInstance:
             response = read_creation(self._creation.result(), self._given_id)[1]
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
-        if self._greeting is None:  # another waiter may have set it
+        if self._initial_response is None:  # another waiter may have set it
             if self.calls.recorder is not None:
                 self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
-            self._greeting = self.shown(response)
-        return self._greeting
+            self._initial_response = self.truncate(response)
+        return self._initial_response
 
     def ask(self, call: FunctionCall, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
         """Builds the request of the next call; calls are numbered in the order in which the model wrote them. `agent_data`
@@ -149,7 +149,7 @@ class ToolInstance:
             self.executing.discard(task)
             request.blocked_loop += self._watch.stalls(task)
 
-    def shown(self, response: ToolResponse) -> ToolResponse:
+    def truncate(self, response: ToolResponse) -> ToolResponse:
         """Returns `response` truncated to the text limits."""
         return bound_response(response, self.calls.policy, self._tokens)
 

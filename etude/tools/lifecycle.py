@@ -117,7 +117,7 @@ class ToolSession:
         """The tools' schemas, as read-only OpenAI dictionaries."""
         return [calls.schema for calls in self._calls.values()]
 
-    def shown(self, response: ToolResponse) -> ToolResponse:
+    def truncate(self, response: ToolResponse) -> ToolResponse:
         """Returns `response` truncated to the default text limits."""
         return bound_response(response, CallPolicy(), self._token_limit)
 
@@ -199,7 +199,7 @@ class ToolSession:
         return ToolOutcome(call, turn, response, error=error)
 
     async def _call(self, instance: ToolInstance, request: ToolRequest, creates_tool: bool) -> ToolOutcome:
-        call, greeting = request.call, await instance.ready()
+        call, initial_response = request.call, await instance.ready()
         started = time.perf_counter()
         with span("tool", call.name) as recorded:
             try:
@@ -209,14 +209,14 @@ class ToolSession:
                     raise
                 raise _broken_call(instance, request, error, time.perf_counter() - started) from error
             response = (
-                merge_responses(greeting, answer.response)
-                if creates_tool and not greeting.is_empty()
+                merge_responses(initial_response, answer.response)
+                if creates_tool and not initial_response.is_empty()
                 else answer.response
             )
             outcome = ToolOutcome(
                 call,
                 request.place.turn,
-                instance.shown(response),
+                instance.truncate(response),
                 answer.reward,
                 dict(answer.metrics),
                 time.perf_counter() - started,

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from etude.errors import ConfigError
-from etude.options.types import Count, Flag, Natural, NonNegative, Positive, Share, Text, misfit, shown
+from etude.options.types import Count, Flag, Natural, NonNegative, Positive, Share, Text, describe_misfit, format_value
 from etude.registry import did_you_mean
 
 Side = Literal["left", "middle", "right"]
@@ -208,8 +208,8 @@ def _sentence(kind: type[BaseModel], error: Mapping[str, Any], prefix: str, othe
     if error["type"] == "value_error" and (reason := error["msg"].removeprefix("Value error, ")).strip():
         return f"{place}: {reason}" if place else reason
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{place} must be a section of key: value, got {shown(error['input'])}"
-    told = misfit(place, hint, error["input"])
+        return f"{place} must be a section of key: value, got {format_value(error['input'])}"
+    told = describe_misfit(place, hint, error["input"])
     return told.rpartition(", got ")[0] if secret else told
 
 

@@ -107,7 +107,7 @@ class RecordedInstance:
 
     trajectory: str
     kwargs: Kwargs = field(default_factory=dict)
-    greeting: ToolResponse = field(default_factory=ToolResponse)
+    initial_response: ToolResponse = field(default_factory=ToolResponse)
     calls: dict[int, RecordedCall] = field(default_factory=dict)
     reward: float | None = None
     reward_kwargs: Kwargs = field(default_factory=dict)
@@ -153,7 +153,7 @@ def _add_event(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
     kwargs = dict(line.get("kwargs") or {})
     match line["event"]:
         case "create":
-            instance.kwargs, instance.greeting = kwargs, response_from_json(line.get("response") or {})
+            instance.kwargs, instance.initial_response = kwargs, response_from_json(line.get("response") or {})
         case "execute" if line.get("error") == BROKEN:
             instance.broken_calls.add(int(line["number"]))
         case "execute":

@@ -53,7 +53,7 @@ class Replay:
 
     def _index(self, instance: RecordedInstance) -> None:
         history, row = "", dict(instance.kwargs)
-        self._answers[digest("create", row)].setdefault("", instance.greeting)
+        self._answers[digest("create", row)].setdefault("", instance.initial_response)
         for call in instance.in_order():
             question = digest("call", row, dict(call.kwargs), dict(call.arguments))
             history = digest(history, question)
@@ -107,7 +107,7 @@ class _OrderedInstance:
         self._recorded = recorded
         self._of = f"{where}: trajectory {recorded.trajectory}"
         self._calls = iter(recorded.in_order())
-        self.greeting = recorded.greeting
+        self.initial_response = recorded.initial_response
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
         """Returns the result of the next call, in the order in which the model wrote them; raises MissingCall if there is
@@ -129,7 +129,7 @@ class _StrictInstance:
 
     def __init__(self, replay: Replay, create_kwargs: Kwargs) -> None:
         self._replay, self._row, self._history = replay, dict(create_kwargs), ""
-        self.greeting = replay.find("create", create_kwargs, digest("create", self._row), "")
+        self.initial_response = replay.find("create", create_kwargs, digest("create", self._row), "")
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
         """Returns the result of the call; raises MissingCall as `Replay.find`."""

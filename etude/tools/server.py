@@ -52,7 +52,7 @@ class ClientSession:
         self._tools_kwargs = tools_kwargs
         self._opening: asyncio.Task[ToolSession] | None = None
         self._running: set[asyncio.Task[tuple[ToolResponse, bool]]] = set()
-        self._greeting = ToolResponse()
+        self._initial_response = ToolResponse()
         self._turn = 0
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, bool]:
@@ -77,8 +77,10 @@ class ClientSession:
         except (InfrastructureError, EtudeError) as error:
             logger.warning("%s", one_line(error))
             return ToolResponse(text=f"The tool is not available: {one_line(error)}"), True
-        greeting, self._greeting = self._greeting, ToolResponse()
-        response = outcome.response if greeting.is_empty() else merge_responses(greeting, outcome.response)
+        initial_response, self._initial_response = self._initial_response, ToolResponse()
+        response = (
+            outcome.response if initial_response.is_empty() else merge_responses(initial_response, outcome.response)
+        )
         return response, outcome.error is not None
 
     async def _session(self) -> ToolSession:
@@ -97,7 +99,7 @@ class ClientSession:
         session = ToolSession(self._tools, self._tools_kwargs, request_id=f"mcp-{uuid4()}")
         await session.__aenter__()
         for response in session.initial_responses:
-            self._greeting = merge_responses(self._greeting, response)
+            self._initial_response = merge_responses(self._initial_response, response)
         return session
 
     async def close(self) -> None:

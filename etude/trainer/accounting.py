@@ -13,11 +13,11 @@ from etude.protocol import DataProto
 from etude.trainer.rollouts import rollouts_of
 
 PROMPTS_FILE = "prompts.jsonl"
-RolledOut: TypeAlias = tuple[str, Any, str | None]
+RolloutOutcome: TypeAlias = tuple[str, Any, str | None]
 """For one rollout: its prompt's `uid`, the row's own `index`, and why the rollout was dropped (None: it was not)."""
 
 
-def rolled_out(batch: DataProto) -> list[RolledOut]:
+def list_rollouts(batch: DataProto) -> list[RolloutOutcome]:
     """Lists the rollouts of a batch."""
     columns = batch.non_tensor_batch
     indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
@@ -26,19 +26,19 @@ def rolled_out(batch: DataProto) -> list[RolledOut]:
 
 
 def account(
-    rolled: Iterable[RolledOut], usable: Collection[str], trained: Collection[str], stale: Collection[str] = ()
+    rollouts: Iterable[RolloutOutcome], usable: Collection[str], trained: Collection[str], stale: Collection[str] = ()
 ) -> dict[str, Any]:
     """Builds a step's line: `trained`, [uid, index] of each prompt with a rollout that was trained on; `dropped`, the other
     prompts by cause.
 
     Args:
-        rolled: all rollouts of the step.
+        rollouts: all rollouts of the step.
         usable: uids of prompts with a rollout that can be trained on.
         trained: uids of prompts with a rollout that was trained on.
         stale: uids of prompts that are too old.
     """
     prompts: dict[str, tuple[Any, list[str | None]]] = {}
-    for uid, index, reason in rolled:
+    for uid, index, reason in rollouts:
         prompts.setdefault(uid, (index, []))[1].append(reason)
     record: dict[str, Any] = {"trained": [[uid, index] for uid, (index, _) in prompts.items() if uid in trained]}
     dropped: dict[str, list[Any]] = {}

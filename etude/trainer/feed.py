@@ -19,7 +19,7 @@ from etude.data.samplers import ROW_COLUMN
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
 from etude.protocol import DataProto
-from etude.trainer.accounting import RolledOut, rolled_out
+from etude.trainer.accounting import RolloutOutcome, list_rollouts
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Batch,
@@ -41,10 +41,10 @@ UNTRAINED = "untrained"  # key in a checkpoint's state
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What a step trains on. `rolled`: all rollouts of its prompts (see `rolled_out`); `batch`: those that can be trained
+    """What a step trains on. `rolled`: all rollouts of its prompts (see `list_rollouts`); `batch`: those that can be trained
     on; `has_several_sequences`: whether any rollout has more than one; `stale`: uids of prompts too old to train on."""
 
-    rolled: list[RolledOut]
+    rolled: list[RolloutOutcome]
     batch: Batch
     metrics: Metrics
     has_several_sequences: bool
@@ -53,7 +53,7 @@ class StepRollouts:
 
 def inspect_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], setup: PlainSetup
-) -> tuple[list[RolledOut], list[list[int]], Metrics, bool]:
+) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool]:
     """Inspects the batches of a step and their greedy baselines. Returns all rollouts, each batch's rows that can be trained
     on, the metrics, and whether any rollout has several sequences.
 
@@ -63,7 +63,7 @@ def inspect_rollouts(
     fraction = setup.trainer.min_valid_fraction
     rows = [survivor_rows(batch, fraction) for batch in made]
     several = any(rollout.earlier for batch in made for rollout in rollouts_of(batch))
-    rolled = [rollout for batch in made for rollout in rolled_out(batch)]
+    rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
     return rolled, rows, metrics_of_rollouts(made, baselines, setup.roles.reward, fraction), several
 
 
@@ -82,7 +82,7 @@ class PromptQueue:
 
     def __init__(self, loader: ResumableLoader, epochs: int | None) -> None:
         self._loader, self._epochs = loader, epochs
-        self._batches = loader.endless()
+        self._batches = loader.cycle()
         self._next: deque[Place] = deque()
 
     @property
@@ -119,7 +119,7 @@ class PromptQueue:
             if not 1 <= number <= self._loader.number or not 0 <= place < self._loader.batch_size:
                 raise ValueError(f"no row {place} in batch {number} of the plan")
             if drawn:  # the sampler's row number
-                self._next.append((number, place, self._loader.drawn_row(drawn[0])))
+                self._next.append((number, place, self._loader.numbered_row(drawn[0])))
                 continue
             rows = batches.setdefault(number, self._loader.batch(number - 1) if number not in batches else [])
             self._next.append((number, place, rows[place]))

@@ -48,24 +48,24 @@ class Effect(str, Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """The effect of changing a key that matches `pattern`, and why. The rule applies if `when(leaves then, leaves now)`."""
+    """The effect of changing a key that matches `pattern`, and why. The rule applies if `when(leaves old, leaves new)`."""
 
     pattern: str
     effect: Effect
     why: str = ""
-    when: Callable[[Leaves, Leaves], bool] = lambda then, now: True
+    when: Callable[[Leaves, Leaves], bool] = lambda old, new: True
 
 
-def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
-    return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
+def _stays_adaptive(old: Leaves, new: Leaves) -> bool:
+    return old.get("algorithm.kl_ctrl.type") == new.get("algorithm.kl_ctrl.type") == "adaptive"
 
 
 def _rank_differs(key: str) -> Callable[[Leaves, Leaves], bool]:
-    return lambda then, now: (then.get(key) or 0) != (now.get(key) or 0)  # older runs do not have the key
+    return lambda old, new: (old.get(key) or 0) != (new.get(key) or 0)  # older runs do not have the key
 
 
-def _has_critic(then: Leaves, now: Leaves) -> bool:
-    records = (ADVANTAGE_ESTIMATORS.find(str(each.get("algorithm.adv_estimator"))) for each in (then, now))
+def _has_critic(old: Leaves, new: Leaves) -> bool:
+    records = (ADVANTAGE_ESTIMATORS.find(str(each.get("algorithm.adv_estimator"))) for each in (old, new))
     return all(record is not None and "values" in record.needs for record in records)
 
 
@@ -79,7 +79,7 @@ RULES = (
     Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
     Rule("critic.share_trunk", Effect.REFUSED, "other weights were trained", _has_critic),
-    Rule("critic.*", Effect.HONOURED, when=lambda then, now: not _has_critic(then, now)),
+    Rule("critic.*", Effect.HONOURED, when=lambda old, new: not _has_critic(old, new)),
     Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
     Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
@@ -98,12 +98,12 @@ class Change:
     """A key whose value differs."""
 
     key: str
-    then: Any
-    now: Any
+    old: Any
+    new: Any
     rule: Rule
 
     def __str__(self) -> str:
-        return f"{self.key}: {_format_value(self.then)} → {_format_value(self.now)}"
+        return f"{self.key}: {_format_value(self.old)} → {_format_value(self.new)}"
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ def find_resumption(
     return found
 
 
-def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the compared keys that differ, in the order of `now`; nothing if the checkpoint stored no configuration."""
-    before, after = dict(flatten(then)), dict(flatten(now))
+def compare(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Change]:
+    """Yields the compared keys that differ, in the order of `current`; nothing if the checkpoint stored no configuration."""
+    before, after = dict(flatten(stored)), dict(flatten(current))
     for key in dict.fromkeys([*after, *before]) if before else ():
         old, new = before.get(key), after.get(key)
         if old == new or (key.endswith(".path") and _same_file(old, new)):
@@ -189,7 +189,7 @@ def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any
     used = plain_values(config)
     for change in resumed.having(Effect.NONE) if resumed else ():
         *sections, name = change.key.split(".")
-        functools.reduce(dict.__getitem__, sections, used)[name] = change.then
+        functools.reduce(dict.__getitem__, sections, used)[name] = change.old
     return used
 
 
@@ -206,8 +206,8 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
     return redacted
 
 
-def _same_file(then: object, now: object) -> bool:
-    return isinstance(then, str) and isinstance(now, str) and os.path.realpath(then) == os.path.realpath(now)
+def _same_file(old: object, new: object) -> bool:
+    return isinstance(old, str) and isinstance(new, str) and os.path.realpath(old) == os.path.realpath(new)
 
 
 def _format_value(value: object) -> str:

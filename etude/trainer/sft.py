@@ -237,7 +237,7 @@ class SFTTrainer:
                 emit(RunEnded())
 
     def _loop(self, result: Path, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Path:
-        batches = self.loader.endless()
+        batches = self.loader.cycle()
         while self.step < self.total_steps and not interrupts.stop:
             self._advance(next(batches), result, tracking, emit, interrupts)
         if self.trial is None and self.step:

@@ -18,7 +18,7 @@ from torch import Tensor
 from etude.errors import DataError
 from etude.images import ImageInput
 from etude.models.image_positions import ImagePositions
-from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features, no_images
+from etude.models.vision import ImageFeatures, PlacedImages, Vision, image_features, no_images_error
 from etude.protocol import DataProto
 
 COLUMN = "multi_modal_inputs"
@@ -35,10 +35,10 @@ class PackedImages:
     places: Tensor
     features: Tensor
 
-    def shown(self, model: Any) -> ShownImages:
+    def encode(self, model: Any) -> PlacedImages:
         """Encodes the images with the model's current weights."""
         made = ImageFeatures.concat(image_features(model, self.images))
-        return ShownImages(self.places, made.rows(self.features))
+        return PlacedImages(self.places, made.rows(self.features))
 
 
 def locate_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
@@ -64,7 +64,7 @@ def check_images(batch: DataProto, config: Any) -> None:
     """Raises ConfigError if a row has images but the model with this configuration takes none."""
     column = batch.non_tensor_batch.get(COLUMN)
     if column is not None and Vision.of(config) is None and any(map(len, column)):
-        raise no_images(config)
+        raise no_images_error(config)
 
 
 def pack_images(

@@ -50,7 +50,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     sum_pi_squared: Tensor | None = None,
-    likeliest: tuple[Tensor, Tensor] | None = None,
+    top_k: tuple[Tensor, Tensor] | None = None,
     support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def token_log_probs(
         labels: (tokens,) ids, or (tokens, k) for several per distribution.
         entropy_grad: whether the entropies carry a gradient (for an entropy bonus) or are only reported.
         sum_pi_squared: (tokens,), filled in place with Σ p² over the vocabulary, without a gradient.
-        likeliest: (tokens, k) ids and log-probs, filled in place with the top-k, in descending order, without a gradient.
+        top_k: (tokens, k) ids and log-probs, filled in place with the top-k, in descending order, without a gradient.
         support: renormalises the distributions over these ids, which include the labels.
         chunk: tokens per chunk.
 
@@ -73,7 +73,7 @@ def token_log_probs(
     """
     size = chunk or max(64, _CHUNK // weight.shape[0])
     keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
-    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, likeliest, support)
+    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, top_k, support)
     log_probs, entropies = _LabelLogProbs.apply(
         hidden, weight, bias, labels[:, None] if labels.ndim == 1 else labels, head
     )
@@ -90,7 +90,7 @@ class _Head:
     chunk: int
     keep: bool
     sum_pi_squared: Tensor | None
-    likeliest: tuple[Tensor, Tensor] | None
+    top_k: tuple[Tensor, Tensor] | None
     support: Support | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
@@ -133,8 +133,8 @@ class _LabelLogProbs(torch.autograd.Function):
             entropies[rows] = normaliser - torch.linalg.vecdot(probs, logits)
             if head.sum_pi_squared is not None:
                 head.sum_pi_squared[rows] = torch.linalg.vecdot(probs, probs)
-            if head.likeliest is not None:
-                ids, top = head.likeliest
+            if head.top_k is not None:
+                ids, top = head.top_k
                 found = logits.topk(ids.shape[1], dim=-1)
                 ids[rows], top[rows] = found.indices, found.values - normaliser[:, None]
             if head.keep:

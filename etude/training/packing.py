@@ -58,7 +58,7 @@ class PackedRows:
         if self.images is None:
             positions = self.layout.position_ids(device)
         else:
-            positions, shown = self.images.positions, self.images.shown(model)
+            positions, shown = self.images.positions, self.images.encode(model)
         # Rows may share a source: the backward pass of index_select adds their gradients in a fixed order.
         return packed_hidden(model, self.token_ids, positions, self.layout, shown).index_select(0, self.source)
 

@@ -69,7 +69,7 @@ class PolicyEngine:
         temperature: float,
         entropy_grad: bool = False,
         squares: Tensor | None = None,
-        likeliest: tuple[Tensor, Tensor] | None = None,
+        top_k: tuple[Tensor, Tensor] | None = None,
         labels: Tensor | None = None,
         values: bool = False,
     ) -> tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ class PolicyEngine:
                 temperature=temperature,
                 entropy_grad=entropy_grad,
                 sum_pi_squared=squares,
-                likeliest=likeliest,
+                top_k=top_k,
                 support=packed.support,
             )
             return (*found, self.critic.model.values_of(hidden, to_trunk=True)) if values and self.critic else found
@@ -120,7 +120,7 @@ class PolicyEngine:
             ids = packed.labels.new_empty(len(packed.labels), topk)
             top = ids, torch.empty_like(ids, dtype=kind)
             with replay_experts(self.model, packed.experts):
-                found = self._forward(packed, temperature, squares=squares, likeliest=top if topk else None)
+                found = self._forward(packed, temperature, squares=squares, top_k=top if topk else None)
             found = (*found, *(() if squares is None else (squares,)), *(top if topk else ()))
             for column, values in zip(result, found, strict=True):
                 column[rows] = packed.scatter(values).cpu()

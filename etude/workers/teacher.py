@@ -33,10 +33,10 @@ def teacher_columns(engine: PolicyEngine, data: DataProto, topk: int, vocabulary
     """Computes `teacher_log_probs` (batch, response_len) of the sampled tokens with the engine's model at meta_info's
     `temperature`, 0 where `response_mask` is 0; with `topk`, also `teacher_topk_ids` (batch, response_len, topk), the top-k
     ids that are below `vocabulary`, and `teacher_topk_log_probs`, `ABSENT` for the other ids."""
-    log_probs, _, *likeliest = engine.log_probs(data, data.meta_info["temperature"], topk=topk)
+    log_probs, _, *top_k = engine.log_probs(data, data.meta_info["temperature"], topk=topk)
     columns = {"teacher_log_probs": log_probs}
-    if likeliest:
-        ids, top = likeliest
+    if top_k:
+        ids, top = top_k
         known = (
             ids < vocabulary
         )  # embeddings may have padding rows beyond the tokenizer's ids, in a number that differs by model

@@ -345,7 +345,7 @@ def test_a_name_that_a_model_invented_writes_no_control_token(name):
     assert NAMING != TEMPLATE
     processor = build(NAMING)
     chat = ChatTemplate(processor.tokenizer, processor=processor)
-    assert chat.names_calls
+    assert chat.needs_tool_names
     for content, images in ((content_of("no such tool", 0), ()), (content_of("seen", 1), (4,))):
         answers = [{"role": "tool", "name": each, "content": content} for each in (name, "zoom")]
         told, plain = (

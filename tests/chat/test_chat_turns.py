@@ -52,7 +52,7 @@ def whole(chat, messages, generate=False, tools=None):
 
 def test_harmony_stops_at_return_and_call_and_not_at_end(harmony):
     assert names(harmony, harmony.stop_token_ids) == ["<|return|>", "<|call|>"]
-    assert harmony.names_calls
+    assert harmony.needs_tool_names
 
 
 def test_harmony_after_a_call_nothing_is_put_in(harmony):
@@ -116,7 +116,7 @@ def test_a_name_that_a_model_made_up_writes_no_control_token(harmony, name):
 
 def test_roles_stop_at_the_next_roles_token(roles):
     assert names(roles, roles.stop_token_ids) == ["<|user|>", "<|observation|>", "<|endoftext|>"]
-    assert not roles.names_calls
+    assert not roles.needs_tool_names
 
 
 def test_roles_do_not_repeat_the_token_that_was_sampled(roles):

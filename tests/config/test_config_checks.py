@@ -464,6 +464,13 @@ def test_a_loss_has_its_own_defaults_and_aggregation_until_they_are_set(caplog):
     assert notices(caplog, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum") == []  # every mode suits a loss per token
 
 
+def test_several_samples_with_the_default_estimator_are_remarked_on(caplog):
+    [line] = notices(caplog, "actor_rollout_ref.rollout.n=4")
+    assert line.startswith("actor_rollout_ref.rollout.n=4 (command line), but algorithm.adv_estimator=gae (")
+    for chosen in ("gae", "grpo"):
+        assert notices(caplog, "actor_rollout_ref.rollout.n=4", f"algorithm.adv_estimator={chosen}") == []
+
+
 def test_a_built_in_estimator_has_no_free_form_options():
     text = refusal("algorithm.adv_estimator_kwargs={alpha:1}")
     assert text.startswith("algorithm.adv_estimator_kwargs=")

@@ -47,7 +47,7 @@ def open_loader(seed=3, path=None, **sampler):
 def play(loader, count):
     """`count` steps, each of which updates the sampler; returns the rows of each batch."""
     taken = []
-    for _, batch in zip(range(count), loader.endless()):
+    for _, batch in zip(range(count), loader.cycle()):
         taken.append([row["n"] for row in batch])
         loader.update(scored(batch, lambda row: row % 3 / 2))
     return taken
@@ -145,7 +145,7 @@ def test_without_a_sampler_rows_say_no_number():
 def test_a_curriculum_draws_what_is_left_to_learn():
     loader = open_loader(class_name="curriculum", floor=0.05)
     drawn = Counter()
-    for _, batch in zip(range(600), loader.endless()):
+    for _, batch in zip(range(600), loader.cycle()):
         assert len({row["n"] for row in batch}) == 4
         drawn.update(row["n"] for row in batch)
         # of the two rollouts of a row, both fail (rate 0), one succeeds (1/2): only the latter teach

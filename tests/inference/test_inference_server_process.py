@@ -114,10 +114,10 @@ def test_what_a_server_wrote_goes_with_it():
     process.start()
     log = process._log
     until(lambda: not process.is_alive, "it goes on")
-    assert process.last_words() == "once upon a time"
+    assert process.log_tail() == "once upon a time"
     process.end()
     assert not Path(log).exists()
-    assert process.last_words() == "(no output)"
+    assert process.log_tail() == "(no output)"
 
 
 def test_addresses_are_shared_out_among_the_ranks():

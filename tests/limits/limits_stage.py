@@ -56,7 +56,7 @@ class Process:
     def speak(self):
         if self.paused or not self.alive:
             return
-        if not self.speaking and self.client.has_news:
+        if not self.speaking and self.client.has_changes:
             self.speaking = True
             self.world.send(self, self.client.report(self.world.now), 0.0)
         if not self.listening and self.client.known:
@@ -71,9 +71,9 @@ class Process:
         else:
             self.speaking = False
         if reply is None and not leaves:
-            self.client.has_news = True
+            self.client.has_changes = True
         if reply is not None:
-            self.take_in(self.client.hear(reply, sent_at, self.world.now))
+            self.take_in(self.client.receive(reply, sent_at, self.world.now))
         self.speak()
 
     def resume(self):
@@ -127,7 +127,7 @@ class World:
         def at_server():
             if lost_there:
                 return self.later(0.1, fail)
-            reply = self.server.hear(report, self.now)
+            reply = self.server.receive(report, self.now)
             if seconds and reply.known and reply.version == report.version:
                 poll = self.polls[report.client] = (report.version, answer)
                 self.later(seconds, lambda: self.polls.get(report.client) is poll and self.wake(report.client))

@@ -112,13 +112,13 @@ class Told:
 
     def __init__(self, server, name):
         self.server, self.name = server, name
-        self.state = {"version": 0, "granted": 0, "returned": 0, "unused": 0, "waiting": 0, "in_force": True}
+        self.state = {"version": 0, "granted": 0, "returned": 0, "unused": 0, "waiting": 0, "is_valid": True}
         self.number = 0
 
     def report(self, now=0.0, number=None, leaves=False, **state):
         self.state |= state
         self.number = self.number + 1 if number is None else self.number
-        return self.server.hear(Report(self.name, number or self.number, **self.state, leaves=leaves), now)
+        return self.server.receive(Report(self.name, number or self.number, **self.state, leaves=leaves), now)
 
 
 def test_places_are_served_in_the_order_in_which_they_were_asked_for():
@@ -141,7 +141,7 @@ def test_a_report_that_comes_twice_or_late_counts_once():
     assert a.report(number=2).granted == 3, "the token that was put back came back once"
     info = server.info()
     assert (info.held, info.waiting) == (2, 0)
-    late = server.hear(Report("a", 1, 0, 0, 0, 0, 3, True), 0.0)
+    late = server.receive(Report("a", 1, 0, 0, 0, 0, 3, True), 0.0)
     assert (late.granted, server.info().waiting) == (3, 0)
 
 
@@ -204,8 +204,8 @@ def test_a_server_that_lost_its_memory_takes_over_the_leases_that_are_out():
     assert a.report(10.5, version=9, granted=5, returned=4).version > 9
     assert server.info().held == 1
     assert not c.report(10.5, granted=2).known, "that would be three"
-    assert not c.report(10.5, granted=1, in_force=False).known, "that may have expired before"
-    assert c.report(10.5, in_force=True).known
+    assert not c.report(10.5, granted=1, is_valid=False).known, "that may have expired before"
+    assert c.report(10.5, is_valid=True).known
     for client in (a, b):
         assert client.report(12.0).granted == client.state["granted"]
     server.advance(10.0 + LEASE)
@@ -222,7 +222,7 @@ def client_of(limit=ONE, **granted):
     client = LeaseClient(limit, LEASE, lambda: next(names))
     client.enter("first", 0.0)
     client.report(0.0)
-    served = client.hear(Reply("a", True, 1, **granted), 0.0, 0.0)
+    served = client.receive(Reply("a", True, 1, **granted), 0.0, 0.0)
     return client, served
 
 
@@ -231,12 +231,12 @@ def test_a_request_that_was_cancelled_is_not_waited_for():
     client.enter("second", 0.0)
     assert client.report(0.0).waiting == 2
     client.cancel("second", 0.0)
-    assert client.has_news
+    assert client.has_changes
     assert client.report(0.0).waiting == 1
     client.cancel("second", 0.0)
-    assert not client.has_news
+    assert not client.has_changes
     client.cancel("first", 0.0)
-    assert client.hear(Reply("a", True, 2, 1), 0.0, 0.0) == []
+    assert client.receive(Reply("a", True, 2, 1), 0.0, 0.0) == []
     assert client.idle == 1, "the grant crossed the cancellation: it is kept"
 
 
@@ -245,9 +245,9 @@ def test_a_permit_that_passes_within_the_process_is_not_asked_of_the_server():
     client.enter("second", 0.0)
     assert client.report(0.0).waiting == 1
     [(ticket, other)] = client.release(lease, 0.0)
-    assert (ticket, client.has_news) == ("second", True)
+    assert (ticket, client.has_changes) == ("second", True)
     assert client.report(0.0).waiting == 0
-    client.hear(Reply("a", True, 2, 1, crowded=True), 0.0, 0.0)
+    client.receive(Reply("a", True, 2, 1, crowded=True), 0.0, 0.0)
     assert client.release(lease, 0.0) == [], "a second time does nothing"
     client.enter("third", 0.0)
     assert client.release(other, 0.0) == [], "somebody else waits: the server says who is next"
@@ -261,29 +261,29 @@ def test_a_lease_is_not_used_when_it_may_have_expired():
     assert client.take(LEASE) is None
     assert client.enter("second", LEASE) == []
     report = client.report(LEASE)
-    assert (report.waiting, report.in_force) == (0, False)
-    [(ticket, _)] = client.hear(Reply("a", True, 1, 1), 3.05, 3.2)
+    assert (report.waiting, report.is_valid) == (0, False)
+    [(ticket, _)] = client.receive(Reply("a", True, 1, 1), 3.05, 3.2)
     assert ticket == "second", "the server renewed it meanwhile"
 
 
 def test_replies_that_are_overtaken_only_renew():
     client, [(_, lease)] = client_of(granted=1)
-    client.hear(Reply("a", True, 3, 1, crowded=True), 1.0, 1.0)
-    client.hear(Reply("a", True, 2, 1, crowded=False), 1.5, 1.5)
+    client.receive(Reply("a", True, 3, 1, crowded=True), 1.0, 1.0)
+    client.receive(Reply("a", True, 2, 1, crowded=False), 1.5, 1.5)
     client.release(lease, 1.5)
     assert (client.idle, client.report(1.5).returned) == (0, 1)
-    assert client.report(1.4 + LEASE).in_force
+    assert client.report(1.4 + LEASE).is_valid
 
 
 def test_a_client_that_expired_begins_again_and_its_old_permits_count_for_nothing():
     client, [(_, lease)] = client_of(granted=1)
     client.enter("second", 0.0)
-    client.hear(Reply("a", False), 20.0, 20.0)
+    client.receive(Reply("a", False), 20.0, 20.0)
     assert (client.name, client.known, client.held, client.waiting) == ("b", False, 0, 1)
     assert client.release(lease, 20.0) == []
     report = client.report(20.0)
     assert (report.client, report.number, report.granted, report.returned, report.waiting) == ("b", 1, 0, 0, 1)
-    assert client.hear(Reply("a", True, 9, 1), 20.0, 20.0) == [], "a late reply to the old name"
+    assert client.receive(Reply("a", True, 9, 1), 20.0, 20.0) == [], "a late reply to the old name"
 
 
 def test_an_unused_grant_is_reported_as_such():

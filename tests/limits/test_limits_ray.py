@@ -79,7 +79,7 @@ def watched(witness, seconds=0.01):
     return visit
 
 
-class Holding:
+class HeldPermit:
     """An actor that holds permits until it is told otherwise, or killed."""
 
     def __init__(self):
@@ -143,7 +143,7 @@ def actors(cluster):
 
 
 def start_holding(node):
-    return ray.remote(Holding).options(num_cpus=0, resources={node: 1}).remote()
+    return ray.remote(HeldPermit).options(num_cpus=0, resources={node: 1}).remote()
 
 
 @pytest.fixture

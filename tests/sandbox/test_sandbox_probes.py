@@ -62,7 +62,7 @@ def test_a_listener_that_was_reached_is_noticed(isolated_box, monkeypatch):
 
     monkeypatch.setattr(probes, "_host", reached)
     with pytest.raises(probes.GuaranteeBroken, match="no network"):
-        isolated_box.do(probes.prove(isolated_box.executor.run))
+        isolated_box.do(probes.check_isolation(isolated_box.executor.run))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_where_the_look_fails_no_attempt_is_made():
         return RunResult(RunStatus.FINISHED, 0, '{"a user of its own": [0, true]}', "")
 
     with pytest.raises(probes.GuaranteeBroken, match="a user of its own"):
-        asyncio.run(probes.prove(run))
+        asyncio.run(probes.check_isolation(run))
     assert programs == [probes.LOOK]
 
 
@@ -135,7 +135,7 @@ def test_a_box_that_runs_nothing_is_named():
         return RunResult(RunStatus.FINISHED, 1, "", "no interpreter")
 
     with pytest.raises(SandboxError, match="no interpreter"):
-        asyncio.run(probes.prove(run))
+        asyncio.run(probes.check_isolation(run))
 
 
 def test_the_guard_refuses_to_run_outside():

@@ -86,7 +86,7 @@ def test_the_first_loss_is_that_of_transformers_own_forward_on_the_pictures(stag
     trainer = SFTTrainer(stage.config(tmp_path))
     model, reader = load_causal_lm(stage.model), ImageReader(load_processor(stage.model))
     found = []
-    for row in next(trainer.loader.endless()):
+    for row in next(trainer.loader.cycle()):
         images = [
             reader.read(picture(16 + 8 * int(at["path"][-5]), 24, int(at["path"][-5]))) for at in row.get("images", ())
         ]

@@ -157,7 +157,7 @@ def test_a_plan_that_is_killed_again_and_again_is_trained_on_once(batch_size, le
 @pytest.mark.parametrize("given", [[[0, 0]], [[1, 9]], [[5, 0]], [["a", 0]], [[1]]])
 def test_a_checkpoint_that_names_no_row_of_the_plan_is_refused(given):
     loader = ResumableLoader(Numbers(), 4)
-    next(loader.endless())
+    next(loader.cycle())
     with pytest.raises((ValueError, TypeError)):
         PromptQueue(loader, None).restore({"untrained": given})
 

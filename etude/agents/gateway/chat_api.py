@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.gateway.dialect import Dialect, Events, EventWriter, Json
-from etude.agents.gateway.recording import Asked, Completion, Turn
+from etude.agents.gateway.recording import Completion, RenderedRequest, Turn
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 
@@ -31,11 +31,11 @@ def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
 
 
 class _ChatWriter(EventWriter):
-    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(asked, tokenizer)
-        options = asked.request.stream_options
+    def __init__(self, rendered: RenderedRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(rendered, tokenizer)
+        options = rendered.request.stream_options
         self._with_usage = options is not None and options.include_usage
-        self._head = _head(asked, "chat.completion.chunk", ())
+        self._head = _head(rendered, "chat.completion.chunk", ())
 
     def _chunk(self, choices: list[Json], **more: Any) -> tuple[None, Json]:
         return None, {**self._head, "choices": choices, **({"usage": None} if self._with_usage else {}), **more}
@@ -44,7 +44,7 @@ class _ChatWriter(EventWriter):
         return self._chunk([{"index": choice, "delta": delta, "finish_reason": None}])
 
     def start(self) -> Events:
-        for choice in range(self.asked.request.n or 1):
+        for choice in range(self.rendered.request.n or 1):
             yield self._delta(choice, {"role": "assistant", "content": ""})
 
     def delta(self, choice: int, kind: Kind, text: str) -> Events:
@@ -64,13 +64,13 @@ class _ChatWriter(EventWriter):
         yield None, error.body()
 
 
-def _head(asked: Asked, kind: str, turns: Sequence[Turn]) -> Json:
+def _head(rendered: RenderedRequest, kind: str, turns: Sequence[Turn]) -> Json:
     versions = {v for turn in turns for v in turn.read.output.weight_versions}
     return {
-        "id": f"chatcmpl-{asked.name}",
+        "id": f"chatcmpl-{rendered.name}",
         "object": kind,
         "created": int(time.time()),
-        "model": asked.request.model,
+        "model": rendered.request.model,
         "system_fingerprint": f"weights-{'-'.join(map(str, sorted(versions)))}" if versions else None,
     }
 

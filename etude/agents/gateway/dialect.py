@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etude.agents.gateway.recording import Asked, Completion
+from etude.agents.gateway.recording import Completion, RenderedRequest
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 from etude.registry import did_you_mean
@@ -31,8 +31,8 @@ class EventWriter:
     Invariant: concatenating the deltas of each kind gives the same response as without streaming.
     """
 
-    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.asked, self.tokenizer = asked, tokenizer
+    def __init__(self, rendered: RenderedRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.rendered, self.tokenizer = rendered, tokenizer
 
     def start(self) -> Events:
         """Events sent before the first chunk."""
@@ -54,8 +54,8 @@ class EventWriter:
 class PartWriter(EventWriter):
     """Writer for APIs whose response is a sequence of parts: reasoning, content, tool calls."""
 
-    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(asked, tokenizer)
+    def __init__(self, rendered: RenderedRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(rendered, tokenizer)
         self.kind: Kind | None = None  # kind of the open part, if any
         self.text = ""
         """Text of the open part so far."""
@@ -77,7 +77,7 @@ class PartWriter(EventWriter):
             yield from self.close(kind)
             self.parts += 1
 
-    def end_words(self, completion: Completion) -> Events:
+    def end_text(self, completion: Completion) -> Events:
         """Closes the last reasoning or content part; a response with no content and no calls gets an empty content part."""
         message = completion.turns[0].message
         if not message["content"] and "tool_calls" not in message:
@@ -112,7 +112,7 @@ class Dialect:
     path: str
     read: Callable[[Json, Replies], Json]
     answer: Callable[[Completion, PreTrainedTokenizerBase], Json]
-    writer: Callable[[Asked, PreTrainedTokenizerBase], EventWriter]
+    writer: Callable[[RenderedRequest, PreTrainedTokenizerBase], EventWriter]
     error: Callable[[GatewayError], Json]
     last: str = ""
 

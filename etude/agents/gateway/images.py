@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from etude.images import ImageInput
     from etude.models import ImageReader
 
-_threads = BlockingCalls("etude-gateway-pictures", limit=4)
+_threads = BlockingCalls("etude-gateway-images", limit=4)
 
 
 class ImageHeader(NamedTuple):
@@ -57,18 +57,18 @@ def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> li
         digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
 
-    pictures = []
+    images = []
     for number, shown in enumerate(addresses):
         if len(shown) > MAX_IMAGES:
             raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
-            pictures.append([read_header(address) for address in shown])
+            images.append([read_header(address) for address in shown])
         except DataError as error:
             raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
-    return pictures
+    return images
 
 
-async def read_pictures(pictures: Sequence[ImageHeader], context: AgentContext) -> list[ImageInput]:
+async def decode_images(images: Sequence[ImageHeader], context: AgentContext) -> list[ImageInput]:
     """Decodes images into the model's input format.
 
     Raises:
@@ -77,7 +77,7 @@ async def read_pictures(pictures: Sequence[ImageHeader], context: AgentContext) 
     """
     assert context.images is not None
     try:
-        return await read_row(context.images, [picture.address for picture in pictures], "messages")
+        return await read_row(context.images, [header.address for header in images], "messages")
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
 

@@ -5,7 +5,7 @@ sampling; two requests have the same key if and only if they have the same histo
 drops empty values, adds None, omits reasoning, calls `system` `developer`, renames call ids, writes text as a list of
 parts, reorders the keys of a call's arguments, or strips whitespace around the model's text. Swapping two tool results
 between the calls of a turn makes a different history, and so does an image with different bytes. Reasoning is in no key,
-since it may be omitted; `edits_thoughts` detects edited reasoning.
+since it may be omitted; `edits_reasoning` detects edited reasoning.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message]
             user or tool; names the message.
     """
     read = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
-    return [message for message, _ in read], [pictures for _, pictures in read]
+    return [message for message, _ in read], [images for _, images in read]
 
 
 def _plain(message: Mapping[str, Any], where: str) -> tuple[Message, list[str]]:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise GatewayError(400, f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
-    content, pictures = _content(message.get("content"), f"{where}.content")
-    if pictures and role not in ("user", "tool"):
+    content, images = _content(message.get("content"), f"{where}.content")
+    if images and role not in ("user", "tool"):
         reason = f"{where}.content: only messages of users and tools show images"
         raise GatewayError(400, reason, param=f"{where}.content")
     plain: Message = {"role": role, "content": content}
@@ -53,7 +53,7 @@ def _plain(message: Mapping[str, Any], where: str) -> tuple[Message, list[str]]:
         if role != "assistant" or not isinstance(calls, list):
             raise GatewayError(400, f"{where}.tool_calls must be an assistant's list", param=f"{where}.tool_calls")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
-    return plain, pictures
+    return plain, images
 
 
 def _content(content: object, where: str) -> tuple[str | list[Message], list[str]]:
@@ -62,12 +62,12 @@ def _content(content: object, where: str) -> tuple[str | list[Message], list[str
     if not isinstance(content, list):
         raise GatewayError(400, f"{where} must be a text or a list of parts", param=where)
     parts: list[Message] = []
-    pictures: list[str] = []
+    images: list[str] = []
     for place, part in enumerate(content):
         given: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
         text = given.get("text")
         if given.get("type") == "image_url":
-            pictures.append(_address(given.get("image_url"), f"{where}.{place}"))
+            images.append(_address(given.get("image_url"), f"{where}.{place}"))
             parts.append({"type": "image"})
         elif given.get("type") == "text" and isinstance(text, str):
             if parts and parts[-1]["type"] == "text":
@@ -77,7 +77,7 @@ def _content(content: object, where: str) -> tuple[str | list[Message], list[str
         else:
             reason = f"{where}.{place}: only parts of type 'text' and 'image_url' are read"
             raise GatewayError(400, reason, param=where)
-    return parts if pictures else "".join(part["text"] for part in parts), pictures
+    return parts if images else "".join(part["text"] for part in parts), images
 
 
 def _address(image: object, where: str) -> str:
@@ -131,7 +131,7 @@ def likeness(one: Message, other: Message) -> tuple[int, int, int]:
     )
 
 
-def edits_thoughts(sent: Message, message: Message) -> bool:
+def edits_reasoning(sent: Message, message: Message) -> bool:
     """Whether a client changed a turn's reasoning; omitting it is not a change."""
     thoughts = sent.get("reasoning_content", "").strip()
     return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()

@@ -22,7 +22,7 @@ from etude.agents.gateway.dialect import (
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Asked, Completion, Turn
+from etude.agents.gateway.recording import Completion, RenderedRequest, Turn
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 
@@ -121,13 +121,13 @@ def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
     return message
 
 
-def _head(asked: Asked) -> Json:
-    usage = {"input_tokens": len(asked.prompt_ids), "output_tokens": 0}
+def _head(rendered: RenderedRequest) -> Json:
+    usage = {"input_tokens": len(rendered.prompt_ids), "output_tokens": 0}
     return {
-        "id": f"msg_{asked.name}",
+        "id": f"msg_{rendered.name}",
         "type": "message",
         "role": "assistant",
-        "model": asked.request.model,
+        "model": rendered.request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -182,7 +182,7 @@ class _MessageWriter(PartWriter):
         return kind, {"type": kind, **data}
 
     def start(self) -> Events:
-        yield self._event("message_start", message=_head(self.asked))
+        yield self._event("message_start", message=_head(self.rendered))
 
     def open(self, kind: Kind) -> Events:
         empty = (
@@ -200,7 +200,7 @@ class _MessageWriter(PartWriter):
 
     def finish(self, completion: Completion) -> Events:
         [turn] = completion.turns
-        yield from self.end_words(completion)
+        yield from self.end_text(completion)
         for index, block in enumerate(_calls(turn), start=self.parts):
             given = json.dumps(block["input"], ensure_ascii=False)
             yield self._event("content_block_start", index=index, content_block={**block, "input": {}})

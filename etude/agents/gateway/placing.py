@@ -36,20 +36,20 @@ class Place:
     Attributes:
         parent: the turn that it continues; None for a new sequence.
         context: the ids between the parent and the new turn, with their provenance; for a new sequence, the prompt.
-        asked: the new messages; tool messages carry the ids of the recorded calls.
-        pictures: the images in `asked`.
+        new_messages: the new messages; tool messages carry the ids of the recorded calls.
+        image_headers: the images in `new_messages`.
         ids: all ids before the first sampled token.
-        answered: how many of `ids` come after the sequence's first prompt.
+        response_length: how many of `ids` come after the sequence's first prompt.
         room: how many tokens may be sampled: what is left of the maximum sequence and response lengths.
         ending: the stop reason of the trajectory once `room` is used up.
     """
 
     parent: Turn | None
     context: list[Run]
-    asked: list[Message]
-    pictures: list[ImageHeader]
+    new_messages: list[Message]
+    image_headers: list[ImageHeader]
     ids: list[int]
-    answered: int
+    response_length: int
     room: int
     ending: StopReason
 
@@ -57,7 +57,7 @@ class Place:
 def place_request(
     recording: Recording,
     messages: list[Message],
-    pictures: Sequence[Sequence[ImageHeader]],
+    image_headers: Sequence[Sequence[ImageHeader]],
     history: History,
     request: ChatRequest,
     shared: AgentContext,
@@ -72,17 +72,17 @@ def place_request(
     new, answering = messages[start:], places[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
     if parent is not None:
-        shown = [*chain.from_iterable(pictures[start:])]
-        context = _context_after(parent, new, answering, [picture.tokens for picture in shown], shared)
+        shown = [*chain.from_iterable(image_headers[start:])]
+        context = _context_after(parent, new, answering, [header.tokens for header in shown], shared)
         if context is not None:
             calls = parent.message.get("tool_calls", ())
-            asked = [
+            new_messages = [
                 message if place is None else message | {"tool_call_id": calls[place]["id"]}
                 for message, place in zip(new, answering)
             ]
-            return _make_place(parent, context, asked, shown, shared)
-    chat, shown = shared.chat, [*chain.from_iterable(pictures)]
-    tokens = [picture.tokens for picture in shown]
+            return _make_place(parent, context, new_messages, shown, shared)
+    chat, shown = shared.chat, [*chain.from_iterable(image_headers)]
+    tokens = [header.tokens for header in shown]
     try:
         prompt = chat.initial_ids(_prompt_messages(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
@@ -99,7 +99,7 @@ def _prompt_messages(messages: list[Message], places: list[int | None], chat: Ch
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
             message = message | {"content": _disarm_content(message["content"], chat)}
-            if chat.names_calls and place is not None:
+            if chat.needs_tool_names and place is not None:
                 message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
         prepared.append(message)
     return prepared
@@ -123,7 +123,7 @@ def _context_after(
             call = None if place is None else parent.read.calls[place]
             rendered = _result_message(parsed, message["content"], call)
             name = message.get("name") if call is None else call.name
-            rendered = with_tool_name(rendered, name) if chat.names_calls else rendered
+            rendered = with_tool_name(rendered, name) if chat.needs_tool_names else rendered
         rendered_messages.append(rendered)
     try:
         return chat.context_ids(rendered_messages, after=parent.read.output.token_ids, image_tokens=image_tokens)
@@ -155,13 +155,17 @@ def longest_sequence(options: RolloutOptions) -> int:
 
 
 def _make_place(
-    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[ImageHeader], shared: AgentContext
+    parent: Turn | None,
+    context: list[Run],
+    new_messages: list[Message],
+    image_headers: list[ImageHeader],
+    shared: AgentContext,
 ) -> Place:
     options = shared.options
     ids = [] if parent is None else parent.ids()
     for run, _ in context:
         ids += run
-    answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    room, ending = response_room(options, len(ids) - answered, answered)
+    response_length = 0 if parent is None else parent.response_length + len(ids) - parent.total
+    room, ending = response_room(options, len(ids) - response_length, response_length)
     room = min(room, longest_sequence(options) - len(ids))  # without `max_model_len`, too
-    return Place(parent, context, asked, pictures, ids, answered, room, ending)
+    return Place(parent, context, new_messages, image_headers, ids, response_length, room, ending)

@@ -122,7 +122,7 @@ def _reasoning_and_content(
     stream = parser.stream(thinking) if parser.reads_text() else TurnStream()
     stream.feed(text)
     stream.close()
-    thoughts, words, rest = stream.said["reasoning"], stream.said["content"], stream.rest
+    thoughts, words, rest = stream.emitted["reasoning"], stream.emitted["content"], stream.rest
     agrees = parsed.reasoning.startswith(thoughts) and parsed.spoken.startswith(words)
     if agrees and not as_written:
         return parsed.reasoning, parsed.spoken

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from etude.agents.gateway.messages import Message, edits_thoughts, likeness, match_answers
+from etude.agents.gateway.messages import Message, edits_reasoning, likeness, match_answers
 from etude.agents.gateway.reading import ReadTurn
 from etude.agents.gateway.wire import ChatRequest
 from etude.agents.tool_messages import malformed_record
@@ -35,28 +35,28 @@ class Turn:
         parent: the turn that it continues; None at a root.
         order: (request number, minus the choice's index); sorts turns by time, a request's first choice last.
         context: the ids between the parent and this turn; at a root, the prompt.
-        asked: the messages that are new since the parent; tool messages carry the ids of the parent's calls.
-        images: the images in `asked`.
+        new_messages: the messages that are new since the parent; tool messages carry the ids of the parent's calls.
+        images: the images in `new_messages`.
         message: the assistant message.
         read: the sampled output, parsed.
         total: number of ids on the path, up to the end of this turn.
-        answered: how many of those come after the root's prompt.
+        response_length: how many of those come after the root's prompt.
         cut_by: the rollout budget that truncated the turn, if any.
-        drawn: temperature, top_p and top_k; the same along a path.
+        sampling: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
     """
 
     parent: Turn | None
     order: tuple[int, int]
     context: list[Run]
-    asked: list[Message]
+    new_messages: list[Message]
     images: tuple[ImageInput, ...]
     message: Message
     read: ReadTurn
     total: int
-    answered: int
+    response_length: int
     cut_by: StopReason | None
-    drawn: dict[str, float]
+    sampling: dict[str, float]
     seconds: float
 
     def path(self) -> list[Turn]:
@@ -86,13 +86,13 @@ class Turn:
             count += len(turn.read.errors)
         return count
 
-    def shown(self) -> tuple[ImageInput, ...]:
+    def all_images(self) -> tuple[ImageInput, ...]:
         """All images of the path, in order."""
         return tuple([image for turn in self.path() for image in turn.images])
 
 
 @dataclass(frozen=True)
-class Asked:
+class RenderedRequest:
     """A request being sampled, its prompt's token ids, and its name."""
 
     request: ChatRequest
@@ -101,7 +101,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Completion(Asked):
+class Completion(RenderedRequest):
     """An answered request with its turns, one per choice."""
 
     turns: list[Turn]
@@ -159,7 +159,7 @@ class Recording:
 
 def _has_edits(turn: Turn, sent: Sequence[Message]) -> bool:
     """Whether the assistant messages `sent`, last first, change reasoning on the turn's path."""
-    return any(edits_thoughts(message, each.message) for message, each in zip(sent, reversed(turn.path())))
+    return any(edits_reasoning(message, each.message) for message, each in zip(sent, reversed(turn.path())))
 
 
 def _match_score(turn: Turn, sent: Sequence[Message]) -> tuple[int, ...]:
@@ -174,9 +174,9 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
         prompt += ids
-    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].drawn), images=list(path[-1].shown()))
+    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].sampling), images=list(path[-1].all_images()))
     for number, turn in enumerate(path):
-        trajectory.messages += [*turn.asked, turn.message]
+        trajectory.messages += [*turn.new_messages, turn.message]
         if number < first:
             continue
         for ids, provenance in turn.context if number > first else ():
@@ -195,9 +195,9 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
 
 def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
     """Records a turn's tool calls with the agent's results for them, then its malformed calls."""
-    asked = following[0].asked if following else []
-    places = match_answers([turn.message, *asked])[1:]
-    answers = {place: text_of(message["content"]) for place, message in zip(places, asked)}
+    new_messages = following[0].new_messages if following else []
+    places = match_answers([turn.message, *new_messages])[1:]
+    answers = {place: text_of(message["content"]) for place, message in zip(places, new_messages)}
     made = [
         ToolCallRecord(
             number,

@@ -25,7 +25,7 @@ from etude.agents.gateway.dialect import (
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Asked, Completion
+from etude.agents.gateway.recording import Completion, RenderedRequest
 from etude.agents.gateway.wire import GatewayError
 from etude.chat.parsers.streaming import Kind
 
@@ -143,15 +143,15 @@ def _part(part: Json, where: str) -> Json:
     raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
 
 
-def response_id(asked: Asked) -> str:
+def response_id(rendered: RenderedRequest) -> str:
     """Returns the response id, for use as `previous_response_id`."""
-    return f"resp_{asked.name}"
+    return f"resp_{rendered.name}"
 
 
 def conversation(completion: Completion) -> list[Json]:
     """Returns the messages up to and including the response, for which `previous_response_id` stands."""
-    asked = [message for message in completion.request.messages if INSTRUCTIONS not in message]
-    return [*asked, completion.turns[0].message]
+    messages = [message for message in completion.request.messages if INSTRUCTIONS not in message]
+    return [*messages, completion.turns[0].message]
 
 
 def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
@@ -163,8 +163,8 @@ def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[J
     return [*items, *_calls(completion)]
 
 
-def _item(asked: Asked, place: int, kind: Kind, text: str, listed: Sequence[Json] = ()) -> Json:
-    name = f"{asked.name}_{place}" if place else asked.name
+def _item(rendered: RenderedRequest, place: int, kind: Kind, text: str, listed: Sequence[Json] = ()) -> Json:
+    name = f"{rendered.name}_{place}" if place else rendered.name
     if kind == "reasoning":
         item = {"id": f"rs_{name}", "type": "reasoning", "summary": []}
         part: Json = {"type": "reasoning_text", "text": text}
@@ -186,11 +186,11 @@ def _log_probs(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> li
     return log_probs(completion.turns[0], tokenizer) if completion.request.logprobs else []
 
 
-def _response(asked: Asked, status: str, output: list[Json]) -> Json:
-    request = asked.request
+def _response(rendered: RenderedRequest, status: str, output: list[Json]) -> Json:
+    request = rendered.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or ()]
     return {
-        "id": response_id(asked),
+        "id": response_id(rendered),
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -226,8 +226,8 @@ def _completed_response(completion: Completion, items: list[Json]) -> Json:
 
 
 class _ResponseWriter(PartWriter):
-    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(asked, tokenizer)
+    def __init__(self, rendered: RenderedRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(rendered, tokenizer)
         self._numbers = itertools.count()
         self._items: list[Json] = []
         self._log_probs: list[Json] = []  # log-probs, reported when the last part closes
@@ -241,10 +241,10 @@ class _ResponseWriter(PartWriter):
 
     def start(self) -> Events:
         for name in ("created", "in_progress"):
-            yield self._event(name, {"response": _response(self.asked, "in_progress", [])})
+            yield self._event(name, {"response": _response(self.rendered, "in_progress", [])})
 
     def open(self, kind: Kind) -> Events:
-        item = _item(self.asked, self.parts, kind, "")
+        item = _item(self.rendered, self.parts, kind, "")
         yield self._begin(item, {"content": []})
         [part] = item["content"]
         yield self._event("content_part.added", {**self._at(item), "content_index": 0, "part": part})
@@ -254,14 +254,14 @@ class _ResponseWriter(PartWriter):
             yield self._part_event(kind, "delta", {"delta": text})
 
     def close(self, kind: Kind) -> Events:
-        item = _item(self.asked, self.parts, kind, self.text, self._log_probs)
+        item = _item(self.rendered, self.parts, kind, self.text, self._log_probs)
         [part] = item["content"]
         yield self._part_event(kind, "done", {"text": self.text})
         yield self._event("content_part.done", {**self._at(item), "content_index": 0, "part": part})
         yield self._end(item)
 
     def _part_event(self, kind: Kind, name: str, data: Json) -> tuple[str, Json]:
-        item = _item(self.asked, self.parts, kind, "")
+        item = _item(self.rendered, self.parts, kind, "")
         listed: Json = {} if kind == "reasoning" else {"logprobs": []}
         what = f"{item['content'][0]['type']}.{name}"
         return self._event(what, {**self._at(item), "content_index": 0, **data, **listed})
@@ -277,7 +277,7 @@ class _ResponseWriter(PartWriter):
 
     def finish(self, completion: Completion) -> Events:
         self._log_probs = _log_probs(completion, self.tokenizer)
-        yield from self.end_words(completion)
+        yield from self.end_text(completion)
         for item in _calls(completion):
             yield self._begin(item, {"arguments": ""})
             at, arguments = self._at(item), item["arguments"]

@@ -131,7 +131,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
             store.end(session)
             raise
         if isinstance(response, _Stream):
-            response.then = lambda: store.end(session)
+            response.on_end = lambda: store.end(session)
         else:
             store.end(session)
         return response
@@ -143,7 +143,7 @@ def _keep_reply(dialect: Dialect, session: GatewaySession, completion: Completio
 
 
 class _Stream(Response):
-    """Streams one response as server-sent events while it is sampled; `then` is called when it ends, also after errors."""
+    """Streams one response as server-sent events while it is sampled; `on_end` is called when it ends, also after errors."""
 
     media_type = "text/event-stream"
 
@@ -157,7 +157,7 @@ class _Stream(Response):
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self.then: Callable[[], object] = lambda: None
+        self.on_end: Callable[[], object] = lambda: None
         self._dialect, self._session, self._tokenizer = dialect, session, tokenizer
         self._live = LiveAnswer()
         self._work = asyncio.ensure_future(session.complete(chat, self._live))
@@ -196,8 +196,8 @@ class _Stream(Response):
 
     async def _events(self) -> AsyncIterator[list[tuple[str | None, Any]]]:
         live = self._live
-        assert live.asked is not None
-        writer = self._dialect.writer(live.asked, self._tokenizer)
+        assert live.rendered is not None
+        writer = self._dialect.writer(live.rendered, self._tokenizer)
         events = list(writer.start())
         while not self._disconnected.done():
             events += [event for piece in live.pieces() for event in writer.delta(*piece)]
@@ -230,7 +230,7 @@ class _Stream(Response):
 
     async def _end(self) -> None:
         await settle({self._work, self._disconnected})
-        self.then()
+        self.on_end()
 
 
 def _add_models(app: FastAPI, name: str) -> None:
@@ -289,7 +289,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     @app.exception_handler(404)
     @app.exception_handler(405)
-    async def no_such_thing(request: Request, error: HTTPException) -> Response:
+    async def not_found(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         if error.status_code == 404:
             message += "; base URLs end in /s/NAME/v1 (Anthropic's client: /s/NAME), rewards go to /s/NAME/reward"
@@ -404,5 +404,5 @@ class SessionStore:
             await asyncio.sleep(min(self.idle_seconds / 4, 10.0))
             before = time.monotonic() - self.idle_seconds
             for session in [entry.session for entry in self._entries.values()]:
-                if not session.under_way and session.last_used < before:
+                if not session.in_flight and session.last_used < before:
                     self.end(session)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.dialect import Dialect
-from etude.agents.gateway.images import ImageHeader, KeptImages, read_image_sizes, read_pictures
+from etude.agents.gateway.images import ImageHeader, KeptImages, decode_images, read_image_sizes
 from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, place_request
 from etude.agents.gateway.reading import ReadTurn, read_turn
-from etude.agents.gateway.recording import Asked, Completion, Recording, Turn
+from etude.agents.gateway.recording import Completion, Recording, RenderedRequest, Turn
 from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
 from etude.bounded import settle
@@ -98,7 +98,7 @@ class GatewaySession:
         self._images = KeptImages(self.rules.max_image_mb)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Number of running tasks that sample choices or decode images."""
         return len(self._at_work)
 
@@ -150,30 +150,30 @@ class GatewaySession:
         longest = longest_sequence(self._context.options)
         if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
-        pictures: list[list[ImageHeader]] = [[]] * len(messages)
+        image_headers: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [pictures] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
+            [image_headers] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
-        digests = [[picture.digest for picture in shown] for shown in pictures]
+        digests = [[header.digest for header in shown] for shown in image_headers]
         history = History(messages, digests, json.dumps([request.tools, _sampling_of(params)]))
-        place = place_request(self.recording, messages, pictures, history, request, self._context)
+        place = place_request(self.recording, messages, image_headers, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
         self._admitted += 1
         try:
-            if place.pictures:
-                [decoded] = await self._gather([read_pictures(place.pictures, self._context)], arrived)
+            if place.image_headers:
+                [decoded] = await self._gather([decode_images(place.image_headers, self._context)], arrived)
                 images = self._images.take(decoded)
             number = self._requests
             self._requests += 1
             self.refused = None
             started, parser = time.perf_counter(), self._context.parser
-            asked = Asked(request, place.ids, f"{self.name}-{number}")
-            thinking = parser.opens_thought(parser.decode(place.ids[-_TAIL:]))
-            callbacks = live.begin(asked, parser, thinking)
+            rendered = RenderedRequest(request, place.ids, f"{self.name}-{number}")
+            thinking = parser.opens_reasoning(parser.decode(place.ids[-_TAIL:]))
+            callbacks = live.begin(rendered, parser, thinking)
             options = self._context.options.multi_turn
             most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
             budget = max(most, 1), cut_by
@@ -192,7 +192,7 @@ class GatewaySession:
             self.last_used = time.monotonic()
             if not turns:
                 self._images.give_back(images)
-        return Completion(request, place.ids, asked.name, turns)
+        return Completion(request, place.ids, rendered.name, turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
         """Keeps the conversation up to a response. Conversations overlap, so each distinct message is stored once."""
@@ -317,7 +317,7 @@ class GatewaySession:
         callbacks: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
-        all_images = (*(() if place.parent is None else place.parent.shown()), *images)
+        all_images = (*(() if place.parent is None else place.parent.all_images()), *images)
         ask = partial(
             self._client.generate,
             prompt_ids=place.ids,
@@ -350,7 +350,7 @@ class GatewaySession:
         read: ReadTurn,
         order: tuple[int, int],
         budget: tuple[int, StopReason],
-        drawn: dict[str, float],
+        sampling: dict[str, float],
         seconds: float,
     ) -> Turn:
         room, cut_by = budget
@@ -371,14 +371,14 @@ class GatewaySession:
             place.parent,
             order,
             place.context,
-            place.asked,
+            place.new_messages,
             images,
             message,
             read,
             len(place.ids) + length,
-            place.answered + length,
+            place.response_length + length,
             cut_by if read.output.stop_reason == "length" and length >= room else None,
-            drawn,
+            sampling,
             seconds,
         )
         self.recording.add(turn, history.after(message))

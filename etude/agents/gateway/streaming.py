@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from etude.agents.gateway.recording import Asked, Turn
+from etude.agents.gateway.recording import RenderedRequest, Turn
 from etude.chat import ToolParser
 from etude.chat.parsers.streaming import Kind, beginnings, clear_end
 from etude.errors import EtudeError
@@ -22,17 +22,17 @@ _KEYS: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("con
 
 
 class LiveAnswer:
-    """A request's response so far; `changed` is set with each token, `asked` when sampling begins."""
+    """A request's response so far; `changed` is set with each token, `rendered` when sampling begins."""
 
     def __init__(self) -> None:
-        self.asked: Asked | None = None
+        self.rendered: RenderedRequest | None = None
         self.changed = asyncio.Event()
         self._choices: list[_LiveChoice] = []
 
-    def begin(self, asked: Asked, parser: ToolParser, thinking: bool) -> list[OnTokens]:
+    def begin(self, rendered: RenderedRequest, parser: ToolParser, thinking: bool) -> list[OnTokens]:
         """Starts a request that is about to be sampled; returns one token callback per choice."""
-        self.asked = asked
-        self._choices = [_LiveChoice(parser, asked.request.stops, thinking) for _ in range(asked.request.n or 1)]
+        self.rendered = rendered
+        self._choices = [_LiveChoice(parser, rendered.request.stops, thinking) for _ in range(rendered.request.n or 1)]
         return [partial(self._take, choice) for choice in self._choices]
 
     def _take(self, choice: _LiveChoice, ids: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class LiveAnswer:
         """
         for number, (choice, turn) in enumerate(zip(self._choices, turns)):
             for kind, key in _KEYS:
-                whole, said = turn.message.get(key, ""), choice.stream.said[kind]
+                whole, said = turn.message.get(key, ""), choice.stream.emitted[kind]
                 if not whole.startswith(said):
                     raise EtudeError(f"a streamed turn does not begin with what was sent of it: {said[-80:]!r}")
                 if len(whole) > len(said):

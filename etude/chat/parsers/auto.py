@@ -100,5 +100,5 @@ class AutoToolParser(ToolParser):
     def stream(self, thinking: bool = False) -> TurnStream:
         return self.parser.stream(thinking)
 
-    def opens_thought(self, prompt: str) -> bool:
-        return self.parser.opens_thought(prompt)
+    def opens_reasoning(self, prompt: str) -> bool:
+        return self.parser.opens_reasoning(prompt)

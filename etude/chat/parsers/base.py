@@ -42,11 +42,11 @@ class ParsedResponse:
     errors: list[str] = field(default_factory=list)
     result_tag: str | None = None
     reasoning: str = ""
-    words: str | None = None
+    without_reasoning: str | None = None
 
     @property
     def spoken(self) -> str:
-        return self.content if self.words is None else self.words
+        return self.content if self.without_reasoning is None else self.without_reasoning
 
     def result_message(self, text: str, call: FunctionCall | None = None) -> dict[str, str]:
         """Returns the message with `text` as the result of `call`, or of a malformed call if None; it carries the call's id,
@@ -65,7 +65,7 @@ class ToolParser:
     """Special tokens that belong to the format: `decode` keeps them in the text."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn of this format, besides the template's, if the tokenizer has them."""
-    stop_texts: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     """Stop strings of this format, used if `rollout.stop` is null: the model must not continue after them."""
     result_tag: str | None = None
     """Tag around tool results in a user message, for formats that do not need a chat template with tools."""
@@ -148,7 +148,7 @@ class ToolParser:
         default, it emits nothing before the turn is complete."""
         return TurnStream()
 
-    def opens_thought(self, prompt: str) -> bool:
+    def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends with a tag that opens a reasoning block."""
         return False
 

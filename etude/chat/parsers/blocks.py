@@ -73,13 +73,13 @@ class BlockParser(ToolParser):
     """Base class: a subclass declares its tags and parses one block in `read_block`.
 
     `opening` tags open a block and `closing` tags end it; `glue` tags are dropped; `sections` are those of them that must be
-    followed by a block; `thoughts` are pairs of tags around reasoning.
+    followed by a block; `reasoning_tags` are pairs of tags around reasoning.
     """
 
     opening: ClassVar[tuple[str, ...]] = ()
     glue: ClassVar[tuple[str, ...]] = ()
     sections: ClassVar[tuple[str, ...]] = ()
-    thoughts: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
+    reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     closing: ClassVar[tuple[str, ...]] = ()
     _tags: ClassVar[re.Pattern[str]]
     _ends: ClassVar[re.Pattern[str]]
@@ -87,7 +87,7 @@ class BlockParser(ToolParser):
     def __init_subclass__(cls) -> None:
         """Compiles the tags."""
         super().__init_subclass__()
-        cls._tags = any_of(*cls.opening, *cls.glue, *(tag for pair in cls.thoughts for tag in pair))
+        cls._tags = any_of(*cls.opening, *cls.glue, *(tag for pair in cls.reasoning_tags for tag in pair))
         cls._ends = any_of(*cls.opening, *cls.closing)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
@@ -108,14 +108,14 @@ class BlockParser(ToolParser):
 
     def stream(self, thinking: bool = False) -> TurnStream:
         calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
-        return BlockStream(calls, glue, dict(self.thoughts), thinking, self.bare_begins)
+        return BlockStream(calls, glue, dict(self.reasoning_tags), thinking, self.bare_begins)
 
-    def opens_thought(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.thoughts))
+    def opens_reasoning(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.reasoning_tags))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
         """Parses a turn into pieces, plus errors for calls in reasoning whose results the model waits for."""
-        pieces = self.read_pieces(text, tools, dict(self.thoughts))
+        pieces = self.read_pieces(text, tools, dict(self.reasoning_tags))
         return [*pieces, *self._awaited_call_errors(pieces, tools)]
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
@@ -326,7 +326,7 @@ def as_response(pieces: Pieces) -> ParsedResponse:
             errors.append(f"tool call {number} was not read: {piece.reason}")
     whole = "".join(content).strip()
     spoken = whole if not thoughts else "".join(words).strip()
-    return ParsedResponse(whole, calls, errors, reasoning="\n".join(filter(None, thoughts)), words=spoken)
+    return ParsedResponse(whole, calls, errors, reasoning="\n".join(filter(None, thoughts)), without_reasoning=spoken)
 
 
 _SPACE = re.compile(r"\s*")

@@ -69,7 +69,7 @@ class SeedOssToolParser(Qwen3CoderToolParser):
     opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
     closing = ("</seed:tool_call>",)
     elements = function_elements("<seed:tool_call>", "</seed:tool_call>", "</seed:think>")
-    thoughts = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
+    reasoning_tags = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
     special_tokens = ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")
 
 
@@ -148,7 +148,7 @@ class DeepseekV32ToolParser(ElementBlockParser):
         return super().parse(text.replace(f"{_DSML}tool_calls>", f"{_DSML}function_calls>"), tools)
 
     def stream(self, thinking: bool = False) -> TurnStream:
-        return BlockStream((*self.opening, f"<{_DSML}tool_calls>"), (), dict(self.thoughts), thinking)
+        return BlockStream((*self.opening, f"<{_DSML}tool_calls>"), (), dict(self.reasoning_tags), thinking)
 
 
 @ToolParser.register("kimi_k3")
@@ -165,7 +165,7 @@ class KimiK3ToolParser(ElementBlockParser):
     opening = ("<|open|>tools<|sep|>", "<|open|>call tool=")
     closing = ("<|close|>tools<|sep|>",)
     glue = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
-    thoughts = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
+    reasoning_tags = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
     special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
     elements = ElementFormat(
         call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
@@ -173,7 +173,7 @@ class KimiK3ToolParser(ElementBlockParser):
         argument=(r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>'),
         argument_end="<|close|>argument<|sep|>",
         block=(opening[0], closing[0]),
-        thought_ends=(thoughts[0][1], "</think>"),
+        thought_ends=(reasoning_tags[0][1], "</think>"),
         form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
         key=_key_of,
         value=_value_of,

@@ -47,7 +47,7 @@ class GemmaToolParser(BlockParser):
 
     opening = tuple(_CLOSING)
     closing = tuple(_CLOSING.values())
-    thoughts = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
+    reasoning_tags = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
     special_tokens = (*opening[:2], *closing[:2], *_MARKS, "<|channel>", "<channel|>")
     stop_tokens = ("<|tool_response>", "<start_function_response>")
 

@@ -87,7 +87,7 @@ class HarmonyStream(TurnStream):
         heading = self.text[begin : message.start()]
         if message.group() != "<|message|>" or "to=" in heading:
             return self._hold(self._position)
-        self._say("content", self.text[self._position : begin])
+        self._emit("content", self.text[self._position : begin])
         self._position, self._kind = message.end(), "reasoning" if "analysis" in heading else "content"
         if self._kind == "reasoning":
             self._new_thought()
@@ -97,7 +97,7 @@ class HarmonyStream(TurnStream):
         end = _END.search(self.text, self._position)
         position = self._clear_end(self._of_tokens) if end is None else end.start()
         assert self._kind is not None
-        self._say_until(self._kind, position)
+        self._emit_until(self._kind, position)
         if end is None:
             return False
         if end.group() == "<|call|>":

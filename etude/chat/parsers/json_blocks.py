@@ -85,7 +85,7 @@ class CohereToolParser(JsonBlockParser):
     opening = ("<|START_ACTION|>", "Action: ```json", "Action:```json")
     closing = ("<|END_ACTION|>", "```")
     glue = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-    thoughts = (("<|START_THINKING|>", "<|END_THINKING|>"),)
+    reasoning_tags = (("<|START_THINKING|>", "<|END_THINKING|>"),)
     names = ("tool_name", "name")
     arguments = ("parameters", "arguments")
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")

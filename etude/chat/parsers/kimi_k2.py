@@ -28,7 +28,7 @@ class KimiK2ToolParser(HeadedJsonParser):
     closing = ("<|tool_call_end|>",)
     glue = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     sections = ("<|tool_calls_section_begin|>",)
-    thoughts = (("<think>", "</think>"), ("◁think▷", "◁/think▷"))
+    reasoning_tags = (("<think>", "</think>"), ("◁think▷", "◁/think▷"))
     special_tokens = (*opening, *closing, *glue, _ARGUMENTS)
 
     head = re.compile(r"([^<]*)<\|tool_call_argument_begin\|>")

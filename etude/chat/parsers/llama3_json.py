@@ -18,7 +18,7 @@ from etude.schemas import FunctionCall
 
 _TAG, _BRACE = "<|python_tag|>", "{"
 _TAGGED = any_of(_TAG)
-_NEXT = any_of(_TAG, *(tag for pair in BareParser.thoughts for tag in pair))
+_NEXT = any_of(_TAG, *(tag for pair in BareParser.reasoning_tags for tag in pair))
 _SEPARATOR = re.compile(r"[\s;,]*")
 _LIKE_A_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 _HEAD = re.compile(rf'\{{\s*{SCALARS}"name"\s*:\s*"[^"\\]{{1,200}}"\s*,\s*{SCALARS}"(?:parameters|arguments)"\s*:')

@@ -26,7 +26,7 @@ class MistralToolParser(BlockParser):
     """Parser of calls after `[TOOL_CALLS]`."""
 
     opening = ("[TOOL_CALLS]",)
-    thoughts = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+    reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
     special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:

@@ -29,7 +29,7 @@ class RLFactoryToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
-    stop_texts: tuple[str, ...] = ("</answer>",)
+    stop_strings: tuple[str, ...] = ("</answer>",)
     answer_first: ClassVar[bool] = True
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
@@ -48,7 +48,7 @@ class RLFactoryToolParser(JsonBlockParser):
 class CallsFirstToolParser(RLFactoryToolParser):
     """Parser in which calls win over an answer in the same turn."""
 
-    stop_texts = ()  # a call may follow the answer
+    stop_strings = ()  # a call may follow the answer
     answer_first = False
 
 

@@ -29,10 +29,10 @@ class SearchR1ToolParser(BlockParser):
 
     opening = tuple(_CLOSING)
     closing = tuple(_CLOSING.values())
-    thoughts = (("<think>", "</think>"), ("<information>", "</information>"))
+    reasoning_tags = (("<think>", "</think>"), ("<information>", "</information>"))
     special_tokens = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
     stop_tokens = ("</search>", "</answer>")
-    stop_texts = ("</search>", "</answer>", "</tool_call>")
+    stop_strings = ("</search>", "</answer>", "</tool_call>")
     result_tag = "information"
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:

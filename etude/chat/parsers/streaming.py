@@ -20,7 +20,7 @@ class TurnStream:
 
     def __init__(self) -> None:
         self.text = ""
-        self.said: dict[Kind, str] = {"reasoning": "", "content": ""}
+        self.emitted: dict[Kind, str] = {"reasoning": "", "content": ""}
         """All text emitted so far, without white space at its ends."""
         self._position = 0
         self._held = False
@@ -59,23 +59,23 @@ class TurnStream:
 
     def _new_thought(self) -> None:
         """Starts a reasoning block; blocks are stripped and joined by line breaks."""
-        self._space["reasoning"], self._thought_begins = "\n" if self.said["reasoning"] else "", True
+        self._space["reasoning"], self._thought_begins = "\n" if self.emitted["reasoning"] else "", True
 
-    def _say(self, kind: Kind, text: str) -> None:
+    def _emit(self, kind: Kind, text: str) -> None:
         if kind == "reasoning" and self._thought_begins:
             text = text.lstrip()
             self._thought_begins = not text
         whole = self._space[kind] + text
-        if kind == "content" and not self.said[kind]:
+        if kind == "content" and not self.emitted[kind]:
             whole = whole.lstrip()
         words = whole.rstrip()
         self._space[kind] = whole[len(words) :]
         if words:
-            self.said[kind] += words
+            self.emitted[kind] += words
             self._new.append((kind, words))
 
-    def _say_until(self, kind: Kind, end: int) -> None:
-        self._say(kind, self.text[self._position : end])
+    def _emit_until(self, kind: Kind, end: int) -> None:
+        self._emit(kind, self.text[self._position : end])
         self._position = end
 
     def _find(self, tags: re.Pattern[str], beginnings: frozenset[str]) -> re.Match[str] | None:
@@ -135,9 +135,9 @@ class BlockStream(TurnStream):
         self._begins = False
         tag = self._find(self._tags, self._beginnings)
         if tag is None:
-            self._say_until("content", self._clear_end(self._beginnings))
+            self._emit_until("content", self._clear_end(self._beginnings))
             return False
-        self._say_until("content", tag.start())
+        self._emit_until("content", tag.start())
         name = tag.group()
         if name in self._thoughts:
             self._begin_thought(tag.end(), self._thoughts[name])
@@ -146,7 +146,7 @@ class BlockStream(TurnStream):
         elif name in self._calls or not self._thought_before:
             return self._hold(tag.start())
         else:  # a lone closing tag is text
-            self._say_until("content", tag.end())
+            self._emit_until("content", tag.end())
         return True
 
     def _begin_thought(self, start: int, closing: str) -> None:
@@ -157,7 +157,7 @@ class BlockStream(TurnStream):
     def _thought(self) -> bool:
         [closing] = self._ends
         end = self.text.find(closing, self._position)
-        self._say_until("reasoning", self._clear_end(beginnings([closing])) if end < 0 else end)
+        self._emit_until("reasoning", self._clear_end(beginnings([closing])) if end < 0 else end)
         if end < 0:
             return False
         self._end_thought(end + len(closing))
@@ -170,13 +170,13 @@ class BlockStream(TurnStream):
     def _opened_thought(self) -> bool:
         tag = self._find(self._tags, self._beginnings)
         if tag is None:
-            self._say_until("reasoning", self._clear_end(self._beginnings))
+            self._emit_until("reasoning", self._clear_end(self._beginnings))
             return False
-        self._say_until("reasoning", tag.start())
+        self._emit_until("reasoning", tag.start())
         name = tag.group()
         if name in self._thoughts.values():
             self._end_thought(tag.end())
-        elif name in self._thoughts and not self.said["reasoning"]:  # the model repeats the prompt's opening tag
+        elif name in self._thoughts and not self.emitted["reasoning"]:  # the model repeats the prompt's opening tag
             self._begin_thought(tag.end(), self._thoughts[name])
         else:  # a call, or a mention of one in the reasoning: unknown until the block ends
             return self._hold(tag.start())

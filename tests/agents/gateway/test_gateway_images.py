@@ -306,7 +306,7 @@ def test_turns_share_the_pixels_of_an_image_that_was_read_twice():
     assert all(each.images[n] is first.images[n] for each in others for n in (0, 1))
 
 
-@pytest.mark.parametrize("stage", ["read_image_sizes", "read_pictures"])
+@pytest.mark.parametrize("stage", ["read_image_sizes", "decode_images"])
 def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypatch, stage):
     reading = asyncio.Event()
     work = getattr(gateway_session, stage)
@@ -323,7 +323,7 @@ def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypa
         monkeypatch.setattr(gateway_session, stage, slow)
         asked = asyncio.ensure_future(made.complete(request_of({"messages": [shown(A)]})))
         await reading.wait()
-        assert made.under_way == 1
+        assert made.in_flight == 1
         await made.close()
         with pytest.raises(GatewayError, match="is over") as caught:
             await asked
@@ -338,7 +338,7 @@ def test_reading_images_counts_towards_a_requests_time(monkeypatch):
 
     async def main():
         made = session(Recorder(says("a")), rules=SessionRules(request_seconds=0.05), **SIGHT)
-        monkeypatch.setattr(gateway_session, "read_pictures", slow)
+        monkeypatch.setattr(gateway_session, "decode_images", slow)
         with pytest.raises(GatewayError, match=r"no answer within 0\.05 s") as caught:
             await made.complete(request_of({"messages": [shown(A)]}))
         return caught.value.status

@@ -387,7 +387,7 @@ def test_a_failing_engine_is_no_fault_of_the_request(failure):
 
     async def work(stage):
         error = await refused(stage.chat([USER], n=3))
-        assert stage.session.under_way == 0
+        assert stage.session.in_flight == 0
         return error, await stage.session.broken, stage.session.trajectories()
 
     error, broken, [trajectory] = talk(work, engine=Failing(lambda *_: says("5")))
@@ -420,7 +420,7 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
             await until_async(lambda: len(open_requests(engine)) == n)
             writer.close()
-        await until_async(lambda: not open_requests(engine) and not stage.session.under_way)
+        await until_async(lambda: not open_requests(engine) and not stage.session.in_flight)
         assert list(engine._rows) == ["s"]
         assert stage.session.trajectories()[0].segments == []
         made = await stage.chat([USER], max_tokens=4)  # and the session goes on
@@ -443,7 +443,7 @@ def test_closing_a_session_ends_what_is_under_way():
 def test_what_was_sampled_when_the_session_ended_is_not_recorded():
     async def work(stage):
         asking = asyncio.ensure_future(refused(stage.chat([USER])))
-        await until_async(lambda: stage.session.under_way)
+        await until_async(lambda: stage.session.in_flight)
         [sampling] = stage.session._at_work
         sampling.add_done_callback(lambda _: stage.session.end())
         return (await asking).code, stage.session.recording.turns

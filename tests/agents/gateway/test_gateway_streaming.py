@@ -279,7 +279,7 @@ def test_a_client_that_hangs_up_midway_ends_its_request(path):
                 if "The" in line:
                     break
             assert not stage.engine.ended
-        await until_async(lambda: stage.engine.ended and not stage.session.under_way)
+        await until_async(lambda: stage.engine.ended and not stage.session.in_flight)
         assert not stage.session.recording.turns
         assert not stage.session.broken.done()
 
@@ -342,7 +342,7 @@ def test_an_engine_that_does_not_tell_is_streamed_at_the_end():
 
 def test_a_turn_that_was_told_otherwise_than_it_is_read_fails():
     live = LiveAnswer()
-    asked = type("Asked", (), {"request": ChatRequest(messages=[USER])})()
+    asked = type("RenderedRequest", (), {"request": ChatRequest(messages=[USER])})()
     [take] = live.begin(asked, HermesToolParser(TOKENIZER), False)
     take(TOKENIZER("five ", add_special_tokens=False)["input_ids"])
     assert [text for _, _, text in live.pieces()] == ["five"]

@@ -27,7 +27,7 @@ def streamed(name, pieces, thinking=False):
     """(what came out, in order; the stream)."""
     stream = ToolParser.get_tool_parser(name).stream(thinking)
     said = [each for piece in pieces for each in stream.feed(piece)] + stream.close()
-    for kind, text in stream.said.items():
+    for kind, text in stream.emitted.items():
         assert text == "".join(words for each, words in said if each == kind)
     return merged(said), stream
 
@@ -60,10 +60,10 @@ def test_words_and_thoughts_come_out_and_calls_do_not(label, calls, before, thou
     assume(not parsed.errors)
     assert len(parsed.calls) == len(calls)
     assert said == streamed(style.name, [written], thinking)[0] == streamed(style.name, list(written), thinking)[0]
-    assert parsed.reasoning.startswith(stream.said["reasoning"])
-    assert thinking or parsed.reasoning == stream.said["reasoning"]
-    assert parsed.spoken.startswith(stream.said["content"])
-    assert style.opening not in stream.said["content"]
+    assert parsed.reasoning.startswith(stream.emitted["reasoning"])
+    assert thinking or parsed.reasoning == stream.emitted["reasoning"]
+    assert parsed.spoken.startswith(stream.emitted["content"])
+    assert style.opening not in stream.emitted["content"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if tags_of(name)])
@@ -81,8 +81,8 @@ def test_whatever_a_model_writes_what_is_certain_stays(name, data, thinking):
     assume(not thinking and (not marks or marks[0] not in thoughts.values()))
     assume(not marks or marks[0] not in kind.opening or not set(marks) & set(thoughts.values()))
     parsed = ToolParser.get_tool_parser(name).parse(text)
-    assert parsed.reasoning.startswith(stream.said["reasoning"])
-    assert parsed.spoken.startswith(stream.said["content"])
+    assert parsed.reasoning.startswith(stream.emitted["reasoning"])
+    assert parsed.spoken.startswith(stream.emitted["content"])
 
 
 def test_the_stream_says_words_before_the_turn_ends():
@@ -101,8 +101,8 @@ def test_the_stream_says_words_before_the_turn_ends():
 
 def test_a_thought_that_the_prompt_opened():
     parser = ToolParser.get_tool_parser("hermes")
-    assert parser.opens_thought("<|im_start|>assistant\n<think>\n")
-    assert not parser.opens_thought("<think>\n\n</think>\n\n")
+    assert parser.opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not parser.opens_reasoning("<think>\n\n</think>\n\n")
     stream = parser.stream(thinking=True)
     assert stream.feed("Two") == [("reasoning", "Two")]
     assert stream.feed("\n</think>Five") == [("content", "Five")]
@@ -131,7 +131,7 @@ def test_harmony_streams_what_is_read_however_it_is_cut(data):
     said, stream = streamed("gpt_oss", [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])])
     assert said == streamed("gpt_oss", list(text))[0]
     parsed = ToolParser.get_tool_parser("gpt_oss").parse(text)
-    assert (parsed.reasoning, parsed.spoken) == (stream.said["reasoning"], stream.said["content"])
+    assert (parsed.reasoning, parsed.spoken) == (stream.emitted["reasoning"], stream.emitted["content"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""`StopTexts`: ends a request at the token that completes one of its stop strings.
+"""`StopStrings`: ends a request at the token that completes one of its stop strings.
 
 Invariant: ids are never cut: the token that completes a stop string is the last one, even if it contains more text after
 it. A match that begins in the prompt does not count, and special tokens are part of the text.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one
 
 
-class StopTexts:
+class StopStrings:
     """Matches the stop strings `texts` of one request, none of them empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 from etude.inference.served import Answer, validate_answer
-from etude.inference.stop_texts import StopTexts
+from etude.inference.stop_strings import StopStrings
 from etude.inference.vllm.server import sampling_fields
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 
@@ -49,7 +49,7 @@ def test_the_window_overlooks_nothing(ids, start, length):
     written = text_of(ids)
     stop = written[start % len(written) :][:length] if written else "x"
     assume("\ufffd" not in stop)  # half a character, which no text that is asked for holds
-    found = StopTexts(TOKENIZER, [stop])
+    found = StopStrings(TOKENIZER, [stop])
     expected = next((n for n in range(1, len(ids) + 1) if stop in text_of(ids[:n])), None)
     assert next((n for n in range(1, len(ids) + 1) if found.complete(ids[:n])), None) == expected
 
@@ -61,8 +61,8 @@ def test_a_tokenizer_with_a_class_of_its_own_is_asked_itself():
 
     tokenizer = Shouting(tokenizer_object=TOKENIZER.backend_tokenizer)
     ids = TOKENIZER.encode("</search>", add_special_tokens=False)
-    assert StopTexts(tokenizer, ["</SEARCH>"]).complete(ids)
-    assert not StopTexts(tokenizer, ["</search>"]).complete(ids)
+    assert StopStrings(tokenizer, ["</SEARCH>"]).complete(ids)
+    assert not StopStrings(tokenizer, ["</search>"]).complete(ids)
 
 
 def test_parameters():

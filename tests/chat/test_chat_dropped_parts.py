@@ -94,8 +94,8 @@ def test_a_row_that_would_lose_a_call_is_named(tmp_path):
 
 def test_the_check_says_what_is_left_out(tmp_path, capsys):
     whole, words = check_template(family("tiny")), check_template(tokenizer_with(CHATML))
-    assert "a call" not in whole.lost
-    assert words.lost == ("a call", "words beside a call", "reasoning_content")
+    assert "a call" not in whole.dropped
+    assert words.dropped == ("a call", "words beside a call", "reasoning_content")
     tokenizer = family("tiny")
     tokenizer.chat_template = family("tiny").chat_template.replace("message.tool_calls", "message.nothing")
     save_pretrained(build_tiny_model(TinyModelSpec(), tokenizer), tokenizer, tmp_path)

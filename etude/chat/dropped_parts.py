@@ -1,11 +1,11 @@
-"""`LostParts`: finds message parts that a chat template silently drops.
+"""`DroppedParts`: finds message parts that a chat template silently drops.
 
 A template without tool calls renders an assistant's call as an empty turn; the same can happen to text next to a call, or to
-reasoning. To test a part, it is changed: if the rendered text does not change, the part is lost.
+reasoning. To test a part, it is changed: if the rendered text does not change, the part is dropped.
 
-Invariant: a part reported as lost has no effect on the text; conversations of one shape (roles, the parts of each message,
-the names of call arguments) are tested once. Reasoning that the template drops only because of its position, as many do
-before the last question, is the template's policy and not lost.
+Invariant: a part reported as dropped has no effect on the text; conversations of one shape (roles, the parts of each
+message, the names of call arguments) are tested once. Reasoning that the template drops only because of its position, as
+many do before the last question, is the template's policy and not dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHANGE = " qzxv"
 _SHAPES_KEPT = 1024
 
 
-class LostParts:
+class DroppedParts:
     """Finds the parts that one template drops."""
 
     def __init__(self, renderer: Renderer) -> None:
@@ -48,8 +48,8 @@ class LostParts:
             DataError: the template rejects the message.
         """
         tools = self._renderer.stand_in_for([message])
-        lost = self._find([dict(USER_STUB), plain_message(message)], tools, generate=False)
-        return None if lost is None else lost[1]
+        dropped = self._find([dict(USER_STUB), plain_message(message)], tools, generate=False)
+        return None if dropped is None else dropped[1]
 
     def _find(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
