@@ -7,7 +7,7 @@ Invariant: a conversation means the same in every dialect, so one session may mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etude.agents.gateway.recording import Completion, RenderedRequest
@@ -107,6 +107,7 @@ class Dialect:
         writer: writes the same response as a stream.
         error: builds the body of an error response.
         last: line sent after the last event; empty for none.
+        names: what it calls the parameters of chat completions, where that differs, for errors.
     """
 
     path: str
@@ -115,6 +116,7 @@ class Dialect:
     writer: Callable[[RenderedRequest, PreTrainedTokenizerBase], EventWriter]
     error: Callable[[GatewayError], Json]
     last: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def refuse_unknown(request: Json, known: Iterable[str]) -> None:

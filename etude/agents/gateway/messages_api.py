@@ -219,4 +219,4 @@ def _error(error: GatewayError) -> Json:
     return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error)}}
 
 
-MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error)
+MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error, names={"stop": "stop_sequences"})

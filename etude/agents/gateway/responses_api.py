@@ -47,13 +47,20 @@ _HINTS = ("user", "metadata", "service_tier", "reasoning", "prompt_cache_key", "
 _MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls")
 _READ = ("input", "instructions", "previous_response_id", "tools", "text", "include", "max_output_tokens")
 _FIXED = {"truncation": "disabled", "background": False}  # the only supported values
+_UNSUPPORTED = {
+    "conversation": "send previous_response_id, or the whole input",
+    "prompt": "send instructions and input",
+}
 _LOG_PROBS = "message.output_text.logprobs"
 INSTRUCTIONS = "of_instructions"
 """Marks the message made from `instructions`, which do not carry over to the next response."""
 
 
 def _read(request: Json, replies: Replies) -> Json:
-    refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_FIXED))
+    refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_FIXED, *_UNSUPPORTED))
+    for name, advice in _UNSUPPORTED.items():
+        if request.get(name) is not None:
+            raise GatewayError(400, f"{name}: not supported: {advice}", param=name)
     for name, value in _FIXED.items():
         if request.get(name) not in (None, value):
             raise GatewayError(400, f"{name}: only {value!r} can be kept to", param=name)
@@ -292,4 +299,5 @@ class _ResponseWriter(PartWriter):
         yield "error", {"type": "error", "sequence_number": next(self._numbers), **body, "error": body}
 
 
-RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body)
+_NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body, names=_NAMES)

@@ -126,7 +126,7 @@ class GatewaySession:
         """
         longest = longest_sequence(self._context.options)
         try:
-            return read_request(body, longest, lambda request: dialect.read(request, self.replies))
+            return read_request(body, longest, lambda request: dialect.read(request, self.replies), dialect.names)
         except TooLong as error:
             raise self._too_long(error.length, longest) from error
 

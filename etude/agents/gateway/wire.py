@@ -56,6 +56,20 @@ CHARACTERS_PER_TOKEN = 32
 _BYTES_PER_CHARACTER = 6  # maximum in JSON, with every character escaped
 _IMAGE = re.compile(rb'"(?:image_)?url"\s*:\s*"data:image/[^"\\]*"|"data"\s*:\s*"[A-Za-z0-9+/=]*"')
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate
+_EXACT = "training needs log-probs of what was sampled from"
+_ONE_TEXT = "a message is text"
+_UNSUPPORTED = {
+    "presence_penalty": f"{_EXACT}; send 0",
+    "frequency_penalty": f"{_EXACT}; send 0",
+    "logit_bias": _EXACT,
+    "top_logprobs": "only the sampled tokens have log-probs",
+    "modalities": _ONE_TEXT,
+    "audio": _ONE_TEXT,
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "web_search_options": "send a tool that searches",
+}
+_NO_NAMES: Mapping[str, str] = {}
 MOST_STOPS = 16
 MOST_NESTED = 64
 """Maximum nesting depth of a tool's parameters."""
@@ -95,7 +109,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
-    # Unsupported: accepted only at values that do nothing.
+    # Unsupported (see _UNSUPPORTED): accepted only at values that do nothing.
     top_logprobs: Literal[0] | None = None
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
@@ -218,9 +232,13 @@ class TooLong(Exception):
 
 
 def read_request(
-    body: bytes, longest: int, translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    body: bytes,
+    longest: int,
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    names: Mapping[str, str] = _NO_NAMES,
 ) -> ChatRequest:
-    """Parses a JSON body for a context of `longest` tokens; `translate` converts it to a chat completion request.
+    """Parses a JSON body for a context of `longest` tokens; `translate` converts it to a chat completion request. Errors
+    call a parameter what `names` says, if it has another name in the body's dialect.
 
     Everything that a template would render (messages, call arguments, tool schemas) counts towards one budget, which is
     checked before the request is validated, so that no request blocks the event loop for longer than a full context does.
@@ -245,7 +263,7 @@ def read_request(
     length = _count_characters(request)
     if length > budget:
         raise TooLong(f"{length} characters")
-    return _validate(request)
+    return _validate(request, names)
 
 
 def decode_body(body: bytes) -> Any:
@@ -294,16 +312,16 @@ def _image_addresses(messages: object) -> list[str]:
     return [address for address in addresses if isinstance(address, str) and address.startswith("data:image/")]
 
 
-def _validate(body: dict[str, Any]) -> ChatRequest:
+def _validate(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
+        name, *place = map(str, first["loc"] or ("",))
+        param = ".".join([names.get(name, name), *place]) or None
         reason = first["msg"].removeprefix("Value error, ")
-        if param in ("presence_penalty", "frequency_penalty") and first["type"].endswith("than_equal"):
-            reason = "penalties are not supported: training needs log-probs of what was sampled from; send 0"
+        if name in _UNSUPPORTED:
+            reason = f"not supported: {_UNSUPPORTED[name]}"
         elif first["type"] == "extra_forbidden":
-            near = did_you_mean(str(first["loc"][0]), ChatRequest.model_fields)
-            reason = f"unknown parameter{near}"
+            reason = f"unknown parameter{did_you_mean(name, ChatRequest.model_fields)}"
         raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error

@@ -209,9 +209,12 @@ def test_why_a_turn_ended():
         ({"truncation": "auto"}, "truncation: only 'disabled'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: only 'function'"),
         ({"tool_choice": "required"}, "tool_choice: only 'auto' and 'none'"),
-        ({"text": {"format": {"type": "json_object"}}}, "response_format: only 'text'"),
+        ({"text": {"format": {"type": "json_object"}}}, "^text.format: only 'text'"),
         ({"include": ["file_search_call.results"]}, "include: only"),
-        ({"input": []}, "messages: "),
+        ({"input": []}, "^input: "),
+        ({"max_output_tokens": 0}, "^max_output_tokens: "),
+        ({"conversation": "c"}, "^conversation: not supported: send previous_response_id"),
+        ({"top_logprobs": 2}, "^top_logprobs: not supported: only the sampled tokens"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type: an item of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type: a part of type"),
         ({"input": [{"role": "user", "content": [7]}]}, "input.0.content must be a list of objects"),
@@ -228,6 +231,7 @@ def test_what_responses_refuse(more, reason):
     ("more", "reason"),
     [
         ({"max_tokens": None}, "max_tokens: it must be given"),
+        ({"stop_sequences": [""]}, "^stop_sequences: at most"),
         ({"n": 2}, "n: unknown parameter"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: only tools with an input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: only 'auto' and 'none'"),
@@ -253,7 +257,7 @@ def test_what_messages_refuse(more, reason):
 
 
 def parsed(dialect, body):
-    return read_request(json.dumps(body).encode(), 100_000, lambda request: dialect.read(request, {}))
+    return read_request(json.dumps(body).encode(), 100_000, lambda request: dialect.read(request, {}), dialect.names)
 
 
 def test_images_and_answers_in_one_message():
