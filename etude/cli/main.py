@@ -147,6 +147,7 @@ def set_logging_level(level: str) -> None:
         near = did_you_mean(level.upper(), levels)
         raise ConfigError(f"ETUDE_LOGGING_LEVEL must be one of {', '.join(levels)}, got '{level}'{near}")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: each line would come twice
     logging.getLogger("etude").setLevel(level.upper())
 
 

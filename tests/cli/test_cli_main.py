@@ -121,6 +121,17 @@ def test_the_logging_level_is_checked(monkeypatch, capsys):
     main_module.set_logging_level("WARNING")
 
 
+def test_a_warning_of_the_hub_is_logged_once():
+    script = (
+        "from etude.cli.main import set_logging_level; from huggingface_hub.utils import logging;"
+        "set_logging_level('WARNING'); logging.get_logger('huggingface_hub.utils').warning('retrying')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.count("retrying") == 1
+
+
 def test_the_help_imports_nothing_heavy():
     script = (
         "import sys; from etude.cli.main import cli, run; status = run(cli, ['--help']);"
