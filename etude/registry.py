@@ -69,7 +69,10 @@ class Registry(Generic[T]):
             for name in names:
                 held = self._items.get(name)
                 if held is not None and not _same_definition(held, item):
-                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_qualified_name(held)}")
+                    raise ConfigError(
+                        f"{self.kind} '{name}' is already registered by {_origin(held)}, and again by {_origin(item)}: "
+                        "rename or remove one"
+                    )
                 self._items[name] = item
             return item
 
@@ -99,6 +102,18 @@ def _qualified_name(item: object) -> str:
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
+def _origin(item: object) -> str:
+    file = _source_file(getattr(item, "__wrapped__", item))
+    return f"{_qualified_name(item)} ({file})" if file else _qualified_name(item)
+
+
+def _source_file(item: object) -> str | None:
+    try:
+        return inspect.getsourcefile(item)  # type: ignore[arg-type]
+    except TypeError:  # neither a class nor a function
+        return None
+
+
 def _same_definition(a: object, b: object) -> bool:
     """True for the same object, and for a class or function defined again because its file was imported again: under
     another module name, or as the running script."""
@@ -108,10 +123,7 @@ def _same_definition(a: object, b: object) -> bool:
     names = [getattr(item, "__qualname__", "<lambda>") for item in (a, b)]
     if names[0] != names[1] or "<lambda>" in names[0]:  # all lambdas of a scope share one name
         return False
-    try:
-        files = [inspect.getsourcefile(item) for item in (a, b)]  # type: ignore[arg-type]
-    except TypeError:
-        return False
+    files = [_source_file(item) for item in (a, b)]
     return files[0] == files[1] and (
         files[0] is not None or _qualified_name(a) == _qualified_name(b)
     )  # without a file, compare modules
