@@ -88,6 +88,9 @@ def _read(request: Json, replies: Replies) -> Json:
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") != "function":
         raise GatewayError(400, f"{where}.type: only 'function' is there to be called", param=where)
+    if not tool.get("name"):
+        reason = f"{where}.name: a function is {{'type': 'function', 'name': …, 'parameters': …}} here"
+        raise GatewayError(400, reason, param=where)
     return function_tool(tool, "parameters")
 
 

@@ -208,6 +208,7 @@ def test_why_a_turn_ended():
         ({"background": True}, "background: only False can be kept to"),
         ({"truncation": "auto"}, "truncation: only 'disabled'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: only 'function'"),
+        ({"tools": [ECHO]}, "tools.0.name: a function is {'type': 'function', 'name': …"),
         ({"tool_choice": "required"}, "tool_choice: only 'auto' and 'none'"),
         ({"text": {"format": {"type": "json_object"}}}, "^text.format: only 'text'"),
         ({"include": ["file_search_call.results"]}, "include: only"),
