@@ -36,8 +36,8 @@ def problems_with(
     raw: Mapping[str, Any],
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
-) -> tuple[Options, list[str]]:
-    """Returns (`values` as options of the class `tree`, one line per fault).
+) -> tuple[Options, dict[str, str]]:
+    """Returns (`values` as options of the class `tree`, the faults: key → line).
 
     `raw` are the leaves before interpolation; `more` finds further faults of options whose types are right.
     """
@@ -53,7 +53,7 @@ def problems_with(
             is_unset = value_of(options, key) in (None, ())
             place = "" if is_unset else f"={format_option(options, key)}{_where(key, text, sources)}:"
             lines.setdefault(key, f"{key}{place} {text}")
-    return options, list(lines.values())
+    return options, lines
 
 
 def format_option(options: Any, key: str) -> str:
@@ -82,12 +82,12 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
 
 
 def _default_estimator(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
-    """A file without a `defaults` list trains with GAE, as in the documents; several samples per prompt suggest GRPO."""
-    estimator = "algorithm.adv_estimator"
-    if run.algorithm.adv_estimator == "gae" and value_of(run, key) > 1 and not is_users(sources[estimator]):
+    """A file without a `defaults` list is a PPO run, as in the documents; several samples per prompt suggest another one."""
+    estimator, name = run.algorithm.estimator, "algorithm.adv_estimator"
+    if estimator and estimator.min_group == 1 and value_of(run, key) > 1 and not is_users(sources[name]):
         yield (
-            f"{key}={value_of(run, key)} ({sources[key]}), but {estimator}=gae ({sources[estimator]}) trains a critic and "
-            f"does not compare a prompt's samples: did you mean grpo? (set {estimator} to either)"
+            f"{key}={value_of(run, key)} ({sources[key]}), but {name}={run.algorithm.adv_estimator} ({sources[name]}) does "
+            f"not compare a prompt's answers: put `defaults: [grpo_trainer, _self_]` into your YAML, or set {name}"
         )
 
 

@@ -131,8 +131,8 @@ def compose_with_sources(
         lambda options: start_problems(options, starting) if starting else (),
     )
     if not collect:
-        raise_faults(faults + wrong)
-    set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
+        raise_faults([*faults, *wrong.values()])
+    set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))} - wrong.keys()
     changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
     noted = (translation.inert_line(),) if translation.inert else ()
     noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
@@ -141,7 +141,7 @@ def compose_with_sources(
     result = _with_types(filled if resolve else OmegaConf.to_container(config), raw, options, resolve)
     OmegaConf.set_struct(result, True)
     known = {key: sources[key] for key in _leaves(result)}
-    return Composition(result, known, options, (*faults, *wrong), noted)
+    return Composition(result, known, options, (*faults, *wrong.values()), noted)
 
 
 def _command_for(tree: type[Options], command: Command | Literal["check"], config_name: str) -> Command:

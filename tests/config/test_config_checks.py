@@ -71,7 +71,8 @@ def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
     raw, sources = dict(flatten(tree)), dict.fromkeys(declarations(TREES[root]), "command line")
     for key in declarations(TREES[root]):
         for value in HOSTILE:
-            options, lines = problems_with(TREES[root], changed(tree, key, value), raw, sources)
+            options, faults = problems_with(TREES[root], changed(tree, key, value), raw, sources)
+            lines = list(faults.values())
             assert all("\n" not in text for _, text in start_problems(options, COMMANDS[root]))
             assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
             numbers = value if isinstance(value, list) else [value]
@@ -467,6 +468,7 @@ def test_a_loss_has_its_own_defaults_and_aggregation_until_they_are_set(caplog):
 def test_several_samples_with_the_default_estimator_are_remarked_on(caplog):
     [line] = notices(caplog, "actor_rollout_ref.rollout.n=4")
     assert line.startswith("actor_rollout_ref.rollout.n=4 (command line), but algorithm.adv_estimator=gae (")
+    assert line.endswith("put `defaults: [grpo_trainer, _self_]` into your YAML, or set algorithm.adv_estimator")
     for chosen in ("gae", "grpo"):
         assert notices(caplog, "actor_rollout_ref.rollout.n=4", f"algorithm.adv_estimator={chosen}") == []
 

@@ -188,7 +188,7 @@ def test_the_likeliest_are_those_of_a_dense_softmax(inputs, chunk):
     hidden, weight, bias, labels = inputs
     expected = ((hidden.double() @ weight.double().T + bias.double()) / 0.7).log_softmax(dim=-1).topk(5, dim=-1)
     likeliest = torch.full((TOKENS, 5), -1), torch.full((TOKENS, 5), torch.nan)
-    given = {"bias": bias, "temperature": 0.7, "likeliest": likeliest, "chunk": chunk}
+    given = {"bias": bias, "temperature": 0.7, "top_k": likeliest, "chunk": chunk}
     token_log_probs(hidden.clone().requires_grad_(), weight, labels, **given)
     assert torch.equal(likeliest[0], expected.indices)
     torch.testing.assert_close(likeliest[1].double(), expected.values, rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ def tags_of(parser):
     kind = TOOL_PARSERS.get(parser)
     if not issubclass(kind, BlockParser):
         return []
-    return [*kind.opening, *kind.closing, *kind.glue, *(tag for pair in kind.thoughts for tag in pair)]
+    return [*kind.opening, *kind.closing, *kind.glue, *(tag for pair in kind.reasoning_tags for tag in pair)]
 
 
 def streamed(name, pieces, thinking=False):
@@ -50,7 +50,7 @@ def test_words_and_thoughts_come_out_and_calls_do_not(label, calls, before, thou
     assume(sayable(style, calls))
     written, thinking = style.render(calls), False
     if style.around and style.name != "gpt_oss":
-        opening, closing = TOOL_PARSERS.get(style.name).thoughts[0]
+        opening, closing = TOOL_PARSERS.get(style.name).reasoning_tags[0]
         thinking = data.draw(st.booleans())
         written = f"{'' if thinking else opening}{''.join(thought)}{closing}{''.join(before)}{written}"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))
@@ -76,7 +76,7 @@ def test_whatever_a_model_writes_what_is_certain_stays(name, data, thinking):
     said, stream = streamed(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])], thinking)
     assert said == streamed(name, [text], thinking)[0]
     kind = TOOL_PARSERS.get(name)
-    thoughts = dict(kind.thoughts)
+    thoughts = dict(kind.reasoning_tags)
     marks = [part for part in parts if part in {*thoughts, *thoughts.values(), *kind.opening}]
     assume(not thinking and (not marks or marks[0] not in thoughts.values()))
     assume(not marks or marks[0] not in kind.opening or not set(marks) & set(thoughts.values()))
