@@ -185,7 +185,8 @@ class PlainTrainer:
             seen = rollout_figures(greedy, self.config).items()
             figures |= {f"baseline/{name}": value for name, value in seen if not name.startswith("tool/")}
             rollouts = [r for r in rollouts if r.baseline.sequences]
-        rows = [Row(r, s) for r in rollouts for s in reversed(r.sequences) if s.sampled]
+        # The main sequence, then the earlier ones in time order, as in a batch: ties in a choice of tokens keep that order.
+        rows = [Row(r, s) for r in rollouts for s in (r.main, *r.sequences[:-1]) if s.sampled]
         learned, filtered = filter_prompts(rows, asked, self.config)
         figures |= filtered
         warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]

