@@ -98,12 +98,12 @@ class Registry(Generic[T]):
 
 
 def _qualified_name(item: object) -> str:
-    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
 def _origin(item: object) -> str:
-    file = _source_file(getattr(item, "__wrapped__", item))
+    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
+    file = _source_file(item)
     return f"{_qualified_name(item)} ({file})" if file else _qualified_name(item)
 
 

@@ -227,7 +227,7 @@ class NativeEngine:
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        stops = self._stop_texts(params)
+        stops = self._stop_strings(params)
         if known is None:  # only after validation: a rejected request must not leave a trajectory open
             self.open([request_id])
         row = self._rows[request_id]
@@ -245,7 +245,7 @@ class NativeEngine:
                 self._drop_request(row, "aborted")
                 self._notify()
 
-    def _stop_texts(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:
             return None
         if self.options.tokenizer is None:

@@ -55,8 +55,16 @@ async def refused(coroutine):
             "'auto' and 'none'",
         ),
         ({"response_format": {"type": "json_object"}}, "response_format", "constrains"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": -1.0}, "frequency_penalty", "not supported"),
+        (
+            {"presence_penalty": 0.5},
+            "presence_penalty",
+            "not supported: training needs log-probs of what was sampled from; send 0",
+        ),
+        (
+            {"frequency_penalty": -1.0},
+            "frequency_penalty",
+            "not supported: training needs log-probs of what was sampled from; send 0",
+        ),
         ({"logit_bias": {"5": 10}}, "logit_bias", "log-probs"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled tokens"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
