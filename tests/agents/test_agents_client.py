@@ -1,7 +1,9 @@
 """The trajectory client: seeds, provenance, and what it refuses."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, check, encode, says
@@ -12,6 +14,7 @@ from etude.agents import AgentLoopOutput, TrajectoryClient
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import TokenOutput
+from etude.routed_experts import RoutedExperts
 
 PROMPT = CHAT.initial_ids(QUESTION)
 PARAMS = SAMPLING.params(0, 50, CHAT.stop_token_ids)
@@ -48,6 +51,30 @@ def test_each_turn_draws_with_a_seed_of_its_own_under_the_trajectorys_name():
     assert asked[0][2].seed != asked[1][2].seed
     again = client_after([says("a"), says("b")], [PROMPT, PROMPT])._engine.asked
     assert [params.seed for _, _, params in asked] == [params.seed for _, _, params in again]
+
+
+def test_a_token_keeps_the_experts_that_it_was_first_sampled_with():
+    """A later turn may prefill the context anew, and its kernels may then route a token otherwise than when it was sampled."""
+
+    class Routed(Recorder):
+        async def generate(self, request_id, prompt_ids, sampling_params):
+            made = await super().generate(request_id, prompt_ids, sampling_params)
+            known = len(prompt_ids) + len(made.token_ids) - 1  # the last token was not fed to the model
+            routes = np.full((known, 2, 1), len(self.asked))
+            return replace(made, routed_experts=RoutedExperts.of(routes))
+
+    one, tool, two = says("one"), encode("tool"), says("two")
+    client = TrajectoryClient(Routed([one, two]), "r")
+
+    async def main():
+        await client.generate(prompt_ids=PROMPT, sampling_params=PARAMS)
+        await client.generate(prompt_ids=PROMPT + one + tool, sampling_params=PARAMS)
+
+    asyncio.run(main())
+    [history] = client.histories
+    routes = history.experts.array()[:, 0, 0].tolist()
+    first = len(PROMPT + one) - 1
+    assert routes == [1] * first + [2] * (len(tool + two))
 
 
 def test_sampled_tokens_are_accepted_whole_cut_short_masked_out_or_left_out():

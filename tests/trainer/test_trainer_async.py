@@ -119,6 +119,24 @@ def test_groups_of_equal_scores_are_replaced_and_accounted_for(tiny, tmp_path):
         assert record["prompts/planned"] == len(line["trained"]) + sum(map(len, line["dropped"].values()))
 
 
+@pytest.mark.parametrize(("step", "too_old"), [(2, False), (3, True)])
+def test_groups_are_trained_on_at_their_deadline_and_not_a_step_later(tiny, tmp_path, step, too_old):
+    """They start under version 0, so with a staleness of 1 the second step is the last that may train on them. (A step that
+    finds too few groups with spread leaves more groups for the next ones than these may train on.)"""
+    setup = prepare(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1"))
+    trainer = PPOTrainer(setup)
+    try:
+        trainer.init_workers()
+        trainer.feed.end_step(0, 6)
+        taken = trainer.feed.take(step, 6)
+    finally:
+        setup.groups.close()
+    uids = {uid for uid, *_ in taken.rolled}
+    assert len(uids) == 2
+    assert taken.stale == (uids if too_old else set())
+    assert len(rollouts_of(taken.batch)) == (0 if too_old else 2 * setup.roles.rollout.n)
+
+
 def test_an_estimator_with_greedy_baselines_streams_too(tiny, tmp_path):
     run = tmp_path / "run"
     train(tiny.config(run, *ASYNC, "trainer.max_staleness=1", "algorithm.adv_estimator=remax"))
