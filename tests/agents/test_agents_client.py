@@ -54,7 +54,7 @@ def test_each_turn_draws_with_a_seed_of_its_own_under_the_trajectorys_name():
 
 
 def test_a_token_keeps_the_experts_that_it_was_first_sampled_with():
-    """A later turn may prefill the context anew, and its kernels may then route a token otherwise than when it was sampled."""
+    """A later turn may prefill the context anew, by kernels that route some token otherwise than when it was sampled."""
 
     class Routed(Recorder):
         async def generate(self, request_id, prompt_ids, sampling_params):

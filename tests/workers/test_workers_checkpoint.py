@@ -104,7 +104,7 @@ def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp
 
 def test_a_copied_state_has_the_critic_on_the_policys_trunk(model_path, tmp_path):
     critic = replace(roles(model_path).critic, share_trunk=True)
-    group, worker = policy(model_path, value_head=True, critic=critic)
+    group, _ = policy(model_path, value_head=True, critic=critic)
 
     def train(seed):
         batch = learnable(group, prompts(seed=seed))
