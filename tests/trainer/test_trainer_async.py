@@ -106,14 +106,25 @@ def test_validation_is_of_the_weights_of_its_step(tiny, tmp_path):
         assert drawn == {step}
 
 
+HALF = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(extra_info["index"] % 2 and len(solution_str) % 3)
+"""
+
+
 def test_groups_of_equal_scores_are_replaced_and_accounted_for(tiny, tmp_path):
+    """Every second prompt is scored 0 whatever is answered."""
+    (tmp_path / "half.py").write_text(HALF)
     run = tmp_path / "run"
     settings = ("algorithm.zero_variance=refill", "algorithm.filter_groups.max_num_gen_batches=4")
-    equal = (f"{ROLLOUT}.temperature=0.3", "trainer.total_training_steps=4")
-    train(tiny.config(run, *ASYNC, "trainer.max_staleness=2", *settings, *equal))
+    scorer = f"custom_reward_function.path={tmp_path / 'half.py'}"
+    train(tiny.config(run, *ASYNC, "trainer.max_staleness=2", *settings, scorer, "trainer.total_training_steps=4"))
     everything = trained(run) + [uid for uids in dropped(run).values() for uid in uids]
     assert len(everything) == len(set(everything))
-    assert set(dropped(run)) <= {"not_learned"}
+    assert set(dropped(run)) == {"not_learned"}
+    left = [f"{batch}.0-{place}" for batch, place in Checkpoints.read_state(run / "global_step_4").get("untrained", [])]
+    begun = max(int(uid.partition(".")[0]) for uid in everything + left)
+    assert sorted(everything + left) == plan(begun)
     for record, line in zip(metrics(run), accounts(run)):
         assert len(line["trained"]) <= 2
         assert record["prompts/planned"] == len(line["trained"]) + sum(map(len, line["dropped"].values()))
