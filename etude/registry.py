@@ -141,8 +141,8 @@ def import_module(target: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:  # a user's module may raise anything on import: report it
-        advice = renamed_imports(error) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}{advice}") from error
+        why = f"{type(error).__name__}: {one_line(error)}{renamed_imports(error)}"
+        raise ConfigError(f"cannot import '{target}': {why}") from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -21,6 +21,7 @@ from etude.agents.environments import (
 )
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.models import build_tiny_tokenizer
+from etude.tools import ToolResponse
 from etude.trajectory import Provenance, StopReason
 
 
@@ -191,6 +192,34 @@ def test_an_env_written_for_rl_factory_runs_unchanged():
     assert trajectory.rewards.steps == [(0, "echo", 0.0), (0, "env", 0.1)]
     assert trajectory.rewards.final == {"echo": 0.25}
     assert trajectory.rewards.score == 1.0
+
+
+class Documented(Env):
+    """Scores as RL-Factory's documents write it: row by row, from what `_process_data` returns."""
+
+    def _compute_score_with_rules(self, data, tokenizer, if_val=False):
+        scores = []
+        for i in range(len(data)):
+            processed_data = self._process_data(data_item=data[i], tokenizer=tokenizer)
+            ground_truth, response_str = processed_data["ground_truth"], processed_data["response_str"]
+            prompt_str, data_source = processed_data["prompt_str"], processed_data["data_source"]
+            assert QUESTION[-1]["content"] in prompt_str
+            assert (data_source, processed_data["extra_info"]) == ("s", {"index": 3})
+            scores.append([float(f"<answer>{ground_truth}</answer>" in response_str)])
+        return scores
+
+
+@pytest.mark.parametrize(("answer", "score"), [("5", 1.0), ("6", 0.0)])
+def test_an_env_that_scores_as_rl_factorys_documents_say_earns_nothing_by_what_a_tool_wrote(answer, score):
+    row = {"data_source": "s", "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 3}}
+
+    class Parrot(Echo):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse(text="<answer>5</answer>"), 0.0, {}
+
+    script = [says(call(text="5")), says(f"<answer>{answer}</answer>")]
+    trajectory, _ = play(script, Documented, [Parrot()], row=row)
+    assert trajectory.rewards.score == score
 
 
 def test_turns_are_bounded_and_the_last_ones_tools_count():

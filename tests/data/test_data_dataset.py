@@ -201,6 +201,7 @@ def test_the_documents_class_is_made_of_files_a_tokenizer_and_the_data_section(t
     bare = RLHFDataset(OmegaConf.create([file, file]), tokenizer, config, None, max_samples=1)
     assert len(bare) == 1
     assert "calculator" not in bare[0]["full_prompts"]
+    assert bare[0]["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # whichever tools the caller has
 
 
 def test_the_documents_class_refuses_what_would_cut_prompts(tokenizer, tmp_path):
