@@ -51,6 +51,7 @@ class StopReason(str, Enum):
     MAX_MALFORMED_CALLS = "max_malformed_calls"  # multi_turn.max_consecutive_malformed_calls
     PROMPT_TOO_LONG = "prompt_too_long"
     CONTEXT_REFUSED = "context_refused"  # the chat template cannot render the tool responses; dropped
+    AGENT_ERROR = "agent_error"  # an agent behind the gateway raised an error; dropped if it left no reward
     INFRASTRUCTURE = "infrastructure"  # dropped after its retries, never trained on
     CANCELLED = "cancelled"
 

@@ -41,7 +41,8 @@ class AgentContext:
     """Everything that the trajectories of one worker share, loaded once, before any model.
 
     `config` is the whole resolved configuration, for users' loops; `processor` (Hugging Face's) and `images` are None for a
-    text-only model; `reward_model` is the judge of an environment.
+    text-only model; `reward_model` is the judge of an environment. `scored`: whether a reward manager scores the
+    rollouts, so that they need no other reward.
     """
 
     config: Any
@@ -56,6 +57,7 @@ class AgentContext:
     processor: Any = None
     images: ImageReader | None = None
     reward_model: Any = None
+    scored: bool = True
 
     def with_stops(self, sampling: SamplingParams, parser: ToolParser) -> SamplingParams:
         """Adds the tool-call format's stop ids to `sampling`, and its stop strings if none are set there or in

@@ -5,8 +5,9 @@ There is no barrier between trajectories: one waits for a tool while others deco
 Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
 `trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
 scoring has the same number of retries. A stalled trajectory (see `stalls`) is retried once, then dropped. Any other
-exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised. A group
-with fewer than `least_group` survivors is dropped: its running and waiting rows are cancelled and their tools released.
+exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised; only an
+`AgentError` just drops its own rollout. A group with fewer than `least_group` survivors is dropped: its running and waiting
+rows are cancelled and their tools released.
 
 Invariant: one rollout per row, in row order, including failed ones; a dropped rollout has no sequences. Every trajectory
 opened at the engine is closed, however it ends.
@@ -29,7 +30,7 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
 from etude.agents.validation import validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
-from etude.errors import ConfigError, Stalled, debugging, describe_error, is_infrastructure
+from etude.errors import AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import trajectory_seed
@@ -243,6 +244,10 @@ class _Batch:
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
+            except AgentError as error:
+                rollout.cause = describe_error(error)
+                rollout.drop(StopReason.AGENT_ERROR)
+                return request_id
             except Exception as error:
                 if not is_infrastructure(error):
                     raise

@@ -505,8 +505,8 @@ class TrainerOptions(RunOptions):
         verl_default="null",
     )
     min_valid_fraction: Share = key(
-        "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
-        "checkpoint.",
+        "Smallest share of trajectories that must survive failures of infrastructure and of agents; below it, the run stops "
+        "with a checkpoint.",
         default=0.5,
     )
     max_infra_failure_share: Share | None = key(

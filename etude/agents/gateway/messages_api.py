@@ -1,6 +1,8 @@
 """Anthropic's `/v1/messages`: converts its content blocks to messages, and a turn to blocks.
 
-In a user message, tool results come before its other content.
+In a user message, tool results come before its other content. A `system` message may stand anywhere. Of Anthropic's beta
+parameters, those that say where and for whom a request runs are hints; `thread` is answered as by a server that holds no
+threads, whereupon the SDK's tool runner sends the whole history instead.
 """
 
 from __future__ import annotations
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier")
 _READ = ("system", "messages", "tools", "tool_choice", "stop_sequences")
-_HINTS = ("thinking", "cache_control", "context_management", "output_config", "inference_geo", "speed", "diagnostics")
+_HINTS = (
+    *("thinking", "cache_control", "context_management", "output_config", "inference_geo", "speed", "diagnostics"),
+    *("betas", "billing_policy", "container", "fallbacks", "fallback_credit_token", "user_profile_id", "workspace_id"),
+)
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 
 
 def _read(request: Json, _: Replies) -> Json:
-    refuse_unknown(request, (*_SAME, *_READ, *_HINTS))
+    if request.get("thread"):
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise GatewayError(400, "thread: send the whole history", param="thread", details=details)
+    refuse_unknown({**request, "thread": None}, (*_SAME, *_READ, *_HINTS))
     if request.get("max_tokens") is None:
         raise GatewayError(400, "max_tokens: it must be given", param="max_tokens")
     chat = {name: request[name] for name in _SAME if name in request}
@@ -75,8 +83,11 @@ def _messages(message: Json, where: str) -> list[Json]:
     role, blocks = message.get("role"), _blocks(message.get("content"), f"{where}.content")
     if role == "assistant":
         return [_assistant_message(blocks)]
+    if role == "system":
+        return [{"role": role, "content": "".join(_part(block, place).get("text", "") for place, block in blocks)}]
     if role != "user":
-        raise GatewayError(400, f"{where}.role must be 'user' or 'assistant'", param=f"{where}.role")
+        reason = f"{where}.role must be 'user', 'assistant' or 'system'"
+        raise GatewayError(400, reason, param=f"{where}.role")
     answers, parts = [], []
     for place, block in blocks:
         if block.get("type") == "tool_result":
@@ -216,7 +227,8 @@ class _MessageWriter(PartWriter):
 
 
 def _error(error: GatewayError) -> Json:
-    return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error)}}
+    details = {"details": dict(error.details)} if error.details else {}
+    return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error), **details}}
 
 
 MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error, names={"stop": "stop_sequences"})

@@ -32,7 +32,7 @@ from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.inference.types import OnTokens
-from etude.rewards.number import as_reward
+from etude.rewards.number import MAX_REWARD, as_reward
 from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
 
@@ -217,6 +217,8 @@ class GatewaySession:
             raise GatewayError(400, "there is no turn yet that a reward could be for")
         if len(self.recording.rewards) >= MOST_REWARDS:
             raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
+        if sum(abs(each) for _, _, each in self.recording.rewards) + abs(value) > MAX_REWARD:
+            raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
         self.recording.rewards.append((self.recording.last, name[:100], value))
 

@@ -25,13 +25,21 @@ TOO_LONG = "context_length_exceeded"
 class GatewayError(Exception):
     """An error response with `status` and this message.
 
-    `again`: whether a retry may succeed; if so, OpenAI's clients retry automatically.
+    `again`: whether a retry may succeed; if so, OpenAI's clients retry automatically. `details`: for Anthropic's client.
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, again: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        again: bool = False,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
+        self.details = details
         self.status, self.code, self.param, self.again = status, code, param, again
 
     @property

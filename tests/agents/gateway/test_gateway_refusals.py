@@ -424,7 +424,7 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
             host, _, rest = stage.url.removeprefix("http://").partition("/")
             _, writer = await asyncio.open_connection(*host.split(":"))
             text = json.dumps(body).encode()
-            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stage.key}\r\n"
+            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.key}\r\n"
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
             await until_async(lambda: len(open_requests(engine)) == n)
             writer.close()
