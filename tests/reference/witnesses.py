@@ -58,6 +58,7 @@ WITNESSES = {
     },
     "trainer/test_trainer_figures.py": {
         "trainer.max_skipped_steps": "test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on",
+        "trainer.on_solved": "test_a_solved_task_is_no_error",
         "reward_model.budget": "test_a_run_stops_when_its_judges_cost_too_much_and_goes_on_with_more",
     },
     "trainer/test_trainer_failures.py": {
