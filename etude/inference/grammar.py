@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_KEPT = 64  # compiled grammars per engine
-_LIMITS = {"max_grammar_size": 30_000, "max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1 to 2 kB
+_MOST_SYMBOLS = 30_000
+_MOST_STATES = 50_000  # of a lexer; each takes 1 to 2 kB
 
 
 class GrammarCompiler:
@@ -75,7 +76,8 @@ class GrammarCompiler:
                 source = sources[grammar.kind](grammar.text)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"the {grammar.kind} is invalid: {one_line(error)}") from error
-        made = LLMatcher(trie, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(max_grammar_size=_MOST_SYMBOLS, max_lexer_states=_MOST_STATES, verbose_errors=False)
+        made = LLMatcher(trie, source, log_level=0, limits=limits)
         _check(made)
         trial = made.deep_copy()
         trial.compute_bitmask()  # detects a language without any text

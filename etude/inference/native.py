@@ -508,8 +508,8 @@ class NativeEngine:
             params = [r.params if r else SamplingParams() for r in requests]
             found = [r.mask() if r else None for r in requests]
             masks = [None if isinstance(mask, GrammarError) else mask for mask in found]
-            positions = [len(r.tokens) if r else 0 for r in requests]
-            tokens, log_probs, kept = sample(logits, params, positions, masks)
+            drawn = [len(r.tokens) if r else 0 for r in requests]
+            tokens, log_probs, kept = sample(logits, params, drawn, masks)
             draws = zip(tokens.tolist(), log_probs.tolist(), kept)
             return [mask if isinstance(mask, GrammarError) else draw for mask, draw in zip(found, draws)]
 

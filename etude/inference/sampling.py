@@ -18,6 +18,7 @@ from etude.inference.types import SamplingParams
 from etude.trajectory import Kept
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)  # set bits of each byte
 _BLOCK = 256  # tokens
 _FIRST_CANDIDATES = 64  # a nucleus (top-p set) is rarely larger; if it is, four times as many candidates are tried
 
@@ -103,8 +104,11 @@ def _kept_ids(restricted: Tensor, params: Sequence[SamplingParams], masks: Seque
 
 def compact(mask: bytes) -> Kept:
     """Returns the ids of a mask with a bit per id, or the mask itself if it is smaller than they are."""
-    ids = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little").nonzero()[0].astype(np.int32)
-    return mask if ids.nbytes > len(mask) else array("i", ids.tobytes())
+    packed = np.frombuffer(mask, dtype=np.uint8)
+    if 4 * int(_BITS[packed].sum()) > len(mask):
+        return mask
+    ids = np.unpackbits(packed, bitorder="little").nonzero()[0]
+    return array("i", ids.astype(np.int32).tobytes())
 
 
 def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

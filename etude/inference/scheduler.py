@@ -63,7 +63,7 @@ class Request:
         """Returns the ids that its grammar allows next (see `Matcher.mask`), the error if there are none that it could
         determine, or None without a grammar."""
         try:
-            return self.matcher and self.matcher.mask(self.tokens, self.params.stop_token_ids)
+            return None if self.matcher is None else self.matcher.mask(self.tokens, self.params.stop_token_ids)
         except GrammarError as error:
             return error
 

@@ -3,8 +3,9 @@
 Invariant: every parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; an
 unsupported parameter that would change the output is rejected unless its value does nothing. Two exceptions: a tool's
 `strict` is only a hint unless a call is forced, since the policy is there to learn the arguments, and
-`parallel_tool_calls=false` cannot be honoured if the model's format writes several calls as one list (see `reading`). An error is one line with a status, a `type`, where
-it helps the `param` to change and a `code` for programs, and says whether to retry.
+`parallel_tool_calls=false` cannot be honoured if the model's format writes several calls as one list (see `reading`). An
+error is one line with a status, a `type`, where it helps the `param` to change and a `code` for programs, and says whether
+to retry.
 """
 
 from __future__ import annotations
