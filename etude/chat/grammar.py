@@ -102,7 +102,9 @@ def _call_rules(
         function = tool["function"]
         head, tail = form.call.split("ARGUMENTS")
         head = head.replace("NAME", json.dumps(function["name"], ensure_ascii=False)[1:-1])
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        given = function.get("parameters") or {}
+        closed = {"additionalProperties": False} if not given or "properties" in given else {}  # they are a function's
+        schema = {"type": "object", **closed, **given}
         arguments = f"%json {json_schema_text(schema)}"
         rules.append(f"call_{number}: {_literal(tokenizer, head)} {arguments} {_literal(tokenizer, tail)}")
     return rules

@@ -15,6 +15,7 @@ from etude.agents.batch import to_batch
 from etude.agents.gateway import SessionRules
 from etude.agents.validation import validate_output
 from etude.chat import ToolParser
+from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import build_tiny_model
 from etude.training import PolicyEngine
 from etude.trajectory import KEPT_IDS, Rollout
@@ -46,7 +47,7 @@ MOVE = {
 
 
 def moves(message):
-    assert message.content is None
+    assert not message.content
     assert message.tool_calls
     for call in message.tool_calls:
         assert call.function.name == "move"
@@ -208,8 +209,7 @@ def test_the_trainer_computes_the_distribution_that_was_sampled_from():
         session = stage.session
         return validate_output(session.trajectories(), session._client, "gateway", 700)
 
-    engine = native()
-    engine._model.double()
+    engine = NativeEngine(build_tiny_model(SPEC, TOKENIZER).double(), NativeEngineOptions(tokenizer=TOKENIZER))
     [trajectory] = talk(work, engine=engine, rules=SessionRules(), **ROOM)
     assert trajectory.assistant_turns == 2
     kinds = {type(kept) for kept, sampled in zip(trajectory.kept_ids, trajectory.response_mask) if sampled}
