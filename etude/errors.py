@@ -50,6 +50,10 @@ def raise_faults(faults: Sequence[str]) -> None:
         raise ConfigErrors(faults) if len(faults) > 1 else ConfigError(faults[0])
 
 
+class GrammarError(ConfigError):
+    """A grammar cannot constrain what is sampled: it is invalid, too complex, or not supported; says why."""
+
+
 class DataError(EtudeError):
     """A data file or one of its rows is wrong; names the file and the row."""
 

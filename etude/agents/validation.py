@@ -9,7 +9,6 @@ another context, is a bug in the loop and always an error. A loop may still drop
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from etude.agents.client import TrajectoryClient, image_digests, is_empty, token
 from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.routed_experts import RoutedExperts
-from etude.trajectory import AgentLoopOutput, KeptIds, Provenance, Trajectory
+from etude.trajectory import AgentLoopOutput, Kept, KeptIds, Provenance, Trajectory
 
 
 class Draw(NamedTuple):
@@ -170,13 +169,16 @@ def _set_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
 
 
 def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
-    """Adds to sampled segments the ids that top-k or top-p kept, if either was on. A token sampled several times after the
-    same ids had the same kept ids each time."""
+    """Adds to sampled segments the ids that a grammar, top-k or top-p left, if one was on. If a token was sampled several
+    times after the same ids, takes those of the draw with its log-prob: only some of them may have had a grammar."""
     if not any(kept is not None for draw in draws for kept in draw.kept_ids):
         return
-    ours: list[array[int] | None] = [None] * trajectory.response_length
+    ours: list[Kept | None] = [None] * trajectory.response_length
+    log_probs = trajectory.response_log_probs
     for draw in draws:
-        ours[draw.place : draw.place + len(draw.kept_ids)] = draw.kept_ids
+        for place, (kept, log_prob) in enumerate(zip(draw.kept_ids, draw.log_probs), draw.place):
+            if log_prob == log_probs[place]:
+                ours[place] = kept
     start = 0
     for number, segment in enumerate(trajectory.segments):
         end = start + len(segment.token_ids)

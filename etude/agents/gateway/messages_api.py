@@ -20,6 +20,7 @@ from etude.agents.gateway.dialect import (
     each_object,
     function_tool,
     image_part,
+    json_schema_format,
     refuse_unknown,
     text_of,
     text_part,
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier")
-_READ = ("system", "messages", "tools", "tool_choice", "stop_sequences")
+_READ = ("system", "messages", "tools", "tool_choice", "stop_sequences", "output_config")
 _HINTS = (
-    *("thinking", "cache_control", "context_management", "output_config", "inference_geo", "speed", "diagnostics"),
+    *("thinking", "cache_control", "context_management", "inference_geo", "speed", "diagnostics"),
     *("betas", "billing_policy", "container", "fallbacks", "fallback_credit_token", "user_profile_id", "workspace_id"),
 )
-_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def _read(request: Json, _: Replies) -> Json:
@@ -50,9 +51,16 @@ def _read(request: Json, _: Replies) -> Json:
     chat = {name: request[name] for name in _SAME if name in request}
     chat["stop"] = request.get("stop_sequences") or None
     choice = request.get("tool_choice") or {}
-    if not isinstance(choice, dict) or str(choice.get("type", "auto")) not in _CHOICES:
-        raise GatewayError(400, "tool_choice must be an object of type 'auto' or 'none'", param="tool_choice")
-    chat["tool_choice"] = _CHOICES[choice.get("type", "auto")]
+    kind = choice.get("type", "auto") if isinstance(choice, dict) else None
+    if not isinstance(kind, str) or kind not in (*_CHOICES, "tool"):
+        raise GatewayError(
+            400, f"tool_choice must be an object of type {', '.join(_CHOICES)} or tool", param="tool_choice"
+        )
+    chat["tool_choice"] = _CHOICES.get(kind) or {"type": "function", "function": {"name": choice.get("name")}}
+    config = request.get("output_config") or {}
+    output = config.get("format") if isinstance(config, dict) else config
+    if output is not None:
+        chat["response_format"] = json_schema_format(output, "output_config.format")
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     if request.get("tools"):
@@ -231,4 +239,11 @@ def _error(error: GatewayError) -> Json:
     return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error), **details}}
 
 
-MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error, names={"stop": "stop_sequences"})
+MESSAGES = Dialect(
+    "messages",
+    _read,
+    _answer,
+    _MessageWriter,
+    _error,
+    names={"stop": "stop_sequences", "response_format": "output_config.format"},
+)

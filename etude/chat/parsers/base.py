@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.encoding import Decoder
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.streaming import TurnStream
 from etude.errors import ConfigError
 from etude.registry import Registry
@@ -67,6 +68,11 @@ class ToolParser:
     """Tokens that end a turn of this format, besides the template's, if the tokenizer has them."""
     stop_strings: tuple[str, ...] = ()
     """Stop strings of this format, used if `rollout.stop` is null: the model must not continue after them."""
+    call_forms: tuple[CallForm, ...] = ()
+    """How the format's models write calls, for `tool_choice=required`; the first whose special tokens the tokenizer has is
+    used, or else the last. Empty: calls cannot be forced."""
+    plain_content: bool = True
+    """Whether a turn without calls is its content as it stands, so that it can be constrained to JSON."""
     result_tag: str | None = None
     """Tag around tool results in a user message, for formats that do not need a chat template with tools."""
     _decoder: Decoder | None = None

@@ -167,6 +167,7 @@ class KimiK3ToolParser(ElementBlockParser):
     glue = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
     reasoning_tags = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
     special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
+    plain_content = False
     elements = ElementFormat(
         call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
         call_end="<|close|>call<|sep|>",

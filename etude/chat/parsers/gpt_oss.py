@@ -38,6 +38,7 @@ class GptOssToolParser(ToolParser):
 
     special_tokens = _TOKENS
     stop_tokens = ("<|call|>", "<|return|>")
+    plain_content = False
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """Parses a turn; the content is that of the channels that a user sees."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import KEYS_OF_A_CALL, LIST_OF_CALLS, BareParser, Block, Found, JsonBlockParser, attempt
 from etude.chat.parsers.json_call import call_of, decode
 from etude.schemas import FunctionCall
+
+_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+_TAGGED = CallForm(f"<tool_call>\n{_CALL}\n</tool_call>", between="\n")
 
 
 @ToolParser.register("hermes", "qwen")
@@ -19,6 +23,7 @@ class HermesToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    call_forms = (_TAGGED,)
 
     def read_calls(self, body: str) -> Found:
         """Parses the single call of a block."""
@@ -41,6 +46,9 @@ class Internlm2ToolParser(JsonBlockParser):
     arguments = ("parameters", "arguments")
     special_tokens = ("<|action_start|>", "<|action_end|>", _PLUGIN)
     stop_tokens = ("<|action_end|>",)
+    call_forms = (
+        CallForm('<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}', after="<|action_end|>"),
+    )
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`; a block without the plug-in tag (the interpreter's) is text."""
@@ -62,6 +70,10 @@ class Phi4ToolParser(JsonBlockParser):
     may_stay_open = True
     arguments = ("arguments", "parameters")
     special_tokens = ("<|tool_call|>", "<|/tool_call|>")
+    call_forms = (
+        CallForm(_CALL, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+        CallForm(_CALL, "functools[", ", ", "]"),
+    )
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         is_word = tag == _WORD and not text.startswith("[", start)
@@ -88,6 +100,7 @@ class CohereToolParser(JsonBlockParser):
     reasoning_tags = (("<|START_THINKING|>", "<|END_THINKING|>"),)
     names = ("tool_name", "name")
     arguments = ("parameters", "arguments")
+    plain_content = False
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")
 
     def read_calls(self, body: str) -> Found:
@@ -108,6 +121,7 @@ class GraniteToolParser(BareParser, JsonBlockParser):
     closing = ("</tool_call>", "</function_call>")
     may_stay_open = True
     special_tokens = opening
+    call_forms = (CallForm(_CALL, "<|tool_call|>[", ", ", "]"), _TAGGED)
     bare = LIST_OF_CALLS
 
 
@@ -126,6 +140,7 @@ class XlamToolParser(BareParser, JsonBlockParser):
     closing = ("```", "</tool_call>")
     may_stay_open = True
     special_tokens = ("[TOOL_CALLS]",)
+    call_forms = (CallForm(_CALL, "[", ", ", "]"),)
     bare = LIST_OF_CALLS
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
@@ -144,3 +159,4 @@ class GigaChat3ToolParser(JsonBlockParser):
     glue = ("<|message_sep|>",)
     may_stay_open = True
     special_tokens = ("<|role_sep|>", "<|message_sep|>", "<|function_call|>")
+    call_forms = (CallForm(_CALL, "function call<|role_sep|>\n"),)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import BareParser, Block, Found, Pieces, Thought, any_of, attempt, skip_space, until
 from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, json_objects
@@ -31,6 +32,7 @@ class Llama3JsonToolParser(BareParser):
     opening = (_TAG, _BRACE)
     special_tokens = (_TAG,)
     stop_tokens = ("<|eom_id|>",)
+    call_forms = (CallForm('{"name": "NAME", "parameters": ARGUMENTS}'),)
     bare = _LIKE_A_CALL
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:

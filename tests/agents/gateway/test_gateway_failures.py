@@ -422,7 +422,7 @@ def test_what_goes_wrong_after_a_refusal_is_read_by_itself(loop_of, failure):
 def test_an_agent_that_is_always_refused_is_told_why(loop_of):
     async def run(client):
         with contextlib.suppress(openai.BadRequestError):
-            await client.chat.completions.create(model="m", messages=[USER], response_format={"type": "json_object"})
+            await client.chat.completions.create(model="m", messages=[USER], response_format={"type": "grammar"})
         return 1.0
 
     with pytest.raises(

@@ -48,13 +48,12 @@ async def refused(coroutine):
 @pytest.mark.parametrize(
     ("request_more", "param", "words"),
     [
-        ({"tool_choice": "required", "tools": [ECHO]}, "tool_choice", "'auto' and 'none'"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "echo"}}, "tools": [ECHO]},
-            "tool_choice",
-            "'auto' and 'none'",
-        ),
-        ({"response_format": {"type": "json_object"}}, "response_format", "constrains"),
+        ({"tool_choice": "required"}, None, "tool_choice"),
+        ({"tool_choice": "any", "tools": [ECHO]}, "tool_choice", "'required'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [ECHO]}, None, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [ECHO]}, "tool_choice", "'required'"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "'schema'"),
         (
             {"presence_penalty": 0.5},
             "presence_penalty",
