@@ -72,11 +72,11 @@ class RLHFDataset(RLDataset):
 
     def _check(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
         """As `RLDataset`; without a tool file the tools are unknown here, and rows keep what they say of them."""
-        row, *rest = super()._check(raw, folder, where)
+        row, image_tokens, fits = super()._check(raw, folder, where)
         if self.tool_schemas is None:
             said = plain(raw).get("extra_info") or {}
             row["extra_info"] |= {name: without_nulls(said[name]) for name in _OF_TOOLS if said.get(name)}
-        return row, *rest
+        return row, image_tokens, fits
 
 
 def _image_reader(processor: Any) -> Any:
