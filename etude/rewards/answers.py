@@ -10,9 +10,11 @@ solved: echoing the question earns nothing.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.numeral import Numeral, read_numeral
+from etude.rewards.truth import truths_of
 
 MAX_ANSWER_CHARS = 1000
 
@@ -103,6 +105,17 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     if _DENIED.search(ours) and not _DELIMITED.search(ours):
         return False
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+
+
+def is_answer(answer: str | None, ground_truth: Any) -> bool:
+    """Whether `answer` equals one of the reference answers in `ground_truth` (see `truths_of`); False for None.
+
+    Raises:
+        DataError: there is no reference answer.
+        InfrastructureError: symbolic algebra failed.
+    """
+    truths = truths_of(ground_truth)
+    return answer is not None and any(answers_equal(answer, truth) for truth in truths)
 
 
 def _normalise(text: str) -> str:

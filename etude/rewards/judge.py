@@ -303,7 +303,7 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags; keeps its last `max_chars`."""
-    return _TAG.sub("<\u200b", str(text)[-max_chars:])
+    return _TAG.sub("<\u200b", "" if text is None else str(text)[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
