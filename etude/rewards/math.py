@@ -14,9 +14,9 @@ __all__ = ["answers_equal", "compute_score", "integer_score", "last_boxed"]
 
 
 @reads_truth(truths_of)
-def compute_score(solution_str: str, ground_truth: Any) -> float:
+def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> float:
     """Returns 1.0 if the last boxed answer equals `ground_truth`, else 0.0; raises as `is_answer`."""
-    return float(is_answer(last_boxed(solution_str), ground_truth))
+    return float(is_answer(last_boxed(solution_str), ground_truth, trajectory))
 
 
 def _integer(ground_truth: Any) -> int:

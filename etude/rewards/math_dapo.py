@@ -30,9 +30,11 @@ def extract_answer(text: str, strict_box: bool = False) -> str | None:
 
 
 @reads_truth(truths_of)
-def compute_score(solution_str: str, ground_truth: Any, strict_box: bool = False) -> dict[str, Any]:
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box: bool = False, trajectory: Any = None
+) -> dict[str, Any]:
     """Returns `score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None if there is none).; raises as
     `is_answer`."""
     answer = extract_answer(solution_str, strict_box)
-    right = is_answer(answer, ground_truth)
+    right = is_answer(answer, ground_truth, trajectory)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

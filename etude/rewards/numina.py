@@ -27,9 +27,9 @@ def extract_answer(text: str) -> str | None:
 
 
 @reads_truth(truths_of)
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> dict[str, Any]:
     """Returns `score` and `acc` (1.0 if the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer;
     raises as `is_answer`."""
     answer = extract_answer(solution_str)
-    right = float(is_answer(answer, ground_truth))
+    right = float(is_answer(answer, ground_truth, trajectory))
     return {"score": right, "acc": right, "pred": answer}

@@ -1,5 +1,6 @@
 """Equality of answers: spellings that mean the same, near misses that do not, and hostile ones that must end."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -206,6 +207,14 @@ EQUAL = [
 ]
 
 DIFFERENT = [
+    ("$7$ (or $5$)", "5"),
+    ("It is $7$. It is $5$.", "5"),
+    (r"\boxed{7} \boxed{5}", "5"),
+    ("not $5$", "5"),
+    ("7 = 5", "5"),
+    (r"\frac{3}{11} = 5", "5"),
+    ("x+1 = 5", "5"),
+    ("$7$, possibly $x+1$", "x+1"),
     (r"\text{all real numbers except 2}", r"\mathbb{R}"),
     (r"\text{all real numbers}", "5"),
     ("5^{t}", "5"),
@@ -447,7 +456,8 @@ def test_a_child_that_hangs_is_no_verdict(monkeypatch):
             processes.equal(["$x+3$"], ["$3+x$"])
         monkeypatch.undo()
         assert processes.equal(["$x+3$"], ["$3+x$"])
-        assert not os.path.exists(f"/proc/{forks}/task/{forks}/children")  # what hung went with its parent
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{forks}/stat") as file:
+            assert file.read().split()[2] == "Z"  # what hung went with its parent
     finally:
         processes.close()
 
