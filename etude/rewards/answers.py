@@ -36,6 +36,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ"),
     (re.compile(r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\\?\$?[\d.\\])"), "-"),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\A\$([^$]+)\$\s*(?:\\?%|percent|pct)\Z"), r"\1\\%"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
@@ -62,7 +63,7 @@ _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillio
 _MAGNITUDE = re.compile(
     rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
 )
-_SEVERAL = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
+_SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(r"\b(?:not|never|wrong|false|incorrect)\b|n['’]t\b", re.I)
 _COMPARED = re.compile(  # the number that follows is not the answer
     r"\b(?:than|least|most|twice|thrice|double|half(?:\s+of)?|(?:opposite|reciprocal|inverse|root|square|cube)\s+of)"
@@ -99,6 +100,12 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return True
     if _COMPARED.search(ours) or (_DENIED.search(ours) and not _DENIED.search(theirs)):
         return False
+    if (
+        "\n" in ours
+        and "\\begin" not in ours
+        and len(lines := [each for each in ours.split("\n") if each.strip(" $")]) > 1
+    ):
+        ours = ", ".join(lines)
     if (formulas := _SEGMENT.findall(ours)) and len(
         formulas
     ) > 1:  # all of them are the answer, whatever the words between
