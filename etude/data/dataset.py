@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows
 from etude.data.images import image_tokens, place_images, refuse_other_media
-from etude.data.rows import active_tools, check_row
+from etude.data.rows import active_tools, check_ground_truth, check_row
 from etude.errors import DataError, one_line
 from etude.options import DataOptions
 
@@ -51,10 +51,12 @@ class RLDataset:
         images: counts the tokens of an image; None for a text-only model, whose rows may have no images.
         max_samples: stop after this many rows; -1 for all.
         rows: used instead of the rows of the files.
+        scored: whether a row's built-in scorer must be able to read its ground truth.
         problems: if given, invalid rows are skipped and their errors are appended to it.
 
     Raises:
         DataError: a file or row is invalid, a prompt is too long and overlong prompts are not filtered, or no row is left.
+        ConfigError: no scorer is registered for the data source of a `scored` row.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RLDataset:
         images: ImageReader | None = None,
         max_samples: int = -1,
         rows: Iterable[Row] | None = None,
+        scored: bool = False,
         problems: list[DataError] | None = None,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
@@ -78,6 +81,7 @@ class RLDataset:
         self._agent_loops = agent_loops
         self.options = options
         self.overlong = 0
+        self._scored = scored
         self._images = images
         self._blobs = Blobs()
         self._any_images = False
@@ -118,6 +122,8 @@ class RLDataset:
         """Validates a row; returns it, the tokens of each of its images, and whether its prompt fits."""
         names, key = self._tool_names, self.options.prompt_key
         row = check_row(raw, where, names, key, self._interactions, self._agent_loops)
+        if self._scored:
+            check_ground_truth(row, where)
         image_tokens = self._place_images(row, folder, where)
         return row, image_tokens, self._fits(row, image_tokens, where)
 

@@ -30,7 +30,6 @@ from etude.options import (
 )
 from etude.options.validate import to_options
 from etude.rewards import BUILTIN_MANAGERS, duplicate_judge
-from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
 from etude.workers.options import RoleOptions
@@ -104,7 +103,9 @@ class LoadedSetup(PlainSetup):
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
             given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
-        rows = RLDataset(
+        reward, custom = self.roles.reward, self.roles.custom_reward
+        own = bool(custom.path or custom.rewards or reward.model.path)
+        return RLDataset(
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
@@ -114,15 +115,9 @@ class LoadedSetup(PlainSetup):
             images=self.bundle.images,
             max_samples=max_samples,
             rows=given,
+            scored=reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own,
             problems=problems,
         )
-        reward = self.roles.reward
-        custom = self.roles.custom_reward
-        own = custom.path or custom.rewards or reward.model.path
-        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own:
-            for source in sorted(rows.data_sources):
-                scorer_of(source)
-        return rows
 
     def validation_set(self) -> RLDataset | None:
         """Loads the rows of `data.val_files`; None if there are no such files."""

@@ -176,6 +176,7 @@ class SFTTrainer:
             options=options,
             images=self.images,
             max_samples=self.target.samples,
+            scored=True,
         )
         if len(rows) < self.target.samples:
             raise ConfigError(

@@ -59,6 +59,22 @@ def dataset(files, schemas=None, max_samples=-1, **options):
     )
 
 
+@pytest.mark.parametrize("missing", [None, "", " ", float("nan"), [], {}, [None, ""]], ids=repr)
+def test_a_row_that_cannot_be_scored_is_refused_by_number(tmp_path, missing):
+    rows = [a_row("5") | {"data_source": "openai/gsm8k"} for _ in range(3)]
+    rows[1]["reward_model"]["ground_truth"] = missing
+    numbered = {jsonl(tmp_path / "a.jsonl", rows): ":2: "}
+    if missing is None or isinstance(missing, str):  # a Parquet column holds values of one type
+        numbered[str(write_parquet(rows, tmp_path / "a.parquet"))] = ": row 1: "
+    for file, number in numbered.items():
+        with pytest.raises(DataError) as raised:
+            RLDataset(file, CharacterTemplate(), None, DataOptions(), scored=True)
+        assert str(raised.value).startswith(f"{file}{number}reward_model.ground_truth is missing")
+        assert len(dataset(file)) == 3  # a scorer of one's own may need none
+    rows[1]["reward_model"]["ground_truth"] = 0
+    RLDataset(jsonl(tmp_path / "b.jsonl", rows), CharacterTemplate(), None, DataOptions(), scored=True)
+
+
 def test_an_item_carries_what_a_rollout_needs(tmp_path):
     kwargs = {"search": {"create_kwargs": {"k": 1}}}
     row = a_row("Hi", index="q7", tools_kwargs=kwargs, interaction_kwargs={"name": "n"}) | {"ability": "a", "own": [1]}

@@ -187,6 +187,18 @@ CASES = {
         overrides("custom_reward_function.path=null"),
         (ERROR, "rows", "tests/guess", "custom_reward_function"),
     ),
+    "no ground truth": (
+        lambda agent: (
+            agent.rows(
+                [
+                    agent.row(n, data_source="openai/gsm8k", reward_model={"ground_truth": str(n or "")})
+                    for n in range(4)
+                ]
+            )
+            or ("custom_reward_function.path=null",)
+        ),
+        (ERROR, "rows", "rows.jsonl:1: reward_model.ground_truth is missing", "leave the row out"),
+    ),
     "batch larger than the file": (
         overrides("data.train_batch_size=5"),
         (ERROR, "batch", "between 1 and 4, the number of rows", "data.train_batch_size"),
