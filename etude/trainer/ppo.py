@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -353,7 +354,10 @@ class PPOTrainer:
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient is read from the configuration, not from the checkpoint.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
-        return self.feed.state_dict() | {"kl_coef": adapted}
+        return self.feed.state_dict() | {"kl_coef": adapted, "val_fingerprints": self._val_fingerprints()}
+
+    def _val_fingerprints(self) -> dict[str, str]:
+        return self.val_set.fingerprints if self.val_set else {}
 
     def _copy_roles(self) -> None:
         for group in self.groups.trained:
@@ -370,6 +374,8 @@ class PPOTrainer:
             self.global_step = self._saved_at = state["step"]
             self._budget.spent = float(state.get("judge_cost", 0.0))
             self.prompts.restore(state)
+        if files := changed_files(state.get("val_fingerprints"), self._val_fingerprints()):
+            logger.warning("data.val_files: rows changed since %s: %s", resumption.folder.name, ", ".join(files))
         if self.prompts.exhausted:
             self.total_steps = self.global_step
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():
