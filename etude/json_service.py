@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from etude.errors import InfrastructureError, ToolError, one_line
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PIECE_BYTES = 1 << 16
 _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "etude"}
 
 
@@ -145,36 +146,25 @@ class JsonService:
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         too_long = InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-        body = await read_body(response, self._max_body_bytes, too_long)
-        if response.headers.get("Content-Encoding", "identity") in (
-            "gzip",
-            "deflate",
-        ):  # some services compress unasked
-            body = self._decompress(body)
-        return body
-
-    def _decompress(self, body: bytes) -> bytes:
         try:
-            # wbits=47: gzip or zlib, detected by the header
-            decompressed = zlib.decompressobj(wbits=47).decompress(body, self._max_body_bytes + 1)
-        except zlib.error:
-            raise InfrastructureError(
-                f"{self.host} answered with something that is not compressed as it says"
-            ) from None
-        if len(decompressed) > self._max_body_bytes:
-            raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-        return decompressed
+            return await read_body(response, self._max_body_bytes, too_long)
+        except ValueError as error:
+            raise InfrastructureError(f"{self.host} answered with {one_line(error)}") from None
 
 
 async def read_body(
     response: aiohttp.ClientResponse, limit: int, too_long: Exception, on_line: Callable[[bytes], None] | None = None
 ) -> bytes:
-    """Reads the body of a response; raises `too_long` if it is longer than `limit` bytes. With `on_line`, calls it with each
-    line and returns the unterminated rest; the limit then applies to each line, not to the body, as each event of a stream
-    may repeat the whole response so far."""
+    """Reads the body of a response to a session with `auto_decompress=False`; raises `too_long` if it is longer than `limit`
+    bytes, decompressed. With `on_line`, calls it with each line and returns the unterminated rest; the limit then applies to
+    each line, not to the body, as each event of a stream may repeat the whole response so far.
+
+    Raises:
+        ValueError: it is not compressed as its header says.
+    """
     buffer: list[bytes] = []
     size = 0
-    async for chunk in response.content.iter_any():
+    async for chunk in decompress(response.content.iter_any(), response.headers.get("Content-Encoding", "")):
         *ends, rest = chunk.split(b"\n") if on_line else [chunk]
         if size + max(map(len, (*ends, rest))) > limit:
             raise too_long
@@ -185,6 +175,31 @@ async def read_body(
         buffer.append(rest)
         size += len(rest)
     return b"".join(buffer)
+
+
+async def decompress(chunks: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """Yields the content of a body in pieces of bounded size, so that its reader can count before more is decompressed.
+
+    `encoding` is the header Content-Encoding: some services compress unasked, by gzip or deflate.
+
+    Raises:
+        ValueError: another encoding, or a body that does not have it.
+    """
+    if encoding.strip().lower() in ("", "identity"):
+        async for chunk in chunks:
+            yield chunk
+        return
+    if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        raise ValueError(f"a body compressed by {encoding[:40]!r}, which was not asked for")
+    decoder = zlib.decompressobj(wbits=47)  # gzip or zlib, detected by the header
+    try:
+        async for chunk in chunks:
+            while chunk and not decoder.eof:
+                yield decoder.decompress(chunk, _PIECE_BYTES)
+                chunk = decoder.unconsumed_tail
+        yield decoder.flush()
+    except zlib.error as error:
+        raise ValueError(f"something that is not compressed as it says ({encoding})") from error
 
 
 class _Session(NamedTuple):

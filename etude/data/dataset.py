@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.data.blobs import Blobs
-from etude.data.files import Row, file_list, located_rows
+from etude.data.files import Row, file_list, located_rows, plain
 from etude.data.images import image_tokens, place_images, refuse_other_media
 from etude.data.rows import active_tools, check_ground_truth, check_row
 from etude.errors import DataError, one_line
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 
+_ADDRESS = re.compile(r" at 0x\w+")
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +42,8 @@ class RLDataset:
     An item has the row's own columns plus `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
     `index` (extra_info.index, else the row's index over all files), `data_source`, `reward_model`, `extra_info`,
     `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes
-    them). Items are copies: changing one does not change the dataset.
+    them). Items are copies: changing one does not change the dataset. `fingerprints` has a digest for each file: of all
+    columns of its rows, ground truths included.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
@@ -93,10 +97,10 @@ class RLDataset:
     def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
-        digest = hashlib.sha256()
-        for number, (folder, where, raw) in enumerate(rows):
+        digests: dict[str, hashlib._Hash] = {}
+        for number, (file, where, raw) in enumerate(rows):
             try:
-                row, image_tokens, fits = self._check(raw, folder, where)
+                row, image_tokens, fits = self._check(raw, Path(file).expanduser().parent, where)
             except DataError as error:
                 if problems is None:
                     raise
@@ -108,13 +112,15 @@ class RLDataset:
                 self._rows.append(row)
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
-                digest.update(repr(row[self.options.prompt_key]).encode())
-                if image_tokens:
-                    self._any_images = True
-                    digest.update(repr(row["images"]).encode())
+                self._any_images |= bool(image_tokens)
+                content = row | {
+                    "extra_info": self._blobs.store(plain(raw.get("extra_info")))
+                }  # as written in the file
+                text = _ADDRESS.sub("", repr(content))  # a dataset class may give objects
+                digests.setdefault(file, hashlib.sha256()).update(text.encode("utf-8", "surrogatepass"))
             if len(self._rows) + len(problems or ()) == max_samples:
                 break
-        self.fingerprint = digest.hexdigest()[:16]
+        self.fingerprints = {file: digest.hexdigest()[:16] for file, digest in digests.items()}
         if self._rows or not problems:
             self._report_overlong()
 
@@ -202,12 +208,10 @@ class RLDataset:
         return (self[number] for number in range(len(self)))
 
 
-def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:
-    for name in files:
-        folder = Path(name).expanduser().parent
-        yield from ((folder, where, row) for where, row in located_rows(name))
+def _all_rows(files: Iterable[str]) -> Iterator[tuple[str, str, Row]]:
+    return ((file, where, row) for file in files for where, row in located_rows(file))
 
 
-def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[Path, str, Row]]:
-    folder = Path(files[0]).expanduser().parent if files else Path()
-    yield from ((folder, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))
+def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[str, str, Row]]:
+    file = files[0] if files else "."
+    return ((file, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))

@@ -7,8 +7,9 @@ are visible.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 
 LABEL = "trial"
 _MAX_DEPTH = 8  # of nested schemas in an example
+_MAX_SIZE = 10_000  # schemas visited for an example, items of a list in it, characters of a text
 
 
 class TrialRollouts(RolloutWorker):
@@ -139,33 +141,42 @@ def row_number(request_id: str) -> int:
     return int(request_id.split("/")[1])
 
 
-def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one."""
-    root = schema if root is None else root
+def example_of(
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any] | None = None,
+    depth: int = 0,
+    visits: Iterator[int] | None = None,
+) -> Any:
+    """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one.
+
+    Beyond 8 levels, 10,000 schemas (`visits` counts them) or items it gives up, and the value is not valid."""
+    root, visits = schema if root is None else root, itertools.count() if visits is None else visits
     for key in ("default", "const"):
         if key in schema:
             return schema[key]
     for key in ("examples", "enum"):
         if schema.get(key):
             return schema[key][0]
-    if depth > _MAX_DEPTH:
+    if depth > _MAX_DEPTH or next(visits) > _MAX_SIZE:
         return None
     if isinstance(ref := schema.get("$ref"), str):
         target: Any = root
         for part in ref.removeprefix("#/").split("/"):
             target = target.get(part, {}) if isinstance(target, Mapping) else {}
-        return example_of(target, root, depth + 1)
+        return example_of(target, root, depth + 1, visits)
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return example_of(schema[key][0], root, depth + 1)
+            return example_of(schema[key][0], root, depth + 1, visits)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = next((each for each in kind if each != "null"), "null") if isinstance(kind, list) else kind
     if kind == "object":
         properties, required = schema.get("properties") or {}, schema.get("required")
         names: Iterable[str] = properties if required is None else required
-        return {name: example_of(properties.get(name) or {}, root, depth + 1) for name in names}
+        return {name: example_of(properties.get(name) or {}, root, depth + 1, visits) for name in names}
     if kind == "array":
-        return [example_of(schema.get("items") or {}, root, depth + 1)] * max(1, int(schema.get("minItems", 1)))
+        return [example_of(schema.get("items") or {}, root, depth + 1, visits)] * min(
+            _MAX_SIZE, max(1, int(schema.get("minItems", 1)))
+        )
     lowest = schema.get("minimum", 1)
     longest = int(schema.get("maxLength", 100))
     return {
@@ -173,7 +184,7 @@ def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None,
         "number": float(lowest),
         "boolean": True,
         "null": None,
-        "string": "example"[:longest].ljust(int(schema.get("minLength", 0)), "x"),
+        "string": "example"[:longest].ljust(min(_MAX_SIZE, int(schema.get("minLength", 0))), "x"),
     }.get(kind, "example")
 
 

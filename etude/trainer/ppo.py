@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -369,7 +370,11 @@ class PPOTrainer:
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient is read from the configuration, not from the checkpoint.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
-        return self.feed.state_dict() | {"kl_coef": adapted, "empty_steps": self._empty.state()}
+        own = {"kl_coef": adapted, "empty_steps": self._empty.state(), "val_fingerprints": self._val_fingerprints()}
+        return self.feed.state_dict() | own
+
+    def _val_fingerprints(self) -> dict[str, str]:
+        return self.val_set.fingerprints if self.val_set else {}
 
     def _copy_roles(self) -> None:
         for group in self.groups.trained:
@@ -387,6 +392,8 @@ class PPOTrainer:
             self._budget.spent = float(state.get("judge_cost", 0.0))
             self._empty.restore(state.get("empty_steps", {}))
             self.prompts.restore(state)
+        if files := changed_files(state.get("val_fingerprints"), self._val_fingerprints()):
+            logger.warning("data.val_files: rows changed since %s: %s", resumption.folder.name, ", ".join(files))
         if self.prompts.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():

@@ -178,11 +178,23 @@ def test_no_files_is_an_error():
         dataset([])
 
 
-def test_the_fingerprint_follows_the_prompts(tmp_path):
-    first = dataset(jsonl(tmp_path / "a.jsonl", [a_row("a"), a_row("b")]))
-    same = dataset(jsonl(tmp_path / "b.jsonl", [a_row("a"), a_row("b")]))
-    other = dataset(jsonl(tmp_path / "c.jsonl", [a_row("b"), a_row("a")]))
-    assert first.fingerprint == same.fingerprint != other.fingerprint
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": [{"role": "user", "content": "c"}]},
+        {"reward_model": {"ground_truth": "43"}},
+        {"data_source": "gsm8k"},
+        {"extra_info": {"index": 1, "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "43"}}}}},
+        {"answer": "43"},
+    ],
+)
+def test_the_fingerprint_of_a_file_follows_all_of_its_rows(tmp_path, change):
+    rows = [a_row("a"), a_row("b")]
+    first = dataset([jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows)])
+    other = jsonl(tmp_path / "c.jsonl", [rows[0], rows[1] | change])
+    digests = [*first.fingerprints.values(), *dataset(other).fingerprints.values()]
+    assert list(first.fingerprints) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.fixture(scope="module")
