@@ -94,7 +94,7 @@ class RLDataset:
         self._indices: list[object] = []
         self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
 
-    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
+    def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digests: dict[str, hashlib._Hash] = {}
@@ -113,9 +113,8 @@ class RLDataset:
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
                 self._any_images |= bool(image_tokens)
-                content = row | {
-                    "extra_info": self._blobs.store(plain(raw.get("extra_info")))
-                }  # as written in the file
+                # as written in the file
+                content = row | {"extra_info": self._blobs.store(plain(raw.get("extra_info")))}
                 text = _ADDRESS.sub("", repr(content))  # a dataset class may give objects
                 digests.setdefault(file, hashlib.sha256()).update(text.encode("utf-8", "surrogatepass"))
             if len(self._rows) + len(problems or ()) == max_samples:

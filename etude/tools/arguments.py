@@ -270,12 +270,12 @@ def _pattern(validator: Validator, pattern: str, instance: object, schema: objec
 
 
 def _pattern_properties(
-    validator: Validator, patterns: Mapping[str, Any], instance: object, schema: object
+    validator: Any, patterns: Mapping[str, Any], instance: object, schema: object
 ) -> Iterator[ValidationError]:
     for key, value in instance.items() if isinstance(instance, dict) else ():
         for pattern in patterns:
             if _matches(pattern, key):
-                yield from validator.descend(value, patterns[pattern], path=key, schema_path=pattern)  # type: ignore[attr-defined]
+                yield from validator.descend(value, patterns[pattern], path=key, schema_path=pattern)
 
 
 def _own_keywords(library: Mapping[str, _Keyword], has_patterns: bool) -> dict[str, _Keyword]:
