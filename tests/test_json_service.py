@@ -96,7 +96,7 @@ def test_an_mcp_servers_bomb_breaks_its_connection_within_bounded_memory():
                 max_message_bytes=1_000_000,
             )
         )
-        with pytest.raises(Exception) as caught:  # noqa: B017, PT011 - the SDK wraps what the transport raises
+        with pytest.raises(Exception) as caught:
             await session.opened()
         await session.close()
         return caught
