@@ -3,7 +3,7 @@ takes to arrive, and cancellation of work for a client that has disconnected.
 
 Invariant: no page of another site gets an answer, whatever DNS name leads it here, nor makes a browser send anything but a
 GET; without the token no part of a body is read; no client can make the server hold more than `max_bytes` of a body, or wait
-for it longer than `BODY_SECONDS`.
+for it longer than `BODY_SECONDS`, and all together no more than a multiple of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ R = TypeVar("R")
 OPEN_PATHS = {"/v1/ping", "/health"}
 """Paths that need no token."""
 BODY_SECONDS = 60.0
+_HELD_BODIES = 8  # bytes of all bodies at once, in multiples of `max_bytes`
+_SMALL_BODY = 64 << 10
 _DROPPED_BODIES = 4  # excess bytes to read and drop, in multiples of `max_bytes`
 _DROP_SECONDS = 5.0
 
@@ -102,13 +104,15 @@ def _is_address(name: str) -> bool:
 
 
 class BodyLimit:
-    """Responds with 413 to a body of more than `max_bytes`. Excess bytes are read and dropped, up to a limit, because a
-    client that is still sending would see a broken connection instead of the response."""
+    """Responds with 413 to a body of more than `max_bytes`, and with 429 to one that would bring the bodies of all requests
+    in progress above `_HELD_BODIES` times that; small ones always pass. Excess bytes are read and dropped, up to a limit,
+    because a client that is still sending would see a broken connection instead of the response."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._error_body = error_body
+        self._held = 0  # bytes of bodies of requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,14 +132,21 @@ class BodyLimit:
                 message = await asyncio.wait_for(receive(), due - clock())
             except asyncio.TimeoutError:
                 raise HTTPException(408, f"the request was not complete within {BODY_SECONDS:g} s") from None
-            seen += len(message.get("body", b""))
+            seen += (size := len(message.get("body", b"")))
+            self._held += size
             if seen > self._max_bytes:
                 await self._drop_rest(receive)
                 raise HTTPException(413, self._reason())
+            if seen > _SMALL_BODY and self._held > _HELD_BODIES * self._max_bytes:
+                await self._drop_rest(receive)
+                raise HTTPException(429, "the server holds too many large requests", {"Retry-After": "1"})
             whole = not message.get("more_body", False)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held -= seen
 
     async def _drop_rest(self, receive: Receive) -> None:
         async def drop() -> None:
