@@ -19,6 +19,7 @@ class HermesToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    written = ("<tool_call>\n", "\n</tool_call>")
 
     def read_calls(self, body: str) -> Found:
         """Parses the single call of a block."""
@@ -41,6 +42,7 @@ class Internlm2ToolParser(JsonBlockParser):
     arguments = ("parameters", "arguments")
     special_tokens = ("<|action_start|>", "<|action_end|>", _PLUGIN)
     stop_tokens = ("<|action_end|>",)
+    written = (f"<|action_start|>{_PLUGIN}\n", "<|action_end|>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`; a block without the plug-in tag (the interpreter's) is text."""
@@ -62,6 +64,7 @@ class Phi4ToolParser(JsonBlockParser):
     may_stay_open = True
     arguments = ("arguments", "parameters")
     special_tokens = ("<|tool_call|>", "<|/tool_call|>")
+    written, writes_list = (_WORD, ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         is_word = tag == _WORD and not text.startswith("[", start)
@@ -88,6 +91,7 @@ class CohereToolParser(JsonBlockParser):
     reasoning_tags = (("<|START_THINKING|>", "<|END_THINKING|>"),)
     names = ("tool_name", "name")
     arguments = ("parameters", "arguments")
+    written, writes_list = ("<|START_ACTION|>", "<|END_ACTION|>"), True
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")
 
     def read_calls(self, body: str) -> Found:
@@ -109,6 +113,7 @@ class GraniteToolParser(BareParser, JsonBlockParser):
     may_stay_open = True
     special_tokens = opening
     bare = LIST_OF_CALLS
+    written, writes_list = ("<|tool_call|>", ""), True
 
 
 _LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{KEYS_OF_A_CALL}")
@@ -127,6 +132,7 @@ class XlamToolParser(BareParser, JsonBlockParser):
     may_stay_open = True
     special_tokens = ("[TOOL_CALLS]",)
     bare = LIST_OF_CALLS
+    written, writes_list = ("", ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         if tag.startswith("`") and not _LIKE_A_CALL.match(text, start):
@@ -144,3 +150,4 @@ class GigaChat3ToolParser(JsonBlockParser):
     glue = ("<|message_sep|>",)
     may_stay_open = True
     special_tokens = ("<|role_sep|>", "<|message_sep|>", "<|function_call|>")
+    written = ("function call<|role_sep|>\n", "<|message_sep|>")
