@@ -223,8 +223,9 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `stop`, `seed`.
-            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, which is 0
-                unless this is a retry after an infrastructure failure.
+            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, `attempt`, which is 0 unless
+                this is a retry after an infrastructure failure, and `group_seed`, for randomness that all rollouts of a
+                prompt share.
 
         Returns:
             The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be omitted; if given,

@@ -33,7 +33,7 @@ from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
-from etude.seeds import trajectory_seed
+from etude.seeds import group_seed, trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
 from etude.trace import OpenSpans, TraceSpan, span, watch_spans
 from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
@@ -90,9 +90,9 @@ class AgentLoopManager:
     ) -> list[Rollout]:
         """Rolls out every row.
 
-        A row may have `rollout_index` (its index in the whole step's batch) and `active_tools` (names of the configured
-        tools that it may use; default all). `least_group`: minimum survivors per group (rows with the same `uid`); a group
-        with fewer is dropped.
+        A row may have `rollout_index` (its index in the whole step's batch), `group_seed` (the same for all rollouts of a
+        prompt; default: its own) and `active_tools` (names of the configured tools that it may use; default all).
+        `least_group`: minimum survivors per group (rows with the same `uid`); a group with fewer is dropped.
 
         Raises:
             ConfigError: a row names an agent loop that does not exist; raised before any work.
@@ -173,6 +173,7 @@ class _Batch:
         self._stalled: dict[int, Stalled] = {}  # those of either that are being cancelled because of a stall
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
+            row.setdefault("group_seed", group_seed(sampling.seed, row.get("rollout_index", i)))
             try:
                 AGENT_LOOPS.get(manager.loop_name(row))
             except ConfigError as error:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from etude.models import ImageReader
 
 Schema = dict[str, Any]
+_OWN_LOOPS = (None, "tool_agent", "env_agent", "single_turn_agent")  # a user's may write the tools itself
 
 _ADDRESS = re.compile(r" at 0x\w+")
 
@@ -56,6 +57,7 @@ class RLDataset:
         max_samples: stop after this many rows; -1 for all.
         rows: used instead of the rows of the files.
         scored: whether a row's built-in scorer must be able to read its ground truth.
+        shows_tools: reject rows of the package's own agent loops whose prompt does not show the model its tools.
         problems: if given, invalid rows are skipped and their errors are appended to it.
 
     Raises:
@@ -76,13 +78,14 @@ class RLDataset:
         max_samples: int = -1,
         rows: Iterable[Row] | None = None,
         scored: bool = False,
+        shows_tools: bool = False,
         problems: list[DataError] | None = None,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
         self.tool_schemas = tool_schemas
         self._interactions = list(interactions)
-        self._agent_loops = agent_loops
+        self._agent_loops, self._shows_tools = agent_loops, shows_tools
         self.options = options
         self.overlong = 0
         self._scored = scored
@@ -158,6 +161,8 @@ class RLDataset:
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
         try:
             self.chat.require_whole(messages, schemas)
+            if self._shows_tools and row.get("agent_name") in _OWN_LOOPS:
+                self.chat.require_tools_shown(messages, schemas)
             length = self.chat.prompt_length(messages, schemas, *image_args)
         except DataError as error:
             raise DataError(f"{where}: {one_line(error)}") from error

@@ -199,7 +199,7 @@ class _Inspection:
         from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
         model = self._roles.model
-        bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs)
+        bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs, self._roles.rollout.multi_turn)
         if bundle.processor is not None:
             check_takes_images(self._roles.rollout.name)
         self._bundle = bundle

@@ -27,7 +27,7 @@ from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.rewards.number import MAX_REWARD
-from etude.seeds import batch_seed
+from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.setup import RunSetup
@@ -61,10 +61,13 @@ class Rollouts:
         prompts.meta_info["least_group"] = self._setup.min_group
         return prompts
 
-    def baseline_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int) -> DataProto:
-        """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on."""
-        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
-        prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
+    def baseline_prompts(
+        self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int, group: int = 0
+    ) -> DataProto:
+        """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on. `group`: the
+        first row's place in the batch; its environment is that of its other rollouts."""
+        seed, label = batch_seed(self._setup.roles.rollout.seed, step, attempt), f"{step}.{attempt}-greedy"
+        prompts = rollout_batch(rows, n=1, label=label, seed=seed, validate=False, first=first, group=group)
         prompts.meta_info |= {"step": step, "greedy": True}
         return prompts
 
@@ -93,6 +96,7 @@ class Rollouts:
         prompts = rollout_batch([dataset[i] for i in numbers], n=n, label="val", seed=seed, validate=True)
         prompts.non_tensor_batch["uid"] = object_array([f"val-{i}" for i in numbers for _ in range(n)])
         prompts.non_tensor_batch["rollout_index"] = object_array([i * n + j for i in numbers for j in range(n)])
+        prompts.non_tensor_batch["group_seed"] = object_array([group_seed(seed, i) for i in numbers for _ in range(n)])
         return self.generate(prompts)[0]
 
     def validate(self, dataset: RLDataset) -> tuple[Batch, dict[str, float]]:
@@ -187,14 +191,26 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
 
 
 def rollout_batch(
-    rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
+    rows: Sequence[dict[str, Any]],
+    *,
+    n: int,
+    label: str,
+    seed: int,
+    validate: bool,
+    first: int = 0,
+    group: int | None = None,
 ) -> DataProto:
-    """Builds a batch of rows to roll out, each repeated `n` times in a row. Adds `uid`, one per prompt, and `rollout_index`,
-    counted from `first`: together with `seed` it determines a trajectory's random numbers. Each key of the rows becomes an
-    object column, None for rows without it."""
+    """Builds a batch of rows to roll out, each repeated `n` times in a row.
+
+    Adds `uid`, one per prompt; `rollout_index`, counted from `first`: together with `seed` it determines a trajectory's
+    random numbers; and `group_seed`, the same for all rollouts of a prompt. `group`: the first prompt's place in the whole
+    batch (default: `first // n`). Each key of the rows becomes an object column, None for rows without it.
+    """
+    group = first // n if group is None else group
     names = dict.fromkeys(name for row in rows for name in row)
     batch = DataProto.from_single_dict({name: [row.get(name) for row in rows] for name in names})
     batch.non_tensor_batch["uid"] = object_array([f"{label}-{first // n + i}" for i in range(len(rows))])
+    batch.non_tensor_batch["group_seed"] = object_array([group_seed(seed, group + i) for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["rollout_index"] = object_array(range(first, first + len(batch)))
     batch.meta_info = {"seed": seed, "validate": validate}

@@ -78,7 +78,7 @@ class SFTTrainer:
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
-        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
+        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs, self.multi_turn)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
         rows = model_config(self.model.path).get("vocab_size")  # embedding rows; can exceed the tokenizer's vocabulary
         self._vocabulary = max(len(self.tokenizer), rows if isinstance(rows, int) else 0)

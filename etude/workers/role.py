@@ -76,7 +76,8 @@ class RoleWorker(Worker):
         Raises:
             ConfigError: the model's folder is not set, or something in it is missing or broken.
         """
-        return load_tokenizer_bundle(self.options.model, self.options.chat_template_kwargs)
+        options = self.options
+        return load_tokenizer_bundle(options.model, options.chat_template_kwargs, options.rollout.multi_turn)
 
     @property
     def tokenizer(self) -> Any:

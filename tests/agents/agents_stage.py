@@ -120,7 +120,7 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
     """(trajectory, engine) of one scripted run of an agent loop."""
     engine = Recorder(script)
     shared = context(tools, **given)
-    row = {"raw_prompt": QUESTION, "request_id": "r"} | (row or {})
+    row = {"raw_prompt": QUESTION, "request_id": "r", "group_seed": 7} | (row or {})
 
     async def main():
         client = TrajectoryClient(engine, "r")

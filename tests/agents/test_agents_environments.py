@@ -1,14 +1,18 @@
 """Environments: RL-Factory's surface and Gymnasium's manner, turn by turn, alone, together, and when they break."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from turn_templates import HARMONY
 
 from etude.agents import AgentLoopManager, EnvAgentLoop, Sampling
+from etude.agents.batch import rows_of
 from etude.agents.environments import (
     ENVIRONMENTS,
     Env,
@@ -22,6 +26,7 @@ from etude.agents.environments import (
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.models import build_tiny_tokenizer
 from etude.tools import ToolResponse
+from etude.trainer.rollouts import Rollouts, rollout_batch
 from etude.trajectory import Provenance, StopReason
 
 
@@ -459,6 +464,60 @@ def test_asynchronous_methods_are_awaited():
 
     trajectory, _ = play([says("4")], Later)
     assert trajectory.rewards.steps == [(0, "env", 1.0)]
+
+
+@settings(max_examples=10)
+@given(n=st.integers(1, 4), prompts=st.integers(1, 4), batch=st.integers(0, 2**40), first=st.integers(0, 3))
+def test_all_rollouts_of_a_prompt_and_their_retries_play_one_game(n, prompts, batch, first):
+    played, failed = defaultdict(list), set()
+
+    class Seeded(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            played[options["prompt"]].append(seed)
+            if options["prompt"] not in failed:  # each prompt's first rollout is retried
+                failed.add(options["prompt"])
+                raise InfrastructureError("gone")
+            return "", {}
+
+        def step(self, action):
+            return "", 1.0, True, False, {}
+
+    rows = [{"raw_prompt": QUESTION, "extra_info": {"prompt": k}} for k in range(prompts)]
+    made = rollout_batch(rows, n=n, label="1.0", seed=batch, validate=False, first=first * n)
+    agents = AgentLoopManager(context(environment=environment(Seeded)), Recorder(lambda *_: says("go")))
+    results = asyncio.run(agents.generate(rows_of(made), Sampling(1.0, 1.0, -1, seed=batch)))
+    assert all(each.trajectory is not None for each in results)
+    assert [len(played[k]) for k in range(prompts)] == [n + 1] * prompts
+    assert [len(set(played[k])) for k in range(prompts)] == [1] * prompts
+    assert len({seed for seeds in played.values() for seed in seeds}) == prompts
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 99), step=st.integers(1, 99), n=st.integers(1, 4), sizes=st.lists(st.integers(1, 4), min_size=1)
+)
+def test_a_resumed_or_a_divided_batch_plays_the_games_of_the_whole(seed, step, n, sizes):
+    class Asked(Rollouts):
+        def generate(self, prompts):
+            return prompts, {}
+
+    roles = SimpleNamespace(rollout=SimpleNamespace(n=n, seed=seed, val_kwargs=SimpleNamespace(n=n)))
+    rollouts = Asked(SimpleNamespace(roles=roles, min_group=1, groups=SimpleNamespace(run=None)), None, None)
+    rows = [{"index": k} for k in range(sum(sizes))]
+
+    def games(*batches):
+        return [number for each in batches for number in each.non_tensor_batch["group_seed"].tolist()]
+
+    whole = games(rollouts.training_prompts(rows, step, 0))
+    assert whole == [game for game in dict.fromkeys(whole) for _ in range(n)]
+    assert whole != games(rollouts.training_prompts(rows, step + 1, 0))
+    alone = [rollouts.training_prompts([row], step, 0, first=k * n) for k, row in enumerate(rows)]
+    assert games(*alone) == whole
+    greedy = [rollouts.baseline_prompts([row], step, 0, len(rows) * n + k, k) for k, row in enumerate(rows)]
+    assert games(*greedy) == whole[::n] == games(rollouts.baseline_prompts(rows, step, 0, len(rows) * n))
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    parts = [rollouts.validate_rows(rows, range(a, a + size)) for a, size in zip(starts, sizes)]
+    assert games(*parts) == games(rollouts.validate_rows(rows, range(len(rows))))
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,10 @@ from etude.preflight.check import inspect_run
 from etude.trainer.resources import count_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
+{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
 UNDESCRIBED = SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
 
 
@@ -44,6 +48,14 @@ def test_an_agent_with_nothing_wrong(agent):
     subjects = ["configuration", "plug-ins", "model", "tools", "template", "rows", "batch", "reward", "services"]
     assert [each.subject for each in found.all] == [*subjects, "memory", "disk", "rollout"]
     assert not (agent.folder / "run").exists()  # nothing is written
+
+
+def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
+    model = template(lambda text: CHATML)(agent)
+    found = inspect(agent, *model, f"{ROLLOUT}.multi_turn.tools_in_system=true")
+    assert [str(each) for each in found.all if each.level is not Level.OK] == []
+    [rolled_out] = [each.message for each in found.all if each.subject == "rollout"]
+    assert "every tool was called and answered" in rolled_out
 
 
 # -- one misconfiguration each: (how it is made; level, subject, what is said, what to do) ------------------------------
@@ -149,7 +161,18 @@ CASES = {
                 + text
             )
         ),
-        (ERROR, "template", "cannot show the model a tool's answer", "take a model whose template can"),
+        (ERROR, "template", "cannot show the model a tool's answer", "multi_turn.tools_in_system=true"),
+    ),
+    "template that shows no tools": (
+        template(lambda text: CHATML),
+        (ERROR, "rows", "the model is not shown its tools (guess)", "multi_turn.tools_in_system=true"),
+    ),
+    "template that shows no tools, named in the prompt": (
+        lambda agent: (
+            agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Call guess."}]) for n in range(4)])
+            or template(lambda text: CHATML)(agent)
+        ),
+        (WARNING, "template", "does not show the model its tools", "multi_turn.tools_in_system=true"),
     ),
     "parser of another format": (
         overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),

@@ -217,10 +217,10 @@ class TextEnv:
             def step(self, action): ...                          -> (observation, reward, terminated, truncated, info)
             def close(self): ...
 
-    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`, `action`
-    the model's text. Methods may be async or sync (those run in a thread); any class with `reset` and `step` works, also a
-    Gymnasium environment that uses text. `reset` is called once, then `step` until the episode ends, and `close`, if there
-    is one, however it ends.
+    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`; `seed` is
+    the same for all rollouts of a prompt, and for retries of one. `action` is the model's text. Methods may be async or sync
+    (those run in a thread); any class with `reset` and `step` works, also a Gymnasium environment that uses text. `reset` is
+    called once, then `step` until the episode ends, and `close`, if there is one, however it ends.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -34,7 +34,6 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_
 from etude.options import EnvOptions
 from etude.protocol import DataProto
 from etude.rewards.number import as_reward
-from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 
@@ -252,9 +251,7 @@ class TextStage:
         make: Any = self._environment.target
         self._env = await self._environment.call("__init__", make)
         options = dict(row.get("extra_info") or {})
-        returned = await self._environment.call(
-            "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
-        )
+        returned = await self._environment.call("reset", self._env.reset, seed=row["group_seed"], options=options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise self._environment.wrong(
                 "reset must return (observation, info), the observation a text",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Any]
+Calls = Sequence[tuple[str, Mapping[str, Any]]]
+"""Calls to write: name and arguments of each."""
 P = TypeVar("P", bound="type[ToolParser]")
 
 
@@ -123,6 +125,18 @@ class ToolParser:
             NotImplementedError: this parser works on ids only.
         """
         raise NotImplementedError(f"{type(self).__name__} reads token ids only")
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        """Writes calls as a model of this format does, so that `parse` reads exactly them; shows a model the format
+        (`multi_turn.tools_in_system`).
+
+        Raises:
+            ConfigError: a parser of the user's does not define it.
+        """
+        raise ConfigError(
+            f"tool parser {type(self).__name__} cannot write a call, so a prompt cannot show its format: define "
+            "write(self, calls, tools=None) -> str, where a call is (name, arguments)"
+        )
 
     async def extract_tool_calls(
         self, response_ids: list[int], tools: Tools | None = None

@@ -25,6 +25,7 @@ class DeepseekToolParser(HeadedJsonParser):
     head = re.compile(r"[^`{<]*<[｜|]tool▁sep[｜|]>([^`{<]*)```(?:json)?")
     head_form = f"the function's name and {_SEPARATORS[0]}"
     fence = "```"
+    written = (f"function{_SEPARATORS[0]}{{name}}\n```json\n", "\n```")
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
         if not named.strip():
@@ -72,3 +73,4 @@ class DeepseekV31ToolParser(DeepseekToolParser):
             "<｜tool▁calls▁end｜>",
         ),
     )
+    written = (f"{{name}}{_SEPARATORS[0]}", "")

@@ -24,6 +24,7 @@ class HermesToolParser(JsonBlockParser):
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
     call_forms = (_TAGGED,)
+    written = ("<tool_call>\n", "\n</tool_call>")
 
     def read_calls(self, body: str) -> Found:
         """Parses the single call of a block."""
@@ -49,6 +50,7 @@ class Internlm2ToolParser(JsonBlockParser):
     call_forms = (
         CallForm('<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}', after="<|action_end|>"),
     )
+    written = (f"<|action_start|>{_PLUGIN}\n", "<|action_end|>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`; a block without the plug-in tag (the interpreter's) is text."""
@@ -74,6 +76,7 @@ class Phi4ToolParser(JsonBlockParser):
         CallForm(_CALL, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
         CallForm(_CALL, "functools[", ", ", "]"),
     )
+    written, writes_list = (_WORD, ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         is_word = tag == _WORD and not text.startswith("[", start)
@@ -101,6 +104,7 @@ class CohereToolParser(JsonBlockParser):
     names = ("tool_name", "name")
     arguments = ("parameters", "arguments")
     plain_content = False
+    written, writes_list = ("<|START_ACTION|>", "<|END_ACTION|>"), True
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")
 
     def read_calls(self, body: str) -> Found:
@@ -123,6 +127,7 @@ class GraniteToolParser(BareParser, JsonBlockParser):
     special_tokens = opening
     call_forms = (CallForm(_CALL, "<|tool_call|>[", ", ", "]"), _TAGGED)
     bare = LIST_OF_CALLS
+    written, writes_list = ("<|tool_call|>", ""), True
 
 
 _LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{KEYS_OF_A_CALL}")
@@ -142,6 +147,7 @@ class XlamToolParser(BareParser, JsonBlockParser):
     special_tokens = ("[TOOL_CALLS]",)
     call_forms = (CallForm(_CALL, "[", ", ", "]"),)
     bare = LIST_OF_CALLS
+    written, writes_list = ("", ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         if tag.startswith("`") and not _LIKE_A_CALL.match(text, start):
@@ -160,3 +166,4 @@ class GigaChat3ToolParser(JsonBlockParser):
     may_stay_open = True
     special_tokens = ("<|role_sep|>", "<|message_sep|>", "<|function_call|>")
     call_forms = (CallForm(_CALL, "function call<|role_sep|>\n"),)
+    written = ("function call<|role_sep|>\n", "<|message_sep|>")

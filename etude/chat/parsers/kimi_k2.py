@@ -37,6 +37,7 @@ class KimiK2ToolParser(HeadedJsonParser):
 
     head = re.compile(r"([^<]*)<\|tool_call_argument_begin\|>")
     head_form = f"functions.name:0 and {_ARGUMENTS}"
+    written = (f"functions.{{name}}:{{number}}{_ARGUMENTS}", "")
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
         match = _IDENTIFIER.fullmatch(named.strip())
