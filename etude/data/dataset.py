@@ -90,7 +90,7 @@ class RLDataset:
         self._indices: list[object] = []
         self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
 
-    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
+    def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digests: dict[str, hashlib._Hash] = {}

@@ -275,7 +275,7 @@ def _pattern_properties(
     for key, value in instance.items() if isinstance(instance, dict) else ():
         for pattern in patterns:
             if _matches(pattern, key):
-                yield from validator.descend(value, patterns[pattern], path=key, schema_path=pattern)  # type: ignore[attr-defined]
+                yield from validator.descend(value, patterns[pattern], path=key, schema_path=pattern)
 
 
 def _own_keywords(library: Mapping[str, _Keyword], has_patterns: bool) -> dict[str, _Keyword]:
