@@ -28,13 +28,14 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
-from etude.agents.validation import validate_output
+from etude.agents.validation import check_tools_shown, validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import group_seed, trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
+from etude.tools.lifecycle import watch_sessions
 from etude.trace import OpenSpans, TraceSpan, span, watch_spans
 from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
 
@@ -245,6 +246,8 @@ class _Batch:
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
+                if client.sessions:
+                    check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)
             except AgentError as error:
                 rollout.cause = describe_error(error)
                 rollout.drop(StopReason.AGENT_ERROR)
@@ -373,7 +376,8 @@ async def _run_loop(
     loop = AGENT_LOOPS.get(name)(
         trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
     )
-    return await called(loop.run, params, **row)
+    with watch_sessions() as client.sessions:
+        return await called(loop.run, params, **row)
 
 
 def _describe(trajectory_span: TraceSpan, returned: object) -> None:

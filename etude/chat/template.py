@@ -39,6 +39,7 @@ from etude.trajectory import Provenance
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
 _CONTEXTS_KEPT = 1024
 _LONGEST_KEPT = 4096  # maximum characters of a cached context's messages
@@ -175,7 +176,7 @@ class ChatTemplate:
         if unknown := [name for name in names if name not in said]:
             raise DataError(
                 f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
-                "the messages do not describe them; set actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
+                f"the messages do not describe them; set {TOOLS_IN_SYSTEM}"
             )
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
