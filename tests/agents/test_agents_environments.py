@@ -511,6 +511,8 @@ def test_a_resumed_or_a_divided_batch_plays_the_games_of_the_whole(seed, step, n
     whole = games(rollouts.training_prompts(rows, step, 0))
     assert whole == [game for game in dict.fromkeys(whole) for _ in range(n)]
     assert whole != games(rollouts.training_prompts(rows, step + 1, 0))
+    sampling = {rollouts.training_prompts(rows, step, attempt).meta_info["seed"] for attempt in range(3)}
+    assert len(sampling) == 3  # a step's further batches draw other numbers
     alone = [rollouts.training_prompts([row], step, 0, first=k * n) for k, row in enumerate(rows)]
     assert games(*alone) == whole
     greedy = [rollouts.baseline_prompts([row], step, 0, len(rows) * n + k, k) for k, row in enumerate(rows)]

@@ -160,6 +160,7 @@ def test_rollouts_do_not_age_while_only_the_critic_learns(tiny, tmp_path):
     train(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1", *warm_up))
     ages = [record["staleness/max"] for record in metrics(tmp_path)]
     assert ages[:3] == [0.0, 0.0, 0.0]  # the third step is the first to move the policy
+    assert ["actor/optimizer_steps" in record for record in metrics(tmp_path)] == [False, False, True, True]
 
 
 def test_a_step_whose_dump_cannot_be_written_is_in_the_accounts(tiny, tmp_path, monkeypatch):
