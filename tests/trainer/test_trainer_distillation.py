@@ -245,7 +245,7 @@ def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_pa
             "forward_kl_topk learns over the whole vocab",
         ),
         ([HINTED, "distillation.hint=x", TOP_K[0], "distillation.distillation_loss.topk=9999"], "tokenizer has only"),
-        (["distillation.distillation_loss.loss_mode=k3"], "write k1, an advantage, or forward_kl_topk, a loss"),
+        ([HINTED, "distillation.distillation_loss.loss_mode=k3"], "write k1, an advantage, or forward_kl_topk, a loss"),
         (["distillation.teachers={default:/nowhere/at/all}"], "/nowhere/at/all"),
         (["distillation.teachers={default:'http://127.0.0.1:9'}", f"{ROLLOUT}.temperature=0.7"], "temperature 1 only"),
         (

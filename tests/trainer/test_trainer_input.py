@@ -200,7 +200,7 @@ def test_a_template_that_cannot_answer_tools_is_one_line(refused, with_template,
     line = refused(model)
     assert "actor_rollout_ref.rollout.multi_turn: tools are configured, but" in line
     assert reason in line
-    assert "set multi_turn.format=search_r1" in line
+    assert "set multi_turn.tools_in_system=true" in line
 
 
 def test_a_template_that_cannot_be_continued_names_the_model(refused, with_template):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from etude.options import ActorOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto
+from etude.seeds import group_seed
 from etude.trainer.minibatches import mini_rows, rank_parts
 from etude.trainer.rollouts import rollout_batch
 
@@ -152,6 +153,7 @@ def test_rows_to_roll_out_are_columns_of_objects():
         "tools_kwargs": [{"a": 1}, {"a": 1}, None, None],
         "agent_name": [None, None, "m", "m"],
         "uid": ["3.0-2", "3.0-2", "3.0-3", "3.0-3"],
+        "group_seed": [group_seed(7, place) for place in (2, 2, 3, 3)],
         "rollout_index": [4, 5, 6, 7],
     }
     assert batch.meta_info == {"seed": 7, "validate": False}

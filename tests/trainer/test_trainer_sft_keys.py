@@ -157,6 +157,7 @@ HANDED_ON = {
         f"multi_turn.{name}": (value, f"rollout.multi_turn.{name}")
         for name, value in {
             "format": "search_r1",
+            "tools_in_system": "true",
             "max_assistant_turns": 3,
             "max_user_turns": 3,
             "max_seconds": 5.0,

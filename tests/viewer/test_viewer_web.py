@@ -639,7 +639,7 @@ def test_why_holds_one_rollout_at_a_time(tmp_path, monkeypatch):
             most.append(sum(each() is not None for each in kept))
 
     kept, most = [], []
-    monkeypatch.setattr("etude.viewer.signal.read_rollouts", read)
+    monkeypatch.setattr("etude.viewer.signal.readable_rollouts", read)
     write_rollouts(tmp_path / "rollouts", 1, [make_record(1, number) for number in range(8)])
     assert answers.why(RunView(".", tmp_path))["causes"]
     assert len(most) == 8
