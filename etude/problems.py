@@ -25,6 +25,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
 _CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
+_STANDING = 1e-7  # relative change of weights; 1e-5 to 1e-3 is usual
 _SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
         0.9,
@@ -72,7 +73,16 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     for name, (threshold, words) in _SHARES.items():
         if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
             problems[name] = f"{100 * share:.0f} % {words}"
-    return problems | _tool_problems(metrics) | _dominant_reward(metrics)
+    return problems | _standing_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
+
+
+def _standing_weights(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {
+        name: f"{name}={change:.1g}: the gradient is not 0, but weights hardly move: look at optim.lr and clip_grad"
+        for role in ("actor", "critic", "sft", "dpo")
+        if (change := metrics.get(name := f"{role}/weight_change", 1.0)) < _STANDING
+        and metrics.get(f"{role}/grad_norm", 0.0) > 0
+    }
 
 
 def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -2,12 +2,17 @@
 
 Invariant: a model that `enable_packing` accepts computes the log-probs of its own eager forward, both packed and token by
 token from cached keys and values. For Transformers' own architectures in `TESTED`, and those in `etude.models.vision.KINDS`,
-tests check this; any other architecture or class is compared here, once, on two short sequences; known incompatibilities are
+tests check this; any other architecture or class is compared here, once, on two short sequences. Those are shorter than a
+window, so one whose configuration names a span (window, chunk, original length) is also compared as a small copy, with
+spans of a few tokens and longer sequences; where no such copy can be made, that is logged. Known incompatibilities are
 rejected with the reason.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +21,17 @@ from torch import Tensor
 
 from etude.errors import ConfigError, one_line
 from etude.models.attention import Scoring
-from etude.models.packed import ATTENTION_NAME, CausalSequences, logits_of, masked_attention, packed_hidden
+from etude.models.packed import (
+    ATTENTION_NAME,
+    AttentionLayout,
+    CausalSequences,
+    logits_of,
+    masked_attention,
+    packed_hidden,
+)
 from etude.models.vision import KINDS
+
+logger = logging.getLogger(__name__)
 
 TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe"})
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -25,6 +39,12 @@ _BATCH_ROPE = {"dynamic", "longrope"}  # frequencies depend on the longest posit
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PROBE_TOKENS = (7, 5)
 _PROBE_PARTS = (5, 1, 1)  # a prompt and two decoded tokens
+_SPAN = re.compile(
+    r"(window|chunk|attention_span|local_attention|block_size|original_max_position)(?!\w*(layers|pattern))"
+)
+_SHORTEST_SPAN = 4  # in a small copy; the next longer span is one token longer
+_COPIED_LAYERS = 6  # one of each kind, also where layers alternate by a pattern that no list in the configuration shows
+_COPIED_VOCABULARY = 256
 
 
 def enable_packing(model: Any) -> None:
@@ -41,10 +61,9 @@ def enable_packing(model: Any) -> None:
     if kind in KINDS:  # the vision tower keeps its own attention
         model.set_attn_implementation({"": ATTENTION_NAME, "text_config": ATTENTION_NAME})
         return
-    model.set_attn_implementation(ATTENTION_NAME)
-    tested = kind in TESTED and type(model).__module__.startswith("transformers.models.")
-    if not tested and model.get_output_embeddings() is not None:
+    if kind not in TESTED or not type(model).__module__.startswith("transformers.models."):
         _compare(model, kind)
+    model.set_attn_implementation(ATTENTION_NAME)
 
 
 def key_width(model: Any) -> tuple[int, int]:
@@ -113,35 +132,125 @@ class _ProbeCache:
         return masked_attention(query[None], key[None], value[None], mask, scoring)[0].transpose(0, 1)
 
 
-@torch.no_grad()
 def _compare(model: Any, kind: str) -> None:
-    """Raises ConfigError if two sequences packed together, or one of them fed in parts with cached keys and values, get
-    other logits than each sequence alone."""
+    """Raises ConfigError if the model, or a small copy of it on sequences longer than each of its spans, computes other
+    outputs packed or token by token."""
+    unsupported = f"model type '{kind}' is not supported by the native engine"
+    failure = _difference(model, _PROBE_TOKENS, _PROBE_PARTS)
+    if failure:
+        raise ConfigError(f"{unsupported}: {failure}")
+    spans = dict(_spans(model.config.get_text_config().to_dict()))
+    if not spans:
+        return
+    named = ", ".join(f"{name}={span}" for name, span in spans.items())
+    short = {span: _SHORTEST_SPAN + i for i, span in enumerate(sorted(set(spans.values())))}
+    length = 2 * max(short.values()) + 3  # the last tokens are beyond the second chunk
+    prompt = _SHORTEST_SPAN - 1
+    try:
+        small = _small_copy(model, short)
+    except Exception as error:  # a class may refuse the changed configuration in any way
+        logger.warning(
+            "model type '%s' was not compared beyond %s: no small copy of it can be made (%s: %s)",
+            kind, named, type(error).__name__, one_line(error),
+        )  # fmt: skip
+        return
+    failure = _difference(small, (length, 5, length - 1), (prompt, *[1] * (length - prompt)))
+    if failure:
+        raise ConfigError(
+            f"{unsupported} beyond {named}: {failure}. Use another model; or, if no context is longer than a window or "
+            "chunk, set that to null in the model's config.json"
+        )
+
+
+def _spans(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """(name, tokens) of every span in a configuration, nested ones included."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _spans(value, key if isinstance(value, (int, list)) else name)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _spans(value, name)
+    elif isinstance(values, int) and not isinstance(values, bool) and values > 0 and _SPAN.search(name):
+        yield name, values
+
+
+def _shortened(values: Any, short: dict[int, int], name: str = "") -> Any:
+    """`values` with each span that `_spans` finds replaced by `short` of it."""
+    if isinstance(values, dict):
+        return {key: _shortened(x, short, key if isinstance(x, (int, list)) else name) for key, x in values.items()}
+    if isinstance(values, list):
+        return [_shortened(x, short, name) for x in values]
+    return short[values] if any(_spans(values, name)) else values
+
+
+def _small_copy(model: Any, short: dict[int, int]) -> Any:
+    """A float32 model of the same class on the CPU, with random weights, `short` spans, a layer of each kind, and one group
+    of heads of the same width."""
+    config = copy.deepcopy(model.config)
+    text, given = config.get_text_config(), model.config.get_text_config().to_dict()
+    layers, heads, groups = text.num_hidden_layers, text.num_attention_heads, key_width(model)[0]
+    by_layer = {name: x for name, x in given.items() if isinstance(x, list) and len(x) == layers}
+    kinds = {repr([x[i] for x in by_layer.values()]): i for i in reversed(range(layers))}
+    kept = sorted(kinds.values()) if len(kinds) > 1 else [*range(min(layers, _COPIED_LAYERS))]
+    sizes = {name: 64 for name in given if name.endswith("intermediate_size") and isinstance(given[name], int)}
+    if heads % groups == 0 and text.hidden_size % groups == 0:
+        sizes |= {"hidden_size": text.hidden_size // groups, "num_attention_heads": heads // groups}
+        sizes |= {"num_key_value_heads": 1} if getattr(text, "num_key_value_heads", None) else {}
+    changed = {name: x for name, x in _shortened(given, short).items() if x != given[name]}
+    changed |= {name: [_shortened(x[i], short, name) for i in kept] for name, x in by_layer.items()}
+    changed |= {
+        "num_hidden_layers": len(kept),
+        "vocab_size": min(text.vocab_size, _COPIED_VOCABULARY),
+        "pad_token_id": None,
+    }
+    for name, value in (sizes | changed).items():
+        setattr(text, name, value)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        small = type(model)(config).float()
+        with torch.no_grad():
+            for weight in small.parameters():
+                if weight.dim() > 1:  # far from uniform attention, so that each key counts
+                    weight.normal_(std=2 * weight.shape[-1] ** -0.5)
+    return small
+
+
+@torch.no_grad()
+def _difference(model: Any, lengths: tuple[int, ...], parts: tuple[int, ...]) -> str:
+    """Says how sequences packed together, or the beginning of the first fed in `parts` with cached keys and values, get
+    other logits (of a model without a head: hidden states) than each sequence alone; "" if they do not."""
     training, device = model.training, next(model.parameters()).device
     rows = model.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
-    layout, kept = CausalSequences(_PROBE_TOKENS), _ProbeCache()
-    parts = ids[: sum(_PROBE_PARTS)].split(_PROBE_PARTS)
+    ids = (torch.arange(1, 1 + sum(lengths)) * 7919 % rows).to(device)
+    layout, kept = CausalSequences(lengths), _ProbeCache()
+    has_head = model.get_output_embeddings() is not None
+
+    def packed_outputs(tokens: Tensor, positions: Tensor, places: AttentionLayout) -> Tensor:
+        hidden = packed_hidden(model, tokens, positions, places)
+        return logits_of(model, hidden) if has_head else hidden
+
     model.eval()
     try:
-        packed = logits_of(model, packed_hidden(model, ids, layout.position_ids(device), layout))
-        stepped = [logits_of(model, packed_hidden(model, x, kept.feed(len(x), device), kept)) for x in parts]
-        model.set_attn_implementation("eager")
-        alone = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_PROBE_TOKENS)])
-    except Exception as error:  # an untested architecture can fail in any way
-        failure = f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
-    else:
-        failure = "" if _close(packed, alone) else "packed sequences get other logits than single ones"
-        if not failure and not _close(torch.cat(stepped), alone[: kept.length]):
-            why = "a layer attends more than once, and its" if kept.twice else "its"
-            failure = f"{why} kept keys and values give later tokens other logits"
-        elif not failure and kept.widths != {key_width(model)}:
-            failure = f"its keys and values have (heads, head_dim) {sorted(kept.widths)}, not {key_width(model)}"
-    finally:
         model.set_attn_implementation(ATTENTION_NAME)
+        packed = packed_outputs(ids, layout.position_ids(device), layout)
+        steps = ids[: sum(parts)].split(parts)
+        stepped = [packed_outputs(x, kept.feed(len(x), device), kept) for x in steps]
+        model.set_attn_implementation("eager")
+        outputs = [model(input_ids=part[None], use_cache=False) for part in ids.split(lengths)]
+        alone = torch.cat([(out.logits if has_head else out.last_hidden_state)[0] for out in outputs])
+    except Exception as error:  # an untested architecture can fail in any way
+        return f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
+    finally:
+        model.set_attn_implementation("eager")
         model.train(training)
-    if failure:
-        raise ConfigError(f"model type '{kind}' is not supported by the native engine: {failure}")
+    if not _close(packed, alone):
+        return "packed sequences get other logits than single ones"
+    if not _close(torch.cat(stepped), alone[: kept.length]):
+        why = "a layer attends more than once, and its" if kept.twice else "its"
+        return f"{why} kept keys and values give later tokens other logits"
+    if kept.widths != {key_width(model)}:
+        return f"its keys and values have (heads, head_dim) {sorted(kept.widths)}, not {key_width(model)}"
+    return ""
 
 
 def _close(packed: Tensor, alone: Tensor) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,9 +23,10 @@ from etude.options import OptimOptions
 from etude.training.extra_optimizers import adamw_8bit, schedule_free_adamw
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
-from etude.training.sharding import clip_sharded, is_sharded, sum_gradients
+from etude.training.sharding import clip_sharded, is_sharded, share_of, sum_gradients
 
 _SCALE = "loss_scale."
+_SAMPLED = 2**15  # weights of each tensor from which `weight_change` is estimated
 
 
 class OptimizerSet:
@@ -60,7 +62,7 @@ class OptimizerSet:
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
-        self.training_step = first_step
+        self.training_step, self.weight_change = first_step, 0.0
         self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model, dtype)
@@ -111,7 +113,7 @@ class OptimizerSet:
 
     def step(self) -> float:
         """Sums the gradients over ranks, clips, steps and clears gradients; returns the norm before clipping. If gradients
-        are non-finite, all ranks skip the step."""
+        are non-finite, all ranks skip the step. Sets `weight_change`, ‖Δw‖ / ‖w‖."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
         limit = self.options.clip_grad or math.inf
@@ -121,6 +123,7 @@ class OptimizerSet:
             if self.world_size > 1:
                 sum_gradients(self._parameters)
             norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
+        before = self._sample()
         if math.isfinite(norm):
             factor = self._factor()
             for optimizer, base in self._optimizers:
@@ -128,10 +131,27 @@ class OptimizerSet:
                     group["lr"] = base * factor
                 optimizer.step()
             self._masters.publish()
+        self.weight_change = self._change_since(before)
         if self._loss_scale is not None:
             self._loss_scale.note(math.isfinite(norm))
         self.zero_grad()
         return norm
+
+    def _sample(self) -> list[Tensor]:
+        """Copies every k-th trainable weight of each tensor, on this rank."""
+        local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self._parameters]
+        return [weight.flatten()[:: _stride(p)].clone() for p, weight in zip(self._parameters, local)]
+
+    def _change_since(self, before: list[Tensor]) -> float:
+        squares = torch.zeros(2, dtype=torch.float64, device=before[0].device)  # of the change, and of the weights
+        for parameter, old, new in zip(self._parameters, before, self._sample()):
+            share = _stride(parameter) * (share_of(parameter) if isinstance(parameter, DTensor) else 1.0)
+            norms = torch.stack([torch.linalg.vector_norm(new - old), torch.linalg.vector_norm(new)])
+            squares += share * norms.to(squares.device).double() ** 2
+        if self._sharded:
+            dist.all_reduce(squares)
+        change, size = squares.tolist()
+        return math.sqrt(change / size) if size else 0.0
 
     def zero_grad(self) -> None:
         """Clears all gradients."""
@@ -199,6 +219,10 @@ class OptimizerSet:
         return [self._names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _stride(parameter: Tensor) -> int:
+    return max(1, parameter.numel() // _SAMPLED) | 1  # odd: not a column of a matrix
+
+
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     return f"optimizer.{type(optimizer).__name__}."
 
@@ -229,10 +253,17 @@ def _adamw(parameters: list[nn.Parameter], o: OptimOptions) -> torch.optim.Optim
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:
-    """Takes the optimizer step and returns `grad_norm`, `lr`, and the counts `optimizer_steps` and `skipped_steps` (because
-    of non-finite gradients). These are equal on all ranks; only the first one reports them."""
+    """Takes the optimizer step and returns `grad_norm`, `lr`, `weight_change` (of steps not skipped), and the counts
+    `optimizer_steps` and `skipped_steps` (because of non-finite gradients). These are equal on all ranks; only the first one
+    reports them."""
     lr, norm = optimizer.lr, optimizer.step()
     skipped = float(not math.isfinite(norm))
     if optimizer.rank:
         return {}
-    return {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "optimizer_steps": 1.0, "skipped_steps": skipped}
+    return {
+        "grad_norm": Mean(norm, 1),
+        "lr": Mean(lr, 1),
+        "weight_change": Mean((1 - skipped) * optimizer.weight_change, 1 - skipped),
+        "optimizer_steps": 1.0,
+        "skipped_steps": skipped,
+    }

@@ -49,7 +49,7 @@ def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
     """Takes one optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch,
     or of a rank's part of it. With a column `token_weights` (batch, width), the loss is the weighted sum instead.
 
-    Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.
+    Returns the metrics `loss`, `grad_norm`, `lr`, `weight_change`, `optimizer_steps`, `skipped_steps`.
     """
 
     def loss(log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, dict[str, float]]:

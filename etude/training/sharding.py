@@ -202,18 +202,22 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
             dist.all_reduce(parameter.grad)
 
 
+def share_of(tensor: DTensor) -> float:
+    """1 / the number of ranks that hold the same shard: the factor with which sums over shards are summed over all ranks."""
+    parts = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        parts *= 1 if isinstance(placement, Replicate) else size
+    return parts / dist.get_world_size()
+
+
 def clip_sharded(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Clips gradients to the norm `limit`; returns the norm of the whole gradient, the same on all ranks."""
-    world = dist.get_world_size()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device_mesh.device_type)  # type: ignore[attr-defined]
     for gradient in gradients:
         assert isinstance(gradient, DTensor)
-        parts = 1
-        for size, placement in zip(gradient.device_mesh.shape, gradient.placements):
-            parts *= 1 if isinstance(placement, Replicate) else size
         norm = torch.linalg.vector_norm(gradient.to_local())
-        square += norm.double().to(square.device) ** 2 * parts / world  # each shard is on world / parts ranks
+        square += norm.double().to(square.device) ** 2 * share_of(gradient)
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if norm > limit:

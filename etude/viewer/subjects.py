@@ -102,6 +102,7 @@ SUBJECTS = (
     ),
     Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats per token of the policy's distribution."),
     Subject("Gradient norm", (Line("{}", ("*/grad_norm",)),), "Before clipping."),
+    Subject("Weight change", (Line("{}", ("*/weight_change",)),), "‖Δw‖ / ‖w‖ of an optimizer step."),
     Subject(
         "Clip fraction",
         (Line("ratio", ("actor/pg_clipfrac",)), Line("lower bound", ("actor/pg_clipfrac_lower",))),

@@ -42,8 +42,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr):
-        """One update at the rate `lr`; returns the norm of the gradient before clipping."""
+        """One update at the rate `lr`; returns its figures: the norm of the gradient before clipping, ‖Δw‖ / ‖w‖ of every
+        k-th weight (about 2¹⁵ of each tensor), and `lr`."""
         self.updates += 1
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
         norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
         limit = self.options["clip_grad"]
         scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
@@ -56,7 +58,17 @@ class Optimizer:
             else:
                 self._adamw(name, p, p.grad * scale, lr)
             p.grad = None
-        return norm
+        moved = size = 0.0
+        for name, p in self.parameters.items():
+            each = max(1, p.numel() // 2**15) | 1
+            after = (
+                (1 - self.options["betas"][0]) * self.steps_z[name] + self.options["betas"][0] * p
+                if self.is_free
+                else p
+            )
+            old, new = before[name].flatten()[::each], after.flatten()[::each]
+            moved, size = moved + each * float(((new - old) ** 2).sum()), size + each * float((new**2).sum())
+        return {"grad_norm": norm, "weight_change": math.sqrt(moved / size), "lr": lr}
 
     def _adamw(self, name, p, g, lr):
         (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]

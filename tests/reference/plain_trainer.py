@@ -391,7 +391,7 @@ class PlainTrainer:
                 total += float(loss.detach())
                 meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
-            meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
+            meter.add(**self.policy_optimizer.step(lr))
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
             if self.shares_trunk:
                 self.step_critic(batch, valued, vf_total)
@@ -427,7 +427,7 @@ class PlainTrainer:
         """The critic's step, and its figures."""
         options = self.critic_options
         lr = self.rate(options["optim"], 0)
-        meter.add(grad_norm=self.critic_optimizer.step(lr), lr=lr)
+        meter.add(**self.critic_optimizer.step(lr))
         meter.add(counted_by(options["loss_agg_mode"], batch), vf_loss=total)
 
     # -- figures -------------------------------------------------------------------------------------------------

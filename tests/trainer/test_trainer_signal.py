@@ -100,3 +100,17 @@ def test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint(tiny, tm
     assert steps(run)[-1] == 2
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert all(each["rollout/dropped"] == 0 for each in metrics(run))  # all were scored at the second try
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize("standing", ["lr=1e-12", "lr=0", "clip_grad=1e-12"])
+def test_a_run_whose_weights_hardly_move_says_so(tiny, tmp_path, standing):
+    train(tiny.config(tmp_path, f"{ACTOR}.optim.{standing}", f"{ACTOR}.optim.weight_decay=0"))
+    records = [record for record in metrics(tmp_path) if record.get("actor/grad_norm", 0.0) > 0]
+    assert records
+    for record in records:
+        assert record["actor/weight_change"] < 1e-7
+        assert "actor/weight_change" in find_problems(record)
+        assert "actor/weight_change" not in find_problems(record | {"actor/weight_change": 1e-5})

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from etude.errors import CheckpointError, ConfigError
+from etude.metrics import finish_metrics
 from etude.training import OptimizerSet, OptimOptions
 from etude.training.muon import Muon
+from etude.training.optim import step_metrics
 
 
 class Net(nn.Module):
@@ -239,6 +241,24 @@ def test_muon_alone_is_enough_where_only_matrices_of_blocks_learn(net):
     set_gradients(net, 0)
     optimizer.step()
     assert not torch.equal(before, net.model.layers[0].weight)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_schedule_free"])
+@pytest.mark.parametrize("width", [3, 700])
+def test_the_change_of_weights_is_that_of_all_of_them(name, width):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
+    optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01), None)
+    with optimizer.training():
+        for seed in range(2):
+            before = torch.cat([p.detach().flatten() for p in net.parameters()])
+            set_gradients(net, seed)
+            optimizer.step()
+            after = torch.cat([p.detach().flatten() for p in net.parameters()])
+            exact = float((after - before).norm() / after.norm())
+            assert optimizer.weight_change == pytest.approx(exact, rel=1e-4 if width == 3 else 0.02)
+        set_gradients(net, 2, math.inf)
+        assert finish_metrics(step_metrics(optimizer)).keys() == {"grad_norm", "lr", "optimizer_steps", "skipped_steps"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

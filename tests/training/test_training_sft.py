@@ -60,7 +60,7 @@ def test_the_loss_is_the_mean_over_sampled_tokens(model, max_tokens):
     batch = demonstrations_to_batch(EXAMPLES, pad_token_id=0)
     figures = finish_metrics(sft_step(engine_of(model, max_tokens=max_tokens), batch))
     assert figures["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
-    assert set(figures) == {"loss", "grad_norm", "lr", "optimizer_steps", "skipped_steps"}
+    assert set(figures) == {"loss", "grad_norm", "lr", "weight_change", "optimizer_steps", "skipped_steps"}
 
 
 @pytest.mark.parametrize(("name", "lr"), [("adamw", 0.003), ("muon", 0.002)])
