@@ -10,6 +10,7 @@ import threading
 import types
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError
 from etude.run_folder import read_metrics
 from etude.trainer import tracking as tracking_module
+from etude.trainer.estimates import validation_metrics
 from etude.trainer.tracking import TRACKERS, Tracking
 
 
@@ -216,6 +218,37 @@ for resume in (0, 2):
         tracking.log({"actor/loss": step / 2, "val-core/a/reward/mean@1": 0.5}, step)
     tracking.close()
 """
+
+
+class FileStore:
+    """Writes metrics as MLflow's file store does: into a file of the name."""
+
+    folder = Path()
+
+    def log_metric(self, run_id: str, name: str, value: float, step: int) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(value))
+
+    def get_experiment_by_name(self, name: str) -> None: ...
+    def create_experiment(self, name: str) -> str: ...
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+
+def test_mlflow_keeps_metrics_in_files_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileStore, "folder", tmp_path / "store")
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(tracking=SimpleNamespace(MlflowClient=FileStore)))
+    scores = [1.0, 0.0, 1.0, 1.0]
+    found = validation_metrics(["a"] * 4, ["u", "u", "v", "v"], scores) | {
+        "reward/spread/a": 1.0,
+        "reward/spread/a/b/c": 2.0,
+    }
+    tracker = TRACKERS.get("mlflow")(tmp_path, "e", 1)
+    tracker.log(found, 1)
+    files = {str(path.relative_to(tmp_path / "store")) for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert len(files) == len(found) > 6
+    assert {"val-core/a/reward/mean_at_2", "val-core/a/reward/mean_at_2_ci95_low", "reward/spread/a_b/c"} <= files
 
 
 @pytest.mark.slow
