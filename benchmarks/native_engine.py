@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams, TokenOutput
+from etude.metrics import finish_metrics
 from etude.models import load_causal_lm
 from etude.models.packable import enable_packing
 from etude.models.packed import packed_hidden
@@ -50,7 +51,7 @@ def rollout(engine: NativeEngine, count: int, seed: int) -> list[list[Turn]]:
     rng = random.Random(seed)
     stop = engine._model.config.eos_token_id
     common = [rng.randrange(256) for _ in range(PROMPT - 24)]  # system prompt and tools
-    prompts = [common + [rng.randrange(256) for _ in range(24)] for _ in range(count // GROUP)]
+    prompts = [common + [rng.randrange(256) for _ in range(24)] for _ in range(0, count, GROUP)]
 
     async def main() -> list[list[Turn]]:
         names = [f"{seed}/{i}" for i in range(count)]
@@ -64,13 +65,13 @@ def rollout(engine: NativeEngine, count: int, seed: int) -> list[list[Turn]]:
 
 def cost(model: Any, counts: list[int], width: int, dtype: str | None) -> None:
     engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=width, dtype=dtype))
-    rollout(engine, GROUP * 8, 0)
+    rollout(engine, min(GROUP * 8, max(counts)), 0)
     for seed, count in enumerate(counts, start=1):
         asyncio.run(engine.update_weights(None, seed))
         engine.metrics()
         start = time.process_time()
         rollout(engine, count, seed)
-        spent, figures = time.process_time() - start, engine.metrics()
+        spent, figures = time.process_time() - start, finish_metrics(engine.metrics())
         tokens = figures["sampled_tokens"]
         print(f"{count} trajectories: {1e6 * spent / tokens:.1f} us a token, {tokens:.0f} tokens, {spent:.2f} CPU s")
         print("   ", {name: round(value, 3) for name, value in figures.items()}, flush=True)

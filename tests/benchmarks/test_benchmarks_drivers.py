@@ -20,6 +20,8 @@ SMALLEST = [
     "reward_overlap.py --trajectories 2 --rollout 0 0.01 --score 0 0.01",
     "data_plane.py proto --mebibytes 1 --rounds 1 --blocks 2",
     "gateway.py --trajectories 2 --turns 1 --repeats 1",
+    "sandbox_executor.py --rounds 2 --flat 2",
+    "tools_mcp.py --calls 2 --rounds 1",
     "run.py --list",
     "side_by_side/drivers/dataproto.py etude --runs 1",
 ]
@@ -86,3 +88,8 @@ def checkpoint(tmp_path_factory):
 def test_a_side_by_side_driver_does_its_smallest_work(output_of, checkpoint, command):
     path, *arguments = command.split()
     assert output_of(DRIVERS / path, *arguments, "--checkpoint", str(checkpoint))
+
+
+@pytest.mark.parametrize("what", ["--trajectories 2 --width 2", "--layers"])
+def test_the_native_engine_is_measured(output_of, checkpoint, what):
+    assert output_of(BENCHMARKS / "native_engine.py", "--model", str(checkpoint), *what.split())

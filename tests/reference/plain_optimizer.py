@@ -68,7 +68,7 @@ class Optimizer:
             )
             old, new = before[name].flatten()[::each], after.flatten()[::each]
             moved, size = moved + each * float(((new - old) ** 2).sum()), size + each * float((new**2).sum())
-        return {"grad_norm": norm, "weight_change": math.sqrt(moved / size), "lr": lr}
+        return {"grad_norm": norm, "weight_change": math.sqrt(moved / size) if size else 0.0, "lr": lr}
 
     def _adamw(self, name, p, g, lr):
         (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]
