@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from etude.errors import InfrastructureError
+from etude.errors import ConfigError, InfrastructureError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,13 +33,13 @@ async def called(function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs
     """Awaits `function(...)`, such that it is safe to run as a task.
 
     Raises:
-        TypeError: `function` is not asynchronous.
+        ConfigError: `function` is not asynchronous.
         RuntimeError: it raised `SystemExit`, which would end the event loop, or another exception that is no `Exception`.
     """
     try:
         awaitable = function(*args, **kwargs)
         if not inspect.isawaitable(awaitable):
-            raise TypeError(f"{getattr(function, '__qualname__', function)} must be defined with 'async def'")
+            raise ConfigError(f"{getattr(function, '__qualname__', function)} must be defined with 'async def'")
         return await awaitable
     except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise

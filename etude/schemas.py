@@ -7,6 +7,7 @@ the model sees what the tool's author wrote.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -135,9 +136,9 @@ _MAX_EXAMPLE_DEPTH = 8
 _MAX_EXAMPLE_VALUES = 1000  # references may double at each level
 
 
-def example_of(schema: Mapping[str, Any]) -> Any:
+def example_of(schema: Mapping[str, Any], number: int = 0) -> Any:
     """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one; None for
-    what is nested too deeply or too large."""
+    what is nested too deeply or too large. Any other `number` gives another value, though not always a valid one."""
     left = _MAX_EXAMPLE_VALUES
 
     def make(given: Any, depth: int) -> Any:
@@ -145,12 +146,12 @@ def example_of(schema: Mapping[str, Any]) -> Any:
         left -= 1
         if not isinstance(given, Mapping) or depth > _MAX_EXAMPLE_DEPTH or left < 0:
             return None
-        for key in ("default", "const"):
-            if key in given:
+        for key in ("const", "default"):
+            if key in given and not (number and key == "default"):
                 return given[key]
         for key in ("examples", "enum"):
             if given.get(key):
-                return given[key][0]
+                return given[key][number % len(given[key])]
         if isinstance(ref := given.get("$ref"), str):
             target: Any = schema
             for part in ref.removeprefix("#/").split("/"):
@@ -170,12 +171,14 @@ def example_of(schema: Mapping[str, Any]) -> Any:
                 _MAX_EXAMPLE_VALUES, max(1, int(given.get("minItems", 1)))
             )
         lowest, longest = given.get("minimum", 1), int(given.get("maxLength", 100))
+        value = lowest + number % max(1, given.get("maximum", math.inf) - lowest + 1)
+        text = f"{number or ''}example"
         return {
-            "integer": int(lowest),
-            "number": float(lowest),
-            "boolean": True,
+            "integer": int(value),
+            "number": float(value),
+            "boolean": number % 2 == 0,
             "null": None,
-            "string": "example"[:longest].ljust(min(_MAX_EXAMPLE_VALUES, int(given.get("minLength", 0))), "x"),
+            "string": text[:longest].ljust(min(_MAX_EXAMPLE_VALUES, int(given.get("minLength", 0))), "x"),
         }.get(kind, "example")
 
     return make(schema, 0)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from etude.bounded import BlockingCalls, background_loop, called, uninterrupted, within
-from etude.errors import InfrastructureError
+from etude.errors import ConfigError, InfrastructureError
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
 
@@ -58,7 +58,7 @@ async def test_what_would_end_the_loop_is_an_ordinary_error():
 
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         await called(leave)
-    with pytest.raises(TypeError, match="must be defined with 'async def'"):
+    with pytest.raises(ConfigError, match="must be defined with 'async def'"):
         await called(lambda: 3)
     threads = BlockingCalls("test", limit=1)
     with pytest.raises(RuntimeError, match="SystemExit: 3"):

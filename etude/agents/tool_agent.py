@@ -317,10 +317,9 @@ class ToolAgentLoop(AgentLoopBase):
             raise self._broken
         try:
             response, reward, metrics = read_execution(returned)
-            number = as_reward(reward, "execute")
+            number = as_reward(reward, "")
         except (TypeError, InfrastructureError) as error:
-            what = one_line(error).replace("execute", "_call_tool")
-            raise EtudeError(f"agent loop {type(self).__name__}: {what}") from error
+            raise EtudeError(f"agent loop {type(self).__name__}: _call_tool {one_line(error)}") from error
         shown = data.session.truncate(response)
         made = self._outcomes.pop(id(call), None) or ToolOutcome(call, turn, shown)
         seconds = time.perf_counter() - started

@@ -11,8 +11,10 @@ comes from the environment. Tools are actually called, sometimes with arguments 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import json
 import random
 import re
 import threading
@@ -29,8 +31,10 @@ from etude.findings import Findings, Level
 from etude.inference.scripted import Script
 from etude.preflight import advice
 from etude.preflight.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
+from etude.schemas import FunctionCall
 from etude.tools import BaseTool, ToolRuntime
-from etude.tools.runtime import overrides
+from etude.tools.arguments import ArgumentError
+from etude.tools.contract import overrides
 from etude.trajectory import Rollout, ToolCallRecord
 
 _METHODS = ("create", "execute", "calc_reward", "release")
@@ -138,6 +142,7 @@ class _Conformance:
     def __init__(self, worker: TrialRollouts, rows: Sequence[dict[str, Any]], seed: int) -> None:
         self.findings = Findings()
         self._worker, self._rows, self._seed = worker, list(rows), seed
+        self._isolated = range(1 + len(self._rows))  # two trajectories of the first row: state may also belong to a row
         self._tools: dict[str, BaseTool] = dict(worker.context.tools)
         if (
             self._tools
@@ -203,13 +208,14 @@ class _Conformance:
         return [*copied[0][-self._budget : -1], *copied[1][-self._budget :]]
 
     async def _random_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        """Mostly calls tools, with valid, odd or missing arguments; then answers nonsense."""
+        """Mostly calls tools, with arguments that are valid and differ between trajectories, odd, or missing; then answers
+        nonsense."""
         draw = random.Random(f"{self._seed}/{row_number(request_id)}/{turn}")
         words = " ".join(draw.choices(_NONSENSE, k=draw.randint(1, 4)))
         if turn >= _TURNS or not self._tools or draw.random() < 0.1:
             return self._say_truncated(words)
         name = draw.choice([*self._tools])
-        arguments = example_arguments(self._worker.context, name)
+        arguments = self._varied_arguments(name, row_number(request_id) + (1 + len(self._rows)) * turn)
         for key in [*arguments]:
             if (chance := draw.random()) < 0.3:
                 arguments[key] = draw.choice(_ODD)
@@ -218,10 +224,22 @@ class _Conformance:
         ids = await self._worker.call_ids(name, arguments)
         return self._say_truncated(words) if ids is None else ids
 
+    def _varied_arguments(self, name: str, number: int) -> dict[str, Any]:
+        """Returns valid arguments that differ for each `number`, as far as the schema allows."""
+        runtime, arguments = ToolRuntime.of(self._tools[name]), example_arguments(self._worker.context, name)
+        for key, value in example_arguments(self._worker.context, name, number).items():
+            varied = {**arguments, key: value}
+            with contextlib.suppress(ArgumentError):
+                runtime.read(FunctionCall(name=name, arguments=json.dumps(varied)), None)
+                arguments = varied
+        return arguments
+
     def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
-        """Plays rows concurrently; returns their rollouts in row order."""
+        """Plays rows concurrently; returns their rollouts in row order. A number past the last row is the first one, once
+        more."""
         numbers = range(len(self._rows)) if rows is None else rows
-        batch = self._worker.roll_out([self._rows[n] for n in numbers], script, seed=self._seed, first=numbers[0])
+        played = [self._rows[n % len(self._rows)] for n in numbers]
+        batch = self._worker.roll_out(played, script, seed=self._seed, first=numbers[0])
         rollouts = rollouts_of(batch)
         self._records += [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
         return rollouts
@@ -315,7 +333,7 @@ class _Conformance:
         return f"not in the prompts of {len(self._rows)} rows"
 
     def _play_alone(self) -> list[object]:
-        return [_trace(self._play(self._random_agent, [number])[0]) for number in range(len(self._rows))]
+        return [_trace(self._play(self._random_agent, [number])[0]) for number in self._isolated]
 
     def _test_determinism(self) -> str:
         self._first, again = self._play_alone(), self._play_alone()
@@ -323,7 +341,7 @@ class _Conformance:
         if not self._repeats:
             number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
             differs = _difference(self._first[number], again[number])
-            line = f"row {number}: the same calls were answered differently: {differs}"
+            line = f"row {number % len(self._rows)}: the same calls were answered differently: {differs}"
             fix = (
                 "seed randomness from the row's create_kwargs, or from reset(seed=…), and keep state under the instance id; "
                 "what asks the world (a search, a clock) may differ"
@@ -334,10 +352,10 @@ class _Conformance:
     def _test_isolation(self) -> str:
         if not self._repeats:
             return "not known: a trajectory does not repeat even alone"
-        together = [_trace(each) for each in self._play(self._random_agent)]
+        together = [_trace(each) for each in self._play(self._random_agent, self._isolated)]
         for number, (one, two) in enumerate(zip(self._first, together)):
             if one != two:
-                line = f"row {number} sees the others: {_difference(one, two)}"
+                line = f"row {number % len(self._rows)} sees the others: {_difference(one, two)}"
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
                 self.findings.add(Level.ERROR, "isolation", line, fix)
                 break

@@ -139,10 +139,10 @@ def row_number(request_id: str) -> int:
     return int(request_id.split("/")[1])
 
 
-def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
-    """Returns arguments that are valid under the tool's schema."""
+def example_arguments(context: AgentContext, name: str, number: int = 0) -> dict[str, Any]:
+    """Returns arguments that are valid under the tool's schema; for another `number` others, see `example_of`."""
     function = context.tools[name].get_openai_tool_schema().to_openai()["function"]
-    made = example_of(function.get("parameters") or {"type": "object"})
+    made = example_of(function.get("parameters") or {"type": "object"}, number)
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 
 

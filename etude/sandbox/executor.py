@@ -210,14 +210,16 @@ class Executor:
         return session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float | None = None) -> CellResult:
-        """Runs a cell in a session; `timeout` in seconds, by default the session's `wall_seconds`.
+        """Runs a cell in a session once one of the `workers` is free; `timeout` in seconds from then on, by default the
+        session's `wall_seconds`.
 
         Raises:
             UnknownSessionError: there is no such session (any more).
             SandboxError: the sandbox failed.
         """
         with self._use(session_id) as session:
-            return await session.run_cell(code, timeout)
+            async with self._slots:
+                return await session.run_cell(code, timeout)
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Writes files into a session's work directory, replacing existing ones; raises like `run_cell`, or

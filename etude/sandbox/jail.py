@@ -1,7 +1,7 @@
 """The contents of a jail, and the command lines that start a fork server in it, for each isolation mode.
 
 Invariant: the plan lists everything of the host that a program can see, all of it read-only: the system's programs and
-libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an `/etc`
+libraries (`/usr` and its companions), the interpreter, its third-party libraries, harmless devices, and an `/etc`
 written here with a few files of the host's. Home folders, `/root`, `/var`, `/run`, `/sys` and the host's `/tmp` and `/proc`
 are not in it. No shell is involved in starting a fork server; its arguments, which contain no secrets, are all on its
 command line.
@@ -33,8 +33,10 @@ _BOOT = (
 )
 GUEST_SOURCE = Path(__file__).parent / "guest"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_DESCRIPTOR_LINKS = (
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICE_LINKS = (
+    # It reads alike and cannot be mapped; a shared mapping of the real one has pages that no process holds.
+    ("full", "/dev/zero"),
     ("/proc/self/fd", "/dev/fd"),
     *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
 )
@@ -90,7 +92,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
     root, etc = scratch / "root", scratch / "etc"
     root.mkdir()
     _write_etc(etc)
-    links: list[tuple[str, str]] = list(_DESCRIPTOR_LINKS)
+    links: list[tuple[str, str]] = list(_DEVICE_LINKS)
     binds: list[tuple[str, str]] = []
     for path in _SYSTEM:
         if os.path.islink(path):

@@ -3,7 +3,8 @@
 Invariant: cells of one session run one after the other, and output of one cell is never part of the next one's result.
 The interpreter's answers are untrusted: each part is checked and limited in size, and none is evaluated. A cell that
 exceeds its time is interrupted first, so that the session survives; the session is killed only if that fails. A box that
-vanishes without a report, or a session closed while a cell runs, never counts as an ending caused by the cell.
+vanishes without a report, or a session closed while a cell runs, never counts as an ending caused by the cell. Between cells
+the processes of a session are stopped, so that what a cell leaves running computes only while a later cell does.
 """
 
 from __future__ import annotations
@@ -96,13 +97,16 @@ class Session:
             started = time.monotonic()
             try:
                 with contextlib.suppress(ConnectionError):  # `_answer` detects a dead interpreter
-                    await self._guest.control.send({"do": "watch"})
+                    await self._guest.control.send({"do": "resume"})
                     await self._guest.cells.send({"cell": self._count, "code": code})
                 status, answer = await self._answer(timeout or self._limits.wall_seconds)
                 if not self.alive:
                     raise SessionClosedError("the session was closed while its cell ran")
                 if answer is None:
                     await self.close()
+                else:
+                    with contextlib.suppress(ConnectionError):
+                        await self._guest.control.send({"do": "stop"})
             except BaseException:
                 await self.close()
                 raise

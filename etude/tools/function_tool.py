@@ -28,6 +28,7 @@ from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry, did_you_mean, import_module
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.contract import returned_by
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -224,7 +225,9 @@ class FunctionTool(BaseTool):
             ToolError: an argument is missing, unknown or of the wrong type, or the function raised a ToolError.
         """
         arguments = self._signature.bind({**parameters, **execute_kwargs})
-        return normalize_result(await self._threads.call(self._function, **arguments))
+        returned = await self._threads.call(self._function, **arguments)
+        with returned_by(self, self.name):
+            return normalize_result(returned)
 
     def _infer(self, name: str) -> OpenAIFunctionToolSchema:
         function: dict[str, Any] = {"name": name, "description": self._signature.description}
@@ -303,7 +306,7 @@ def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any
     metrics: Any = None
     if isinstance(result, tuple):
         if not 1 <= len(result) <= 3:
-            raise TypeError(f"a tool function returns (response[, reward[, metrics]]), not a tuple of {len(result)}")
+            raise TypeError(f"must return (response[, reward[, metrics]]), not a tuple of {len(result)}")
         result, reward, metrics = (*result, None, None)[:3]
     return as_response(result), 0.0 if reward is None else reward, {} if metrics is None else metrics
 

@@ -15,14 +15,15 @@ from typing import Any
 
 from etude.bounded import called, result_of, within
 from etude.errors import ConfigError, InfrastructureError, describe_error
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_float, as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.contract import overrides, returned_by
 from etude.tools.faults import CallPlace
 from etude.tools.loop_watch import LoopWatch
-from etude.tools.outcome import read_creation
+from etude.tools.outcome import Execution, read_creation, read_execution
 from etude.tools.replay import ReplayedInstance
-from etude.tools.runtime import ToolRequest, ToolRuntime, overrides
+from etude.tools.runtime import ToolRequest, ToolRuntime
 from etude.tools.truncation import TokenLimit, bound_response
 
 Kwargs = Mapping[str, Any]
@@ -88,6 +89,7 @@ class ToolInstance:
         cancel `create`.
 
         Raises:
+            ConfigError: `create` is not asynchronous, or returned neither an id nor an id and a response.
             InfrastructureError: `create` failed or timed out.
         """
         if self._initial_response is not None:
@@ -99,7 +101,11 @@ class ToolInstance:
                 raise TimeoutError(f"no answer within {limit:g} s")
             if self._creation.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
-            response = read_creation(self._creation.result(), self._given_id)[1]
+            returned = self._creation.result()
+            with returned_by(self.tool, "create"):
+                response = read_creation(returned, self._given_id)[1]
+        except ConfigError:
+            raise
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
         if self._initial_response is None:  # another waiter may have set it
@@ -126,11 +132,12 @@ class ToolInstance:
         shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
         return ToolRequest(call, place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
-    async def execute(self, request: ToolRequest) -> object:
+    async def execute(self, request: ToolRequest) -> Execution:
         """Runs the tool once; adds to `request.blocked_loop` how often it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
+            ConfigError: `execute` is not asynchronous, or returned something else than its contract says.
             Exception: raised by the tool.
             asyncio.CancelledError: the session is closing.
         """
@@ -140,7 +147,9 @@ class ToolInstance:
         task = asyncio.get_running_loop().create_task(work)
         self.executing.add(task)
         try:
-            return await result_of(task, self.calls.policy.timeout)
+            returned = await result_of(task, self.calls.policy.timeout)
+            with returned_by(self.tool, "execute"):
+                return read_execution(returned)
         except InfrastructureError:
             if task.cancelled() and self.closing:
                 raise asyncio.CancelledError from None
@@ -157,8 +166,8 @@ class ToolInstance:
         """Returns the final reward; 0.0 if the tool does not override `calc_reward`.
 
         Raises:
-            ConfigError: `calc_reward` returned a list or tuple.
-            InfrastructureError: `calc_reward` failed, or returned no finite number.
+            ConfigError: `calc_reward` is not asynchronous, or returned no number.
+            InfrastructureError: `calc_reward` failed, or returned a number that is not finite.
             MissingCall: the tool is replayed, and the recording has no final reward.
         """
         kwargs = self._arguments("calc_reward_kwargs")
@@ -173,7 +182,9 @@ class ToolInstance:
                         f"tool '{self.tool.name}': calc_reward returned {len(returned)} values: return one number, such as "
                         "their sum; what a single call was worth is the second value that execute returns"
                     )
-                value = as_reward(returned, "it")
+                with returned_by(self.tool, "calc_reward"):
+                    value = as_float(returned)
+                value = as_reward(value, "it")
         except ConfigError:
             raise
         except Exception as error:

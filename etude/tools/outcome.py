@@ -12,9 +12,12 @@ from enum import Enum
 from typing import Any
 
 from etude.errors import InfrastructureError
+from etude.rewards.number import as_float
 from etude.schemas import FunctionCall, ToolResponse
 from etude.trajectory import ToolCallRecord
 
+Execution = tuple[ToolResponse, float, dict[str, Any]]
+"""What `execute` returns: response, step reward, metrics."""
 _MAX_METRICS = 64
 _MAX_METRIC_CHARS = 1_000
 
@@ -105,22 +108,22 @@ def read_response(value: object) -> ToolResponse:
         return ToolResponse()
     if isinstance(value, str):
         return ToolResponse(text=value)
-    raise TypeError(f"the response must be a ToolResponse or a str, not {type(value).__name__}")
+    raise TypeError(f"must return its response as a ToolResponse or a str, not {type(value).__name__}")
 
 
-def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, Any]]:
-    """Parses the return value of `execute` into (response, reward, metrics); the reward is not checked here.
+def read_execution(returned: object) -> Execution:
+    """Parses the return value of `execute`; its reward is a number, but may not be finite.
 
     Raises:
         TypeError: `returned` is not such a tuple.
     """
     if not isinstance(returned, tuple) or len(returned) != 3:
         shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise TypeError(f"execute must return (ToolResponse, reward, metrics), not {shape}")
+        raise TypeError(f"must return (ToolResponse, reward, metrics), not {shape}")
     response, reward, metrics = returned
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"the metrics that execute returns must be a dict, not {type(metrics).__name__}")
-    return read_response(response), reward, small_metrics(metrics) if metrics else {}
+        raise TypeError(f"must return its metrics as a dict, not {type(metrics).__name__}")
+    return read_response(response), as_float(reward), small_metrics(metrics) if metrics else {}
 
 
 def small_metrics(metrics: Mapping[Any, Any]) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
         return returned, ToolResponse()
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str | None):
         return returned[0] or given_id, read_response(returned[1])
-    raise TypeError(f"create must return (instance_id, ToolResponse), not {type(returned).__name__}")
+    raise TypeError(f"must return (instance_id, ToolResponse), not {type(returned).__name__}")
 
 
 def merge_responses(first: ToolResponse, second: ToolResponse) -> ToolResponse:

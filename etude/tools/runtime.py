@@ -41,9 +41,10 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
+from etude.tools.contract import check_contract, overrides
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
 from etude.tools.options import POLICY_KEYS, CallPolicy
-from etude.tools.outcome import Source, ToolResult, read_execution
+from etude.tools.outcome import Execution, Source, ToolResult
 from etude.tools.recording import Recorder
 from etude.tools.replay import Replay
 from etude.tools.truncation import TokenLimit
@@ -54,11 +55,6 @@ _MAX_RETRY_DELAY = 30.0
 logger = logging.getLogger(__name__)
 
 _shared: dict[int, ToolRuntime] = {}  # by id(tool), until the tool is garbage-collected
-
-
-def overrides(tool: BaseTool, method: str) -> bool:
-    """Whether the tool overrides `method`, which does nothing in `BaseTool`."""
-    return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
 
 
 def _accepts_keyword(tool: BaseTool, method: str, keyword: str) -> bool:
@@ -115,7 +111,7 @@ class ToolRuntime:
         """Returns the runtime of this tool object.
 
         Raises:
-            ConfigError: the tool's `config` or schema is invalid; names tool and key.
+            ConfigError: the tool's `config`, schema or class is invalid; names tool and key or method.
         """
         runtime = _shared.get(id(tool))
         if runtime is None:
@@ -131,6 +127,8 @@ class ToolRuntime:
         self._checker = ArgumentChecker(parameters, tool.name)
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
         self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
+        if self.replay is None:
+            check_contract(tool)
         self._process_limiter: Limiter | None = None
         self._cluster_limiter: Limiter | None = None  # opened by the first call, as connecting takes a while
         self._cluster_limit: Limit | None = None
@@ -179,12 +177,13 @@ class ToolRuntime:
             raise ArgumentError(f"the arguments are longer than {limit} tokens")
         return self._checker.check(decode_arguments(text))
 
-    async def answer(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+    async def answer(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
         """Returns the result of a call, retrying infrastructure failures; `execute` runs the tool once, within its time
         limit.
 
         Raises:
             Exception: the infrastructure failure of the last attempt.
+            ConfigError: the tool violates its contract, or raised one.
             EtudeError: `config.on_exception` is `stop` and the tool raised.
         """
         while True:
@@ -212,7 +211,7 @@ class ToolRuntime:
         final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
         return final in (None, Fault.GARBAGE)
 
-    async def _attempt(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+    async def _attempt(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
         faults, place = self.policy.faults, request.place
         fault = None if faults is None else draw(faults, place, request.broken)
         if fault is Fault.TIMEOUT:
@@ -224,7 +223,7 @@ class ToolRuntime:
             return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
-    async def _execute_or_recall(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+    async def _execute_or_recall(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
         """Returns the result of the cache or the tool; records it if `config.record` is set."""
         started = time.perf_counter()
         try:
@@ -246,12 +245,12 @@ class ToolRuntime:
         seconds = time.perf_counter() - started
         self.recorder.execute(request.place, request.kwargs, request.arguments, answer, seconds, cause)
 
-    async def _live(self, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+    async def _live(self, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
         with contextlib.ExitStack() as permits:
             for limiter in await self._limiters():
                 permits.enter_context(await limiter.acquire())
             try:
-                response, reward, metrics = read_execution(await execute())
+                response, reward, metrics = await execute()
             except Exception as raised:
                 return self._failure_result(raised)
         return ToolResult(response, as_reward(reward, "it"), metrics)
@@ -265,11 +264,12 @@ class ToolRuntime:
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _failure_result(self, raised: Exception) -> ToolResult:
-        """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run."""
+        """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run, as an
+        error does that only the user can mend."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
             return ToolResult(ToolResponse(text=text), error="tool")
-        if is_infrastructure(raised):
+        if is_infrastructure(raised) or isinstance(raised, ConfigError):
             raise raised
         line = f"{type(raised).__name__}: {one_line(raised)}"
         if self.policy.on_exception == "infrastructure":

@@ -18,7 +18,7 @@ from etude.chat import ToolParser
 from etude.errors import ConfigError
 from etude.options import MultiTurnOptions
 from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
-from etude.tools.runtime import overrides
+from etude.tools.contract import overrides
 from etude.trace import Tracer
 from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle

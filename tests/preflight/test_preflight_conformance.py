@@ -93,6 +93,9 @@ def on_the_first_call(statement):
 
 
 ANSWER = 'return ToolResponse(text="right" if parameters["number"] == self.secrets[instance_id] else "wrong"), 0.0, {}'
+KEPT = """vars(self).setdefault("kept", {{}})[{key}] = parameters["number"]
+        await __import__("asyncio").sleep(0.01)
+        return ToolResponse(text=str(self.kept[{key}])), 0.0, {{}}"""
 CREATE = "self.secrets[instance_id] = secret"
 CHECK = 'if not isinstance(parameters.get("number"), int):\n            raise ToolError("give a whole number")\n'
 ERROR, WARNING = Level.ERROR, Level.WARNING
@@ -145,6 +148,14 @@ CASES = {
     "state on the tool itself": (
         tool((CREATE, f"{CREATE}; self.last = secret"), ("self.secrets[instance_id] else", "self.last else")),
         (ERROR, "isolation", "sees the others: 'right' and 'wrong'", "under its instance id"),
+    ),
+    "what a call leaves on the tool itself": (
+        tool((ANSWER, KEPT.format(key="'any'"))),
+        (ERROR, "isolation", "row 0 sees the others: ", "under its instance id"),
+    ),
+    "state that two trajectories of a row share": (
+        tool((ANSWER, KEPT.format(key="self.secrets[instance_id]"))),
+        (ERROR, "isolation", "row 0 sees the others: ", "under its instance id"),
     ),
     "files left open": (
         tool((CREATE, f"{CREATE}; self.files = [*getattr(self, 'files', []), open(__file__)]")),

@@ -239,6 +239,9 @@ def test_shared_memory_without_a_file_cannot_hide_from_the_limit(isolated_box):
     )
     result = isolated_box.run(program, limits=Limits(memory_mb=256))
     assert "held" not in result.stdout
+    zeros = "import mmap, os\nfile = os.open('/dev/zero', os.O_RDWR)\nassert os.read(file, 9) == bytes(9)\n"
+    result = isolated_box.run(f"{zeros}mmap.mmap(file, 4096)")
+    assert result.stderr.endswith("OSError: [Errno 19] No such device\n"), result
     result = isolated_box.run(
         "import mmap\nassert mmap.mmap(-1, 99, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)[:1] == b'\\0'"
     )

@@ -1,7 +1,11 @@
 """Cells that share their variables: what they return, how they fail, when they end."""
 
 import asyncio
+import contextlib
+import itertools
+import signal
 
+import psutil
 import pytest
 
 from etude.sandbox import (
@@ -235,3 +239,107 @@ def test_idle_sessions_expire_and_busy_ones_do_not():
             return result.text
 
     assert asyncio.run(run()) == "'still here'"
+
+
+SPINS = """
+import threading, time
+turns = 0
+def spin():
+    global turns
+    while True:
+        turns += 1
+threading.Thread(target=spin, daemon=True).start()
+time.sleep(0.1)
+time.process_time()
+"""
+WAKES_ITSELF = """
+import ctypes, signal, struct
+signal.signal(signal.SIGCONT, lambda *_: None)
+libc = ctypes.CDLL(None, use_errno=True)
+timer = ctypes.c_void_p()
+event = ctypes.create_string_buffer(struct.pack("=QiiQ", 0, 18, 0, 0), 64)  # sends SIGCONT
+assert libc.timer_create(1, event, ctypes.byref(timer)) == 0
+assert libc.timer_settime(timer, 0, struct.pack("=qqqq", 0, 5_000_000, 0, 5_000_000), None) == 0
+"""
+
+
+def cpu_between_cells(box, code, seconds):
+    """The CPU seconds that a session uses by itself in `seconds` between two cells; None if it was ended for it."""
+
+    async def run():
+        session = await box.executor.session()
+        before = await box.executor.run_cell(session, code)
+        assert before.error is None, before.error
+        await asyncio.sleep(seconds)
+        try:
+            after = await box.executor.run_cell(session, "time.process_time()")
+            further = await box.executor.run_cell(session, "was = turns; time.sleep(0.2); turns > was")
+        except UnknownSessionError:
+            return None
+        await box.executor.close_session(session)
+        if not after.session_alive:
+            return None
+        assert further.text == "True"  # while a cell runs, the thread does
+        return float(after.text) - float(before.text)
+
+    return box.do(run())
+
+
+def test_what_a_cell_leaves_running_computes_only_during_cells(box):
+    assert cpu_between_cells(box, SPINS, 1.5) < 0.3
+
+
+def test_so_do_processes_that_it_leaves(box):
+    burns = "import subprocess, sys, time\nleft = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+    count = "sum(map(int, open(f'/proc/{left.pid}/stat').read().rpartition(')')[2].split()[11:13]))"
+
+    async def run():
+        session = await box.executor.session()
+        first = await box.executor.run_cell(session, f"{burns}time.sleep(0.3)\n{count}")
+        await asyncio.sleep(1.5)
+        second = await box.executor.run_cell(session, count)
+        third = await box.executor.run_cell(session, f"time.sleep(0.5)\nleft.poll(), {count}")
+        await box.executor.close_session(session)
+        return int(first.text), int(second.text), third.text
+
+    first, second, third = box.do(run())
+    assert second - first < 30, "ticks of 10 ms"
+    assert third.startswith("(None, ")
+    assert int(third[7:-1]) > second
+
+
+def test_a_session_that_wakes_itself_between_cells_is_stopped_again(isolated_box):
+    used = cpu_between_cells(isolated_box, f"{WAKES_ITSELF}\n{SPINS}", 2.0)
+    assert used is None or used < 0.8
+
+
+def test_a_session_that_cannot_be_stopped_is_ended(isolated_box):
+    async def run():
+        others = {process.pid for process in psutil.Process().children(recursive=True)}
+        session = await isolated_box.executor.session()
+        await isolated_box.executor.run_cell(session, SPINS)
+        for _ in range(500):
+            for process in psutil.Process().children(recursive=True):
+                if process.pid not in others:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.01)
+            if all(process.pid in others for process in psutil.Process().children(recursive=True)):
+                break
+        cell = await isolated_box.executor.run_cell(session, "1")
+        assert (cell.status, cell.session_alive) == (RunStatus.TIME_LIMIT, False)
+
+    isolated_box.do(run())
+
+
+def test_cells_of_all_sessions_share_the_workers():
+    clock = "import time\nbegan = time.monotonic()\ntime.sleep(0.2)\nbegan, time.monotonic()"
+
+    async def run():
+        async with await Executor.open(workers=1) as executor:
+            sessions = [await executor.session() for _ in range(3)]
+            cells = await asyncio.gather(*(executor.run_cell(each, clock) for each in sessions))
+            return sorted(eval(cell.text) for cell in cells)
+
+    times = asyncio.run(run())
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))

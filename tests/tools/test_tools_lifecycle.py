@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_stage import Scripted, call, outcome_of, run, schema, session
+from session_stage import Scripted, call, outcome_of, run, session
 
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, ToolError
 from etude.schemas import ToolResponse
-from etude.tools import BaseTool, ToolSession
+from etude.tools import ToolSession
 
 
 def fails(action):
@@ -81,8 +81,8 @@ def test_lifecycle_holds_in_every_ending(tools, named, turns, asks_rewards, canc
     if not cancellations:
         assert not task.cancelled()
         error = task.exception()
-        several = any(tool.script["calc_reward"] == ["nonsense"] for tool in tools)  # values, which the user must mend
-        assert error is None or isinstance(error, (InfrastructureError, *[ConfigError] * several))
+        wrong = any(value in ("nonsense", ["nonsense"]) for tool in tools for value in tool.script.values())
+        assert error is None or isinstance(error, (InfrastructureError, *[ConfigError] * wrong))  # for the user to mend
         if error is None and asks_rewards:
             assert all(tool.count("calc_reward") == tool.count("create done") for tool in tools)
 
@@ -197,22 +197,9 @@ def test_an_exception_is_told_in_one_line_and_logged_once_with_its_place(caplog,
     assert caplog.records[-1].exc_info
 
 
-@pytest.mark.parametrize("returned", ["text", (), (ToolResponse(),), (1, 0.0, {}), (ToolResponse(), 0.0, [])])
-def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned):
-    outcome = outcome_of(Scripted(execute=(returned) if isinstance(returned, tuple) else {"text": returned}))
-    assert outcome.error == "exception"
-    assert "TypeError" in outcome.response.text
-
-
 def test_plain_text_no_reward_and_no_metrics_are_accepted():
     outcome = outcome_of(Scripted(execute=("plain", None, None)))
     assert (outcome.response, outcome.reward, outcome.metrics) == (ToolResponse(text="plain"), 0.0, {})
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", [1.0], {}])
-def test_a_reward_that_is_no_finite_number_is_never_trained_on(reward):
-    with pytest.raises(InfrastructureError, match="tool 'greedy'"):
-        outcome_of(Scripted("greedy", execute=("text", reward, {})))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +269,7 @@ def test_record_of_an_outcome():
 # --- endings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", ["nonsense"], "cancels_itself"])
+@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", "cancels_itself"])
 def test_a_failed_create_releases_the_others(failure):
     good, bad = Scripted("good"), Scripted("bad", create=failure)
 
@@ -300,7 +287,7 @@ def test_a_failed_create_releases_the_others(failure):
     ]
 
 
-@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", float("nan"), "nonsense"])
+@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", float("nan")])
 def test_a_failed_calc_reward_is_infrastructure(failure):
     tool = Scripted(calc_reward=failure)
 
@@ -441,11 +428,3 @@ def test_a_row_that_names_nothing_known_is_a_data_error():
 def test_limits_that_make_no_sense(config):
     with pytest.raises(ConfigError, match=f"tool 't': config.{next(iter(config))}"):
         session(Scripted(config=config))
-
-
-def test_a_method_that_is_not_async_is_named():
-    class Sync(BaseTool):
-        def execute(self, instance_id, parameters):
-            return ToolResponse(text="x"), 0.0, {}
-
-    assert "must be defined with 'async def'" in outcome_of(Sync({}, schema("sync"))).response.text

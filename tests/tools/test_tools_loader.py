@@ -14,14 +14,15 @@ from etude.tools.loader import _MOVED
 TOOL_FILE = '''
 from etude.tools import BaseTool, function_tool
 class Echo(BaseTool):
-    pass
-class Named(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "", 0.0, {}
+class Named(Echo):
     name = "named"
-class Renames(BaseTool):
+class Renames(Echo):
     def __init__(self, config, tool_schema):
         super().__init__(config, tool_schema)
         self.name = "else"
-class Explodes(BaseTool):
+class Explodes(Echo):
     def __init__(self, config, tool_schema):
         raise KeyError("no key")
 class NoTool:

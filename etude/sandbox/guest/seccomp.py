@@ -107,10 +107,14 @@ _ABSENT: _Calls = {
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
     "inotify_rm_watch": (255, 28),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
 }
 """Calls that fail with ENOSYS, so that a program does without. `clone3` has its flags in memory, which no filter can read:
-the C library falls back to `clone`. The next three hold pages in pipes that no process has mapped. The rest use quotas that
-the host's user has once for all runs, and inotify reveals what others do to shared files."""
+the C library falls back to `clone`. The next three hold pages in pipes that no process has mapped. Asynchronous I/O and
+inotify use quotas that the host's user has once for all runs, and inotify reveals what others do to shared files. Landlock
+keeps any number of rules in the kernel's memory, a copy for each process that applies them."""
 _WITHOUT_EFFECT: _Calls = {
     "sync": (162, 81),
     "syncfs": (306, 267),
@@ -197,6 +201,8 @@ _RULES = {
     # resident set. A file in the box is counted by its tmpfs.
     "mmap": _rule(errno.ENOMEM, _has(3, _MAP_HUGETLB))
     + _rule(errno.EPERM, _has(3, _MAP_ANONYMOUS), _has(3, _MAP_SHARED)),
+    # Attributes of files: a list of access rights takes 64 KiB for each file, which its tmpfs does not count.
+    **dict.fromkeys(("setxattr", "lsetxattr", "fsetxattr", "setxattrat"), _rule(errno.ENOTSUP)),
     "madvise": _rule(errno.EINVAL, _is(2, _MADV_PAGEOUT)),
     "fadvise64": _rule(0, _is(3, _POSIX_FADV_DONTNEED)),
     "msync": _rule(0, _has(2, _MS_SYNC)),
@@ -219,6 +225,10 @@ _CALLS_WITH_RULES: _Calls = {
     "fcntl": (72, 25),
     "setsockopt": (54, 208),
     "mmap": (9, 222),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
     "madvise": (28, 233),
     "fadvise64": (221, 223),
     "msync": (26, 227),

@@ -28,6 +28,8 @@ FETCH_BUDGET = 64 << 20
 COMPILER_OUTPUT = 64 << 10
 _WATCH_SECONDS = 0.02
 _IDLE_WATCH_SECONDS = 0.25  # between the cells of a session
+_IDLE_CPU_SECONDS = 0.5
+"""CPU seconds that a session may use between cells, when its processes are stopped: a timer or another may wake them."""
 
 
 def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, cells: int) -> NoReturn:
@@ -62,6 +64,7 @@ class Supervisor:
         self._limits: dict[str, Any] = request["limits"]
         self._codes: dict[int, int] = {}
         self._cpu_seen = 0.0
+        self._cpu_when_stopped: float | None = None  # between the cells of a session
         if not settings.isolated:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         self._box = open_box(settings, self._limits["disk_mb"], self._limits["memory_mb"])
@@ -139,7 +142,7 @@ class Supervisor:
             if process in ready:
                 break
             if self._host in ready:
-                if not self._handle_command(pid):
+                if not self._handle_command(pid, cpu_before):
                     over = "time_limit"
                 interval, next_look = _WATCH_SECONDS, time.monotonic() + _WATCH_SECONDS
         wall = time.monotonic() - started
@@ -155,14 +158,23 @@ class Supervisor:
         """Returns whether the run has used the CPU since the last check, and which limit it exceeds, if any."""
         self._reap()
         pids = list(census.processes(self._settings.isolated))
-        cpu = census.cpu_seconds(pids) + _reaped_cpu_seconds() - cpu_before
+        cpu = self._cpu_seconds(cpu_before, pids)
         busy, self._cpu_seen = cpu > self._cpu_seen, cpu
         if cpu > self._limits["cpu_seconds"]:
             return busy, "time_limit"
+        if self._cpu_when_stopped is not None:
+            if cpu > self._cpu_when_stopped + _IDLE_CPU_SECONDS:
+                return busy, "time_limit"
+            self._signal_all(signal.SIGSTOP)
         memory = (self._limits["memory_mb"] << 20) - (census.socket_bytes() if self._settings.isolated else 0)
         return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
 
-    def _handle_command(self, pid: int) -> bool:
+    def _cpu_seconds(self, before: float, pids: list[int] | None = None) -> float:
+        """Returns the CPU seconds of the run's processes, living and reaped, without `before`."""
+        pids = list(census.processes(self._settings.isolated)) if pids is None else pids
+        return census.cpu_seconds(pids) + _reaped_cpu_seconds() - before
+
+    def _handle_command(self, pid: int, cpu_before: float) -> bool:
         """Handles a command from the host during a session; returns False if the host has disconnected."""
         received = frames.receive(self._host)
         if received is None:
@@ -170,6 +182,12 @@ class Supervisor:
         order, files = received
         if order["do"] == "interrupt":
             os.kill(pid, signal.SIGINT)
+        elif order["do"] == "stop":
+            self._signal_all(signal.SIGSTOP)
+            self._cpu_when_stopped = self._cpu_seconds(cpu_before)
+        elif order["do"] == "resume":
+            self._cpu_when_stopped = None
+            self._signal_all(signal.SIGCONT)
         elif order["do"] == "write":
             if self._write(files):
                 frames.send(self._host, {"event": "written"})
@@ -199,20 +217,23 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         """Kills all processes of the run except this one, and waits until none is left."""
+        self._signal_all(signal.SIGKILL)
         if self._settings.isolated:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of this namespace except process 1
             self._reap(0)
             return
-        while True:
-            self._reap()
-            victims = list(census.processes(isolated=False))
-            if not victims:
-                return
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while self._reap() or any(census.processes(isolated=False)):
+            self._signal_all(signal.SIGKILL)
             time.sleep(0.001)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to all processes of the run except this one."""
+        if self._settings.isolated:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, number)  # all of this namespace except process 1
+            return
+        for pid in census.processes(isolated=False):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _reaped_cpu_seconds() -> float:
