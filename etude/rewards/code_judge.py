@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from etude.errors import DataError
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8  # tolerances for comparing numbers, as in verl's prime_code
+HALF = Fraction(1, 2)
 MIN_ROOM = 1 << 16  # bytes of output accepted beyond the expected length
 _CALL, _ASSERT = (Path(__file__).with_name(f"code_{name}_program.py") for name in ("harness", "assert"))
 
@@ -242,11 +244,11 @@ def _same_line(ours: str, theirs: str) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    """Whether two numbers in text agree up to rounding; False for two integers, which must be identical."""
-    if max(len(ours), len(theirs)) > 400 or (ours.lstrip("+-").isdigit() and theirs.lstrip("+-").isdigit()):
+    """Whether two numbers in text agree up to rounding."""
+    if max(len(ours), len(theirs)) > 400:
         return False
     try:
-        return math.isclose(float(ours), float(theirs), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return _near(*(int(each) if each.lstrip("+-").isdigit() else float(each) for each in (ours, theirs)))
     except (ValueError, OverflowError):
         return False
 
@@ -269,10 +271,12 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _near(a: float, b: float) -> bool:
-    """Whether two numbers, at least one of them not an integer, agree up to rounding."""
+    """Whether two numbers, at least one of them not an integer, agree up to rounding. A float never stands for an integer
+    that it does not round to: 1e9 is not 1000000007."""
     if not isinstance(a, float) and not isinstance(b, float):
         return False
     try:
-        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        close = math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return close and (isinstance(a, float) == isinstance(b, float) or abs(Fraction(a) - Fraction(b)) < HALF)
     except OverflowError:
         return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,15 @@ CHEATS = {
     "asks the checker to call": PARENT
     + SAY
     + "def f(x): say({'do': 'call', 'with': [{'builtin': 'exec'}, ['1'], {'dict': []}]})",
+    "has the checker make a class whose objects equal everything": PARENT
+    + SAY
+    + "def hear(): return json.loads(os.read(3, int.from_bytes(os.read(3, 4), 'big')))\n"
+    "def ask(function, *arguments):\n    say({'do': 'call', 'with': [function, list(arguments), {'dict': []}]})\n"
+    "    return {'yours': hear()['value']['object']}\n"
+    "names = ('eq', 'call', 'lt', 'le', 'gt', 'ge', 'sub', 'abs', 'contains', 'hash')\n"
+    "def f(x):\n    made = [[f'__{name}__', {'object': 0}] for name in names]\n"
+    "    kind = ask({'builtin': 'type'}, 'E', {'tuple': [{'builtin': 'object'}]}, {'dict': made})\n"
+    "    say({'value': ask(kind)})\n    while hear(): say({'value': True})",
     "asks the checker for attributes": PARENT
     + SAY
     + "def f(x): say({'do': 'getattr', 'with': [{'yours': 0}, '__globals__']})",
@@ -522,6 +532,9 @@ def test_fenced_code_is_found_as_it_was(program):
         ("0.31", "0.3", False),
         ("1", "1.0", True),
         ("100000000000001", "100000000000002", False),
+        ("1000000000.0", "1000000007", False),
+        ("1e18", "1000000000000000003", False),
+        ("2.9999999999", "3", True),
         ("nan", "nan", True),
         ("inf", "1", False),
         ("", "", True),
@@ -545,6 +558,9 @@ def test_when_two_outputs_agree(printed, expected, same):
         (3.0, 3, True),
         (0.1 + 0.2, 0.3, True),
         (10**20, 10**20 + 1, False),
+        (1e9, 10**9 + 7, False),
+        (1e18, 10**18 + 3, False),
+        (math.inf, 10**400, False),
         ("3", 3, False),
         (None, [None], True),
         ([1, 2], [2, 1], False),
