@@ -4,25 +4,29 @@ Invariant: it always returns, from any thread, whatever the model wrote. Identic
 compared here, exactly; everything else is symbolic algebra, in which a short expression can hang inside one C call, so
 it runs in a process that is killed at its limit (see `algebra.py`), and an answer undecided by then counts as wrong. An
 answer that names several values ("5 or 7") is their set, never one of them. A relation stands for a set only when
-solved: echoing the question earns nothing.
+solved. `is_answer` also knows the question: copying it, or rewriting an expression that it states, earns nothing.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from etude.chat.placeholders import text_of
+from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.numeral import Numeral, read_numeral
 from etude.rewards.truth import truths_of
 
 MAX_ANSWER_CHARS = 1000
+MAX_QUESTION_CHARS = 10_000  # searched for expressions, from the question's beginning
 
 _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
-    "°": r"^\circ ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "°": r"^\circ ", "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
 _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*"), ","),  # thousands
@@ -81,6 +85,9 @@ _SEGMENT = re.compile(
     re.S,
 )
 _NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]*[a-zA-Z][^+*/^-]*", re.S)
+_ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
+_FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
+_TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
 _LOOK = re.compile(r"\\(?:left|right|cdot|displaystyle|text\w*|math\w+|mbox)(?![a-z])|\\[,;:! ()\[\]]|[$*]")
 _algebra = AlgebraProcesses()
 
@@ -131,20 +138,38 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
 
 
+def references_of(ground_truth: Any) -> list[str]:
+    """Returns the reference answers (see `truths_of`) that an answer can equal.
+
+    Raises:
+        DataError: there is none: they are missing, or whole solutions rather than answers.
+    """
+    truths = [truth for truth in truths_of(ground_truth) if len(truth) <= MAX_ANSWER_CHARS]
+    if not truths:
+        raise DataError(
+            f"reward_model.ground_truth is longer than {MAX_ANSWER_CHARS} characters: give the answer, not the solution"
+        )
+    return truths
+
+
 def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> bool:
-    """Whether `answer` equals one of the reference answers in `ground_truth` (see `truths_of`); False for None, and for an
-    expression copied from the question in `trajectory`, which equals the answer before anything is worked out.
+    """Whether `answer` equals one of the reference answers in `ground_truth` (see `references_of`); False for None, and
+    for an expression of the question in `trajectory`, copied or rewritten, which equals the answer before anything is
+    worked out.
 
     Raises:
         DataError: there is no reference answer.
         InfrastructureError: symbolic algebra failed.
     """
-    truths = truths_of(ground_truth)
+    truths = references_of(ground_truth)
     if answer is None:
         return False
     messages = trajectory.messages if trajectory is not None else ()
     asked = "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
-    return any(not is_echo(answer, truth, asked) and answers_equal(answer, truth) for truth in truths)
+    return any(
+        not is_echo(answer, truth, asked) and answers_equal(answer, truth) and not is_unworked(answer, truth, asked)
+        for truth in truths
+    )
 
 
 def is_echo(answer: str, truth: str, question: str) -> bool:
@@ -159,6 +184,44 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
         return False
     one_number = _number(_normalise(answer)) is not None and len(answer.split()) < 5
     return not (one_number and re.search(r"\d", rest))
+
+
+def is_unworked(answer: str, truth: str, question: str) -> bool:
+    """Whether `answer`, which equals `truth`, only rewrites an expression that `question` states and that equals it too.
+    Where `truth` is a number, so is a worked answer: not "513^2-487^2+0" or "(513)^2-(487)^2". Elsewhere it has at least as
+    many numbers and variables in common with `truth` as with the expression, so that adding 0 changes nothing.
+
+    Raises:
+        InfrastructureError: symbolic algebra failed.
+    """
+    answer = answer.rpartition("=")[2]
+    ours, theirs = _terms(answer), _terms(truth)
+    is_number = _number(_normalise(truth)) is not None
+    unworked = any(each[0].isdigit() or each[0] == "\\" for each in ours - theirs)
+    if ours == theirs or (is_number and (not unworked or _number(_normalise(answer)) is not None)):
+        return False
+    return any(
+        (is_number or _distance(ours, _terms(expression)) < _distance(ours, theirs))
+        and answers_equal(expression, truth)
+        for expression in dict.fromkeys(_expressions(question))
+    )
+
+
+def _expressions(question: str) -> Iterator[str]:
+    """Yields the formulas of `question`, sides of equations singly, and its arithmetic in plain text."""
+    text = "".join(_SYMBOLS.get(letter, letter) for letter in question[:MAX_QUESTION_CHARS])
+    for found in _SEGMENT.finditer(text):
+        yield from next(filter(None, found.groups()), "").split("=")
+    yield from _ARITHMETIC.findall(_SEGMENT.sub(" ", text))
+
+
+def _terms(text: str) -> Counter[str]:
+    """Counts the numbers, variables and functions of a formula."""
+    return Counter(_TERM.findall(_FRACTION.sub(r"\\frac \1 ", _LOOK.sub(" ", _normalise(text)))))
+
+
+def _distance(one: Counter[str], other: Counter[str]) -> int:
+    return (one - other).total() + (other - one).total()
 
 
 def _plain(text: str) -> str:

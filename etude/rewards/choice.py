@@ -44,8 +44,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
 
 
 def _is_choice(solution_str: str, reference: str) -> bool:
-    if _LETTER.fullmatch(reference):
-        return extract_choice(solution_str) == reference.upper()
+    letter = reference.strip(" ().")
+    if _LETTER.fullmatch(letter):
+        return extract_choice(solution_str) == letter.upper()
     marked = _ANSWER.findall(solution_str[-MAX_CHARS:])
     return _folded(marked[-1] if marked else solution_str) == _folded(reference)
 

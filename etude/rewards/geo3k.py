@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from etude.rewards.answers import is_answer
+from etude.rewards.answers import is_answer, references_of
 from etude.rewards.boxed import last_boxed
-from etude.rewards.truth import reads_truth, truths_of
+from etude.rewards.truth import reads_truth
 
 _FORM = ("</think>", "\\boxed{", "}")
 
 
-@reads_truth(truths_of)
+@reads_truth(references_of)
 def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format.
 

@@ -1,7 +1,8 @@
 """Scoring of grade-school mathematics (GSM8K): the final number of a solution against the reference number.
 
 Invariant: numbers are compared as numbers ("1,000", "$1000" and "1000.0" are one answer). `strict` reads the last
-`#### <number>` near the end of the text, `flexible` the last number anywhere in it.
+`#### <number>` near the end of the text, `flexible` the last number anywhere in it. The beginning of an expression or of
+several numbers ("5*4", "3 or 4") is no number.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from etude.errors import DataError
 from etude.rewards.truth import reads_truth, truths_of
 
 Method = Literal["strict", "flexible"]
 
 _TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
-_MARKED = re.compile(r"####[ \t]*\$?[ \t]*(-?\$?[0-9.,]{1,100})")
+_MARKED = re.compile(
+    r"####[ \t]*\$?[ \t]*(-?\$?[0-9.,]{1,100})"
+    r"(?![0-9.,]|e[-+]?\d|[ \t]*(?:[-+*/^×÷−–]|\\times|\\cdot|(?:or|and|to)(?=[ \t]))[ \t]*\$?\d)"
+)
 _NUMBER = re.compile(r"-?\$?[0-9][0-9.,]{0,99}|-?\.[0-9]{1,99}")
 
 
@@ -36,7 +41,17 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     return None
 
 
-@reads_truth(truths_of)
+def _references(ground_truth: Any) -> list[Decimal]:
+    found = [extract_answer(truth, "strict") if "####" in truth else _clean(truth) for truth in truths_of(ground_truth)]
+    numbers = [number for number in map(_number, filter(None, found)) if number is not None]
+    if not numbers:
+        raise DataError(
+            f"reward_model.ground_truth must be a number, or end with '#### <number>', not {str(ground_truth)[:80]!r}"
+        )
+    return numbers
+
+
+@reads_truth(_references)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -47,21 +62,13 @@ def compute_score(
     """Returns `score` for the right number, `format_score` for another number, 0.0 if there is no answer.
 
     Raises:
-        DataError: there is no `ground_truth`.
+        DataError: there is no number in `ground_truth`.
     """
-    truths = truths_of(ground_truth)
+    references = _references(ground_truth)
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0
-    return score if any(_same(answer, truth) for truth in truths) else format_score
-
-
-def _same(answer: str, ground_truth: str) -> bool:
-    reference = extract_answer(ground_truth, "strict") if "####" in ground_truth else _clean(ground_truth)
-    if reference is None:
-        return False
-    number = _number(reference)
-    return number == _number(answer) if number is not None else answer == reference
+    return score if _number(answer) in references else format_score
 
 
 def _clean(text: str) -> str:

@@ -8,8 +8,8 @@ answers of a group in one request.
 Without `base_url` the judge is the language model of `reward_model.model.path`, in this process.
 
 Invariant: a score is a number that the judge wrote, within the scale. An unreadable reply is retried, then it is an
-infrastructure failure, never a 0. A quoted answer cannot close the tag around it. Requests are bounded in number, time
-and size; identical prompts are sent once, even when asked concurrently.
+infrastructure failure, never a 0. A quoted answer cannot close the tag around it, nor end its turn. Requests are
+bounded in number, time and size; identical prompts are sent once, even when asked concurrently.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ _SCORE = re.compile(
 MAX_WAIT = 30.0  # seconds that a judge's `Retry-After` may delay the next attempt
 _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
-_TAG = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b)", re.IGNORECASE)
+_TAG = re.compile(  # the prompt's, and the control tokens of usual templates: endpoints parse them in any text
+    r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>)",
+    re.IGNORECASE,
+)
 
 
 def read_score(text: str, low: float, high: float) -> float | None:
@@ -306,7 +309,8 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 
 
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags; keeps its last `max_chars`."""
+    """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags or a turn; keeps its last
+    `max_chars`."""
     return _TAG.sub("<\u200b", "" if text is None else str(text)[-max_chars:])
 
 

@@ -6,14 +6,14 @@ import re
 from typing import Any
 
 from etude.errors import DataError
-from etude.rewards.answers import answers_equal, is_answer
+from etude.rewards.answers import answers_equal, is_answer, references_of
 from etude.rewards.boxed import last_boxed
-from etude.rewards.truth import reads_truth, require_truth, truths_of
+from etude.rewards.truth import reads_truth, require_truth
 
 __all__ = ["answers_equal", "compute_score", "integer_score", "last_boxed"]
 
 
-@reads_truth(truths_of)
+@reads_truth(references_of)
 def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> float:
     """Returns 1.0 if the last boxed answer equals `ground_truth`, else 0.0; raises as `is_answer`."""
     return float(is_answer(last_boxed(solution_str), ground_truth, trajectory))

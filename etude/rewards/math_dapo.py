@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from etude.rewards.answers import is_answer
+from etude.rewards.answers import is_answer, references_of
 from etude.rewards.boxed import last_boxed
-from etude.rewards.truth import reads_truth, truths_of
+from etude.rewards.truth import reads_truth
 
 TAIL = 300
 """Characters that are searched, from the end of a solution: an earlier `Answer:` is not the final one."""
@@ -29,7 +29,7 @@ def extract_answer(text: str, strict_box: bool = False) -> str | None:
     return last_boxed(found[-1]) or found[-1].strip().strip("*").strip()
 
 
-@reads_truth(truths_of)
+@reads_truth(references_of)
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box: bool = False, trajectory: Any = None
 ) -> dict[str, Any]:

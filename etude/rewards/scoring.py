@@ -93,6 +93,8 @@ class TrajectoryScorer:
             raise
         except Exception as error:
             raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
+        if value is None:
+            raise InfrastructureError(f"{where} returned no score")
         score = as_reward(value, where)
         trajectory.rewards.score_info = dict(result.get("reward_extra_info") or {})
         trajectory.rewards.score = score

@@ -45,13 +45,24 @@ def truths_of(ground_truth: Any) -> list[str]:
     these; missing ones are left out.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or one is neither text nor a number.
     """
     given = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     entries = list(given) if several else [given]  # type: ignore[arg-type]
     require_truth(entries)
-    return [str(entry) for entry in entries if not is_missing(entry)]
+    return [_as_text(entry) for entry in entries if not is_missing(entry)]
+
+
+def _as_text(entry: Any) -> str:
+    if isinstance(entry, bytes | Iterable) and not isinstance(entry, str):  # no answer would ever equal its spelling
+        raise DataError(
+            f"reward_model.ground_truth must be text or a number, or a list of these; {str(entry)[:80]!r} is a "
+            f"{type(entry).__name__}"
+        )
+    if isinstance(entry, float) and not entry.is_integer():
+        return f"{entry:.15g}"  # 0.1 + 0.2 is 0.3
+    return str(int(entry) if isinstance(entry, float) else entry)
 
 
 def reads_truth(reader: Callable[[Any], Any]) -> Callable[[F], F]:

@@ -227,6 +227,15 @@ def test_an_env_that_scores_as_rl_factorys_documents_say_earns_nothing_by_what_a
     assert trajectory.rewards.score == score
 
 
+def test_an_env_without_a_score_is_an_error():
+    class Forgets(Env):
+        def _compute_score_with_rules(self, data, tokenizer, if_val=False):
+            return [[None]]
+
+    with pytest.raises(EtudeError, match="must return a list of scores"):
+        play([says("5")], Forgets, row={"data_source": "s", "reward_model": {"ground_truth": "5"}})
+
+
 def test_turns_are_bounded_and_the_last_ones_tools_count():
     echo = Echo(reward=0.5)
     trajectory, engine = play([says(call())] * 3, tools=[echo], multi_turn={"max_assistant_turns": 2})

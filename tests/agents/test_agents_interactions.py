@@ -208,9 +208,10 @@ def test_gsm8k_ends_with_the_right_answer():
     assert user._conversations == {}
 
 
-def test_gsm8k_without_a_ground_truth_says_so():
-    with pytest.raises(InfrastructureError, match="ground_truth"):
-        talk([says("4")], Gsm8kInteraction({"name": "gsm8k"}), row={"interaction_kwargs": {"name": "gsm8k"}})
+@pytest.mark.parametrize("truth", [{}, {"ground_truth": None}, {"ground_truth": ""}, {"ground_truth": float("nan")}])
+def test_gsm8k_without_a_ground_truth_says_so(truth):
+    with pytest.raises(InfrastructureError, match="need a 'ground_truth'"):
+        talk([says("4")], Gsm8kInteraction({"name": "gsm8k"}), row={"interaction_kwargs": {"name": "gsm8k", **truth}})
 
 
 async def endpoint(answers, asked):

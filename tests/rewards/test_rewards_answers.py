@@ -57,6 +57,12 @@ def test_choices(text, letter):
     assert choice.extract_choice(text) == letter
 
 
+@pytest.mark.parametrize("truth", ["B", "b", "(B)", "B."])
+def test_a_reference_choice_may_be_in_parentheses(truth):
+    assert choice.compute_score("<answer>B</answer>", truth) == 1.0
+    assert choice.compute_score("<answer>C</answer>", truth) == 0.0
+
+
 @given(st.text(max_size=200))
 def test_any_text_has_a_letter_or_none(text):
     letter = choice.extract_choice(text)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from etude.rewards import compute_score
-from etude.rewards.answers import is_echo
+from etude.rewards.answers import answers_equal, is_echo
 from etude.rewards.boxed import last_boxed
 
 MATH = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
@@ -41,6 +41,36 @@ def test_a_copied_question_is_no_answer(question, answer, truth):
 @pytest.mark.parametrize(
     ("question", "answer", "truth"),
     [
+        ("What is $513^2 - 487^2$?", "513^2-487^2+0", "26000"),
+        ("What is $513^2 - 487^2$?", "(513)^2-(487)^2", "26000"),
+        ("What is 513²−487²?", r"513\cdot513-487\cdot487", "26000"),
+        ("Compute (3 + 4) * 5.", "5*(4+3)", "35"),
+        (r"Compute $\sin\pi$.", r"\sin\pi+\sin\pi", "0"),
+        ("What is $x$, if $x = 3^5 - 1$?", "x = 3^5 - 1 + 0", "242"),
+        ("Factor $ab+5b+2a+10$.", "2a+10+5b+ab", "(a+5)(b+2)"),
+        ("Factor $ab+5b+2a+10$.", "ab+5b+2a+10+1-1", "(a+5)(b+2)"),
+        ("Expand $(x+1)(x-1)$.", "(x-1)(x+1)", "x^2-1"),
+        (r"Simplify $\sqrt{242}$.", r"1\sqrt{242}", r"11\sqrt2"),
+    ],
+)
+def test_a_rewritten_question_is_no_answer(question, answer, truth):
+    assert answers_equal(answer, truth)
+    assert score(question, answer, truth) == 0.0
+    assert score(question, answer, truth, "numina_olympiads") == 0.0
+    assert score(question, answer, truth, "math_dapo", "Answer: {}") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "truth"),
+    [
+        ("What is $513^2 - 487^2$?", "26{,}000", "26000"),
+        ("What is $513^2 - 487^2$?", "513^2-487^2 = 26000", "26000"),
+        ("What is $513^2 - 487^2$?", r"\mathbf{26000}", "26000"),
+        ("How many subsets has a set of $10$?", "2^{10}", "1024"),
+        ("Factor $ab+5b+2a+10$.", "(b+2)(5+a)", "(a+5)(b+2)"),
+        ("Expand $(x+1)^2$.", "2x+x^2+1", "x^2+2x+1"),
+        (r"Rationalize $\frac{1}{\sqrt2}$.", r"\frac12\sqrt{2}", r"\frac{\sqrt2}{2}"),
+        (r"Simplify $\sqrt{242}$.", r"11 \cdot \sqrt{2}", r"11\sqrt2"),
         (r"What is $\sqrt{5}$ in simplest radical form?", r"\sqrt{5}", r"\sqrt5"),
         ("Which is larger, $9/2$ or $4$?", "9/2", r"\frac{9}{2}"),
         ("Is it 12 apples or 13 apples?", "12 apples", "12"),
@@ -69,3 +99,18 @@ def test_no_question_of_math_500_answers_itself():
         refused += any(is_echo(each, truth, question) for each in formulas)
         assert len(question) > 1000 or is_echo(question, truth, question)
     assert refused > 250
+
+
+@pytest.mark.skipif(not MATH.is_file(), reason="MATH-500 is not beside this checkout")
+def test_rewriting_an_exercise_of_math_500_earns_nothing_and_solving_it_does():
+    exercises = 0
+    for row in map(json.loads, MATH.read_text().splitlines()):
+        found = re.match(r"(?:Simplify|Compute|Evaluate|Factor|Expand)[^$]*\$([^$=]+)\$[^$]*\Z", row["problem"])
+        if not found or len(found[1]) < 4 or not answers_equal(found[1], row["answer"]):
+            continue
+        exercises += 1
+        for answer in (f"{found[1]} + 0", f"({found[1]})", rf"1 \cdot ({found[1]})", f"y = {found[1]}"):
+            assert score(row["problem"], answer, row["answer"]) == 0.0, answer
+        for answer in (row["answer"], f"{found[1]} = {row['answer']}", row["answer"].replace("frac", "dfrac")):
+            assert score(row["problem"], answer, row["answer"]) == 1.0, answer
+    assert exercises > 10

@@ -224,6 +224,17 @@ def test_a_manager_of_whole_batches():
         asyncio.run(TrajectoryScorer(WholeBatch(float("nan")))(made, row()))
 
 
+def test_a_manager_without_a_score_is_broken_infrastructure():
+    class Forgets(RewardManagerBase):
+        async def run_single(self, data):
+            return {"reward_score": None, "reward_extra_info": {}}
+
+    made = trajectory(("x", ""))
+    with pytest.raises(InfrastructureError, match="Forgets returned no score"):
+        asyncio.run(TrajectoryScorer(Forgets(tokenizer=Letters()))(made, row()))
+    assert made.rewards.score is None
+
+
 @pytest.mark.parametrize(("error", "kind"), [(KeyError("x"), InfrastructureError), (EtudeError("x"), EtudeError)])
 def test_a_failing_manager_is_broken_infrastructure(error, kind):
     with pytest.raises(kind):

@@ -69,3 +69,30 @@ def test_a_users_function_may_do_without_a_ground_truth(tmp_path):
     mine = load_compute_score(str(tmp_path / "mine.py"))
     assert mine(data_source="openai/gsm8k", solution_str="x", ground_truth=None, extra_info={}) is True
     assert judge._quote(None) == ""
+
+
+@pytest.mark.parametrize("truth", [b"5", [["5", "6"]], [{"text": "5"}]], ids=repr)
+def test_a_ground_truth_that_no_answer_can_be_spelled_like_is_refused(truth):
+    for source in ("openai/gsm8k", "HuggingFaceH4/MATH-500", "nq", "TencentARC/Video-Holmes"):
+        with pytest.raises(DataError, match="ground_truth"):
+            check_truth(source, truth)
+
+
+@pytest.mark.parametrize("source", ["HuggingFaceH4/MATH-500", "math_dapo", "numina_olympiads", "hiyouga/geometry3k"])
+def test_a_whole_solution_is_no_reference_answer(source):
+    solution = "We add. " * 200 + r"\boxed{5}"
+    with pytest.raises(DataError, match="the answer, not the solution"):
+        check_truth(source, solution)
+    check_truth(source, [solution, "5"])
+
+
+@pytest.mark.parametrize("truth", ["forty two", "1/2", "5 apples", ["x"], "so it is 5 ####"])
+def test_gsm8k_asks_for_a_number(truth):
+    with pytest.raises(DataError, match="ground_truth must be a number"):
+        check_truth("openai/gsm8k", truth)
+
+
+def test_a_float_is_what_it_was_written_as():
+    assert truths_of([0.1 + 0.2, 1e21, 5.0, np.float32(0.1)]) == ["0.3", "1" + "0" * 21, "5", "0.1"]
+    assert compute_score("openai/gsm8k", "#### 0.3", 0.1 + 0.2) == 1.0
+    assert compute_score("HuggingFaceH4/MATH-500", r"\boxed{0.3}", 0.1 + 0.2) == 1.0

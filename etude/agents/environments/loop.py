@@ -318,6 +318,8 @@ def environment_score(
     read = judge and judge.tokenizer
     scores = env.compute_score(judge, read, tokenizer, data, bool(row.get("validate")), False)
     try:
+        if scores[0][-1] is None:
+            raise TypeError("None is no score")
         return as_reward(scores[0][-1], f"{type(env).__name__}.compute_score")
     except (TypeError, IndexError, KeyError) as error:
         raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error

@@ -7,6 +7,7 @@ from typing import Any
 from etude.agents.interactions.base import BaseInteraction
 from etude.errors import ConfigError
 from etude.rewards.gsm8k import compute_score
+from etude.rewards.truth import is_missing
 
 CORRECT = "Your response is correct!"
 INCORRECT = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -33,7 +34,7 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
         """Stores the `ground_truth`; raises ValueError if there is none."""
-        if ground_truth is None:
+        if is_missing(ground_truth):
             raise ValueError("the row's interaction_kwargs need a 'ground_truth'")
         instance_id = await super().start_interaction(instance_id)
         self._conversations[instance_id] = {"response": "", "ground_truth": str(ground_truth)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.errors import DataError, ToolError
+from etude.rewards.truth import is_missing
 from etude.schemas import ToolResponse
 from etude.tools.base import StatefulTool, function_schema
 from etude.trace import rollout_trace_op
@@ -47,7 +48,7 @@ class AnswerTool(StatefulTool[AnswerState]):
         Raises:
             DataError: the row has no `ground_truth` for this tool.
         """
-        if ground_truth is None:
+        if is_missing(ground_truth):
             raise DataError(f"tools_kwargs.{self.name}.create_kwargs.ground_truth is missing")
         return AnswerState(str(ground_truth))
 

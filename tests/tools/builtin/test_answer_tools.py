@@ -33,6 +33,9 @@ async def test_geo3k_takes_numbers_and_refuses_floods():
     assert await tool.calc_reward("i") == 1.0
     with pytest.raises(DataError, match=r"calc_geo3k_reward\.create_kwargs\.ground_truth is missing"):
         await tool.create("j")
+    for missing in ("", float("nan"), []):
+        with pytest.raises(DataError, match="ground_truth is missing"):
+            await tool.create("j", ground_truth=missing)
 
 
 async def test_calls_of_one_turn_are_judged_in_their_order():
