@@ -49,6 +49,10 @@ def raise_faults(faults: Sequence[str]) -> None:
         raise ConfigErrors(faults) if len(faults) > 1 else ConfigError(faults[0])
 
 
+class ModelUnavailable(ConfigError):
+    """A named model cannot be downloaded: the index cannot be reached, or has another file."""
+
+
 class DataError(EtudeError):
     """A data file or one of its rows is wrong; names the file and the row."""
 

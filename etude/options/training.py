@@ -156,7 +156,7 @@ class TrainedModelOptions:
     """A model that is trained: where it starts from, and what its training costs."""
 
     path: Text | None = key(
-        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.",
+        "Folder, GGUF file, name of `etude models list`, or hub name `org/name` where a hub is reachable. Needed to train.",
         default=None,
         path="model",
         verl_default="~/models/deepseek-llm-7b-chat",

@@ -12,13 +12,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.jsonl import json_safe, write_json
+from etude.model_folder import NAMED_MODELS, named_folder
 from etude.quickstart.example import Example, Rows, find_example
 from etude.quickstart.prepare import write_model, write_tables
 
@@ -47,6 +48,7 @@ class Quickstart:
         self._teacher = self._find_other(example.options.teacher)
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / "quickstart.json"
+        self._got: dict[str, dict[str, float]] = {}
         self._times = self._read_ledger()
 
     def _find_other(self, name: str | None) -> Quickstart | None:
@@ -69,6 +71,7 @@ class Quickstart:
 
     def run(self) -> dict[str, Any]:
         """Runs all stages; returns the summary, which is also written to `summary.json`."""
+        self.get_model()
         with self._open(), self._serve():
             if self._teacher is not None:
                 self._teacher.run()
@@ -77,6 +80,20 @@ class Quickstart:
             self._stage("train", "reinforcement learning", self._train)
             self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self.trained_model()))
         return self._summary()
+
+    def get_model(self) -> None:
+        """Gets the pretrained model that the example starts from, if any, before anything else is written.
+
+        Raises:
+            ModelUnavailable: it cannot be downloaded.
+            ConfigError: the configuration is invalid, or the model cannot be converted or written.
+        """
+        self._config()
+        name = self.example.options.model
+        if name in NAMED_MODELS and not named_folder(name).is_dir():
+            from etude.models.named import get_model
+
+            self._got["model"] = self._measure(f"getting the model {name}", lambda: get_model(name))
 
     def warm_up(self) -> None:
         """Runs the first stages only: data, and the warmed-up model that reinforcement learning starts from."""
@@ -90,7 +107,7 @@ class Quickstart:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "quickstart.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._times = self._read_ledger()
+            self._times = self._read_ledger() | self._got
             if self.example.prepare is not None:
                 self._stage("data", "making tasks and demonstrations", self._make_data)
             yield
@@ -118,22 +135,25 @@ class Quickstart:
     def _warm_up_stages(self) -> None:
         if self._start is not None:
             self._start.warm_up()
-        else:
+        elif self.example.options.model is None:
             self._stage("model", "making an untrained model", self._make_model)
         if "train" not in self._times:
             self._check()
-        if self._start is None:
+        if self._start is None and self.example.options.model is None:
             self._stage("warm_up", "supervised warm-up: learns to talk, and mostly bad habits", self._warm_up)
 
-    def _stage(self, name: str, text: str, work: Callable[[], None]) -> None:
+    def _stage(self, name: str, text: str, work: Callable[[], object]) -> None:
         if name in self._times:
             self._note(f"{text}: done before")
             return
+        self._times[name] = self._measure(text, work)
+        self._write_ledger()
+
+    def _measure(self, text: str, work: Callable[[], object]) -> dict[str, float]:
         self._note(text)
         wall, cpu = time.perf_counter(), cpu_seconds()
         work()
-        self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
-        self._write_ledger()
+        return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
     def _write_ledger(self) -> None:
         write_json(self._ledger, {"example": self.example.root, "seed": self.seed, "stages": self._times})
@@ -154,13 +174,16 @@ class Quickstart:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        model = self.folder / "model" if self._start is None else self._start._warm_model
+        own = self._start is None and self.example.options.model is None
+        model = self.folder / "model" if own else self._warm_model
         setup = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(setup.groups):
             PPOTrainer(setup)
 
     @property
     def _warm_model(self) -> Path:
+        if (name := self.example.options.model) is not None:
+            return named_folder(name) if name in NAMED_MODELS else Path(name)
         return self.folder / "warm_up" / "huggingface" if self._start is None else self._start._warm_model
 
     def _warm_up(self) -> None:
@@ -273,6 +296,14 @@ class Quickstart:
         summary["model"] = str(self.trained_model())
         write_json(self.folder / "summary.json", summary)
         return summary
+
+
+def holds(folder: Path, example: Example) -> bool:
+    """Whether a folder has begun to run the example."""
+    ledger = folder / "quickstart.json"
+    with suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads(ledger.read_text()).get("example") == example.root)
+    return False
 
 
 def cpu_seconds() -> float:
