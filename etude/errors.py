@@ -4,6 +4,7 @@
 - *The infrastructure failed*: `InfrastructureError`, timeouts, connection and operating-system errors, the equivalents that
   HTTP clients raise, and a server's 408, 429 or 5xx. The trajectory is retried from fresh state, then dropped and counted.
   It never becomes a reward.
+- *The user's agent failed* in one rollout: `AgentError`. The rollout is dropped and counted.
 - *The user must change something*: `ConfigError`, `DataError`, `CheckpointError`, `MissingExtraError`. One line that
   names the file, key or row, printed without a traceback by every command.
 
@@ -49,8 +50,8 @@ def raise_faults(faults: Sequence[str]) -> None:
         raise ConfigErrors(faults) if len(faults) > 1 else ConfigError(faults[0])
 
 
-class ModelUnavailable(ConfigError):
-    """A named model cannot be downloaded: the index cannot be reached, or has another file."""
+class GrammarError(ConfigError):
+    """A grammar cannot constrain what is sampled: it is invalid, too complex, or not supported; says why."""
 
 
 class DataError(EtudeError):
@@ -76,6 +77,10 @@ class InfrastructureError(Exception):
     """Something outside the model failed (a server, a sandbox, an engine): retried, then dropped, never rewarded."""
 
 
+class AgentError(Exception):
+    """A user's agent failed and left its rollout without a reward: not retried, dropped and counted, never rewarded."""
+
+
 class EngineError(InfrastructureError):
     """The inference engine died, or refused a request for a reason other than the model's output."""
 
@@ -98,7 +103,7 @@ class TrainingStopped(EtudeError):
 
 
 _BROKEN = (TimeoutError, asyncio.TimeoutError, ConnectionError, OSError)
-_OURS = (EtudeError, ToolError)
+_OURS = (EtudeError, ToolError, AgentError)
 _CONNECTION_CLASSES = frozenset(
     {
         "NetworkError",  # httpx, as are the next three
@@ -151,7 +156,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Formats type, message and, if any, the line of the user's file that raised: `KeyError: 'answer' (reward.py:12)`."""
-    kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, InfrastructureError | AgentError) else f"{type(error).__name__}: "
     text, place = f"{kind}{one_line(error)}", user_place(error)
     return text if place is None or place in text else f"{text} ({place})"
 

@@ -12,9 +12,11 @@ import contextlib
 import json
 import os
 import threading
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,7 +27,27 @@ from etude.errors import InfrastructureError, ToolError, one_line
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PIECE_BYTES = 1 << 16
 _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "etude"}
+
+
+class Unavailable(InfrastructureError):
+    """The service answered with an error status, and, in `Retry-After`, when to ask again: in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+def seconds_of(retry_after: str) -> float:
+    """Returns the seconds to wait that a `Retry-After` header asks for, as a number or a date; 0.0 if it is neither."""
+    if retry_after.strip().isdecimal():
+        return float(retry_after[:9])
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, date.timestamp() - time.time())
 
 
 class JsonService:
@@ -63,8 +85,8 @@ class JsonService:
             InfrastructureError: no response within `seconds`, no connection, another status than 2xx, or a response that
                 is too long or not JSON.
         """
-        status, answer = await self.fetch(method, seconds=seconds, params=params, body=body)
-        self._check(status)
+        status, answer, retry_after = await self._send(method, self.url, seconds, params=params, json=body)
+        self._check(status, retry_after)
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
@@ -85,8 +107,11 @@ class JsonService:
         Raises:
             InfrastructureError: no response within `seconds`, no connection, or a response that is too long.
         """
-        url = url or self.url
-        work = self._fetch(method, url, params=params, json=body, timeout=aiohttp.ClientTimeout(total=seconds))
+        status, answer, _ = await self._send(method, url or self.url, seconds, params=params, json=body)
+        return status, answer
+
+    async def _send(self, method: str, url: str, seconds: float, **details: Any) -> tuple[int, bytes, str]:
+        work = self._fetch(method, url, timeout=aiohttp.ClientTimeout(total=seconds), **details)
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background_loop("etude-http")))
         except asyncio.TimeoutError:
@@ -96,7 +121,7 @@ class JsonService:
             line = one_line(error).replace(url, self.host)
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
-    async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes]:
+    async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes, str]:
         process = os.getpid()
         if process not in self._sessions:
             session = aiohttp.ClientSession(
@@ -108,49 +133,38 @@ class JsonService:
             )
             self._sessions[process] = _Session(asyncio.get_running_loop(), threading.get_ident(), session)
         async with self._sessions[process].client.request(method, url, allow_redirects=False, **details) as response:
-            return response.status, await self._read(response)
+            return response.status, await self._read(response), response.headers.get("Retry-After", "")
 
-    def _check(self, status: int) -> None:
+    def _check(self, status: int, retry_after: str) -> None:
         if status in _REFUSED_BY_CONTENT:
             raise ToolError(f"Error: the service refuses this request (HTTP {status}); change it")
         if not 200 <= status < 300:
             hint = (
                 "; check the address and the key in the tool's config" if 300 <= status < 500 and status != 429 else ""
             )
-            raise InfrastructureError(f"{self.host} answered with HTTP {status}{hint}")
+            raise Unavailable(f"{self.host} answered with HTTP {status}{hint}", seconds_of(retry_after))
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         too_long = InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-        body = await read_body(response, self._max_body_bytes, too_long)
-        if response.headers.get("Content-Encoding", "identity") in (
-            "gzip",
-            "deflate",
-        ):  # some services compress unasked
-            body = self._decompress(body)
-        return body
-
-    def _decompress(self, body: bytes) -> bytes:
         try:
-            # wbits=47: gzip or zlib, detected by the header
-            decompressed = zlib.decompressobj(wbits=47).decompress(body, self._max_body_bytes + 1)
-        except zlib.error:
-            raise InfrastructureError(
-                f"{self.host} answered with something that is not compressed as it says"
-            ) from None
-        if len(decompressed) > self._max_body_bytes:
-            raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
-        return decompressed
+            return await read_body(response, self._max_body_bytes, too_long)
+        except ValueError as error:
+            raise InfrastructureError(f"{self.host} answered with {one_line(error)}") from None
 
 
 async def read_body(
     response: aiohttp.ClientResponse, limit: int, too_long: Exception, on_line: Callable[[bytes], None] | None = None
 ) -> bytes:
-    """Reads the body of a response; raises `too_long` if it is longer than `limit` bytes. With `on_line`, calls it with each
-    line and returns the unterminated rest; the limit then applies to each line, not to the body, as each event of a stream
-    may repeat the whole response so far."""
+    """Reads the body of a response to a session with `auto_decompress=False`; raises `too_long` if it is longer than `limit`
+    bytes, decompressed. With `on_line`, calls it with each line and returns the unterminated rest; the limit then applies to
+    each line, not to the body, as each event of a stream may repeat the whole response so far.
+
+    Raises:
+        ValueError: it is not compressed as its header says.
+    """
     buffer: list[bytes] = []
     size = 0
-    async for chunk in response.content.iter_any():
+    async for chunk in decompress(response.content.iter_any(), response.headers.get("Content-Encoding", "")):
         *ends, rest = chunk.split(b"\n") if on_line else [chunk]
         if size + max(map(len, (*ends, rest))) > limit:
             raise too_long
@@ -161,6 +175,31 @@ async def read_body(
         buffer.append(rest)
         size += len(rest)
     return b"".join(buffer)
+
+
+async def decompress(chunks: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """Yields the content of a body in pieces of bounded size, so that its reader can count before more is decompressed.
+
+    `encoding` is the header Content-Encoding: some services compress unasked, by gzip or deflate.
+
+    Raises:
+        ValueError: another encoding, or a body that does not have it.
+    """
+    if encoding.strip().lower() in ("", "identity"):
+        async for chunk in chunks:
+            yield chunk
+        return
+    if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        raise ValueError(f"a body compressed by {encoding[:40]!r}, which was not asked for")
+    decoder = zlib.decompressobj(wbits=47)  # gzip or zlib, detected by the header
+    try:
+        async for chunk in chunks:
+            while chunk and not decoder.eof:
+                yield decoder.decompress(chunk, _PIECE_BYTES)
+                chunk = decoder.unconsumed_tail
+        yield decoder.flush()
+    except zlib.error as error:
+        raise ValueError(f"something that is not compressed as it says ({encoding})") from error
 
 
 class _Session(NamedTuple):

@@ -44,6 +44,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
     "sft/skipped_steps": lambda value: "update skipped: its gradient is not finite",
     "rollout/dropped": _count("trajectories dropped: infrastructure failed repeatedly"),
     "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
+    "rollout/agent_errors": _count("rollouts in which the agent raised an error"),
     "rollout/prompt_too_long": _count("prompts too long"),
     "rollout/nothing_sampled": _count("rollouts without a sampled token"),
     "rollout/context_refused": _count("trajectories that the chat template does not write"),

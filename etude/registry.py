@@ -98,12 +98,12 @@ class Registry(Generic[T]):
 
 
 def _qualified_name(item: object) -> str:
-    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
 def _origin(item: object) -> str:
-    file = _source_file(getattr(item, "__wrapped__", item))
+    item = getattr(item, "__wrapped__", item)  # unwrap a record to its function
+    file = _source_file(item)
     return f"{_qualified_name(item)} ({file})" if file else _qualified_name(item)
 
 
@@ -141,8 +141,8 @@ def import_module(target: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:  # a user's module may raise anything on import: report it
-        advice = renamed_imports(error) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}{advice}") from error
+        why = f"{type(error).__name__}: {one_line(error)}{renamed_imports(error)}"
+        raise ConfigError(f"cannot import '{target}': {why}") from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -7,6 +7,7 @@ the model sees what the tool's author wrote.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -128,3 +129,53 @@ class ToolResponse(BaseModel):
     def is_text_only(self) -> bool:
         """True if the response has text and no media."""
         return bool(self.text) and not self.image and not self.video
+
+
+_MAX_EXAMPLE_DEPTH = 8
+_MAX_EXAMPLE_VALUES = 1000  # references may double at each level
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one; None for
+    what is nested too deeply or too large."""
+    left = _MAX_EXAMPLE_VALUES
+
+    def make(given: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if not isinstance(given, Mapping) or depth > _MAX_EXAMPLE_DEPTH or left < 0:
+            return None
+        for key in ("default", "const"):
+            if key in given:
+                return given[key]
+        for key in ("examples", "enum"):
+            if given.get(key):
+                return given[key][0]
+        if isinstance(ref := given.get("$ref"), str):
+            target: Any = schema
+            for part in ref.removeprefix("#/").split("/"):
+                target = target.get(part, {}) if isinstance(target, Mapping) else {}
+            return make(target, depth + 1)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if given.get(key):
+                return make(given[key][0], depth + 1)
+        kind = given.get("type", "object" if "properties" in given else "string")
+        kind = next((each for each in kind if each != "null"), "null") if isinstance(kind, list) else kind
+        if kind == "object":
+            properties, required = given.get("properties") or {}, given.get("required")
+            names: Iterable[str] = properties if required is None else required
+            return {name: make(properties.get(name) or {}, depth + 1) for name in names}
+        if kind == "array":
+            return [make(given.get("items") or {}, depth + 1)] * min(
+                _MAX_EXAMPLE_VALUES, max(1, int(given.get("minItems", 1)))
+            )
+        lowest, longest = given.get("minimum", 1), int(given.get("maxLength", 100))
+        return {
+            "integer": int(lowest),
+            "number": float(lowest),
+            "boolean": True,
+            "null": None,
+            "string": "example"[:longest].ljust(min(_MAX_EXAMPLE_VALUES, int(given.get("minLength", 0))), "x"),
+        }.get(kind, "example")
+
+    return make(schema, 0)

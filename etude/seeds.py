@@ -4,6 +4,7 @@
 |---|---|---|
 | `data.seed` | `epoch_order` | the order of rows in an epoch |
 | `rollout.seed` | `batch_seed` (step, attempt) → `trajectory_seed` (place in the batch) → `request_seed` (turn) | sampling |
+| `rollout.seed` | `batch_seed` → `group_seed` (the prompt's place in the batch) | environments of all its rollouts |
 | a client's `seed` | `client_draw` | sampling of a gateway request with a seed |
 | `actor.data_loader_seed` | `mini_batch_order` | the order of prompt groups in an epoch of updates |
 | `trainer.seed` of fine-tuning | `trial_seed` | sampling of its trials |
@@ -49,9 +50,10 @@ def request_seed(trajectory: int, number: int) -> int:
     return (trajectory * _STRIDE + _REQUEST_STRIDE * number) & 0x7FFFFFFFFFFFFFFF
 
 
-def environment_seed(trajectory: int) -> int:
-    """Seed for resetting a trajectory's environment: in [0, 2^31), as Gymnasium expects."""
-    return trajectory & 0x7FFFFFFF
+def group_seed(batch: int, group: int) -> int:
+    """Seed of what all rollouts of prompt number `group` of a batch share, such as the reset of their environments: in
+    [0, 2^31), as Gymnasium expects. Different groups of a batch have different seeds."""
+    return (_hash(f"group/{batch}", 7) + group) & 0x7FFFFFFF
 
 
 def client_draw(seed: int, choice: int, ids: Sequence[int]) -> int:

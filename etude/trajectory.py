@@ -51,6 +51,7 @@ class StopReason(str, Enum):
     MAX_MALFORMED_CALLS = "max_malformed_calls"  # multi_turn.max_consecutive_malformed_calls
     PROMPT_TOO_LONG = "prompt_too_long"
     CONTEXT_REFUSED = "context_refused"  # the chat template cannot render the tool responses; dropped
+    AGENT_ERROR = "agent_error"  # an agent behind the gateway raised an error; dropped if it left no reward
     INFRASTRUCTURE = "infrastructure"  # dropped after its retries, never trained on
     CANCELLED = "cancelled"
 
@@ -66,17 +67,19 @@ TRUNCATED = (
 
 
 KEPT_IDS = "kept_ids"
-"""The column of a batch that holds each row's `Trajectory.kept_ids`; only present with top-k or top-p sampling."""
-KeptIds: TypeAlias = tuple["array[int] | None", ...]
-"""For each token the ids that it was sampled from after top-k/top-p; None: the whole vocabulary."""
+"""The column of a batch that holds each row's `Trajectory.kept_ids`; only present if top-k, top-p or a grammar was on."""
+Kept: TypeAlias = "array[int] | bytes"
+"""Ids in ascending order, or, where that is smaller, a bit for each id of the vocabulary, the lowest of a byte first."""
+KeptIds: TypeAlias = tuple["Kept | None", ...]
+"""For each token the ids that it was sampled from, which top-k, top-p or a grammar left; None: the whole vocabulary."""
 
 
 class Segment(NamedTuple):
     """A run of tokens of one provenance.
 
     For sampled segments `log_probs` has one entry per token (natural log, of the distribution sampled from), and so have
-    `weight_versions` and, where top-k or top-p restricted that distribution, `kept_ids`; otherwise they are None. `turn`
-    counts assistant turns from 0.
+    `weight_versions` and, where top-k, top-p or a grammar restricted that distribution, `kept_ids`; otherwise they are None.
+    `turn` counts assistant turns from 0.
     """
 
     token_ids: tuple[int, ...]

@@ -54,6 +54,34 @@ def test_a_helper_that_imports_verl_is_the_file_named(tmp_path, monkeypatch):
     )
 
 
+def test_an_environment_of_rl_factory_is_told_where_its_base_class_is(tmp_path):
+    file = tmp_path / "stock.py"
+    file.write_text("import re\nfrom envs.base import Env\nfrom envs.tool_manager.qwen3_manager import QwenManager\n")
+    place = "etude.agents.environments here"
+    hints = f"; stock.py:2: envs.base is {place}; stock.py:3: envs.tool_manager.qwen3_manager is {place}; see"
+    assert hints in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "place"),
+    [
+        ("from .base import Env as BaseEnv", ".base", "etude.agents.environments"),
+        ("from .base import BaseInteraction", ".base", "etude.agents.interactions"),
+        ("from .schemas import OpenAIFunctionToolSchema, ToolResponse", ".schemas", "etude.tools"),
+        ("from ..single_controller import Worker", "..single_controller", "etude.distributed"),
+    ],
+)
+def test_a_relative_import_is_named_with_its_place_here(line, module, place, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os\n{line}\n")
+    assert refusal(file).endswith(f"; mine.py:2: {module} is {place} here; see docs/migrating.md")
+
+
+def test_a_relative_import_of_the_users_own_says_how_to_name_it(tmp_path):
+    (tmp_path / "mine.py").write_text("from .helpers import clean\n")
+    assert refusal(tmp_path / "mine.py").endswith("name its neighbours without the leading dot")
+
+
 def test_other_missing_packages_are_left_alone(tmp_path):
     (tmp_path / "mine.py").write_text("import no_such_package\n")
     assert refusal(tmp_path / "mine.py").endswith("No module named 'no_such_package'")

@@ -10,7 +10,7 @@ def test_derived_seeds_keep_their_values():
     assert seeds.client_draw(3, 1, [5, 6, 7]) == 2091225978565
     assert seeds.trial_seed(7, 3) == 7000024
     assert seeds.probe_seed("probe") == 67391967144556166
-    assert seeds.environment_seed(1 << 40 | 5) == 5
+    assert seeds.group_seed(65, 4) == 1536019977
 
 
 def test_derived_orders_keep_their_values():

@@ -41,7 +41,8 @@ class AgentContext:
     """Everything that the trajectories of one worker share, loaded once, before any model.
 
     `config` is the whole resolved configuration, for users' loops; `processor` (Hugging Face's) and `images` are None for a
-    text-only model; `reward_model` is the judge of an environment.
+    text-only model; `reward_model` is the judge of an environment. `scored`: whether a reward manager scores the
+    rollouts, so that they need no other reward.
     """
 
     config: Any
@@ -56,6 +57,7 @@ class AgentContext:
     processor: Any = None
     images: ImageReader | None = None
     reward_model: Any = None
+    scored: bool = True
 
     def with_stops(self, sampling: SamplingParams, parser: ToolParser) -> SamplingParams:
         """Adds the tool-call format's stop ids to `sampling`, and its stop strings if none are set there or in
@@ -76,8 +78,8 @@ class AgentLoopBase(ABC):
         config: the whole configuration, with keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`;
             `rollout_config` and `data_config` are shortcuts to its sections.
         server_manager: samples tokens.
-        tokenizer, chat: encode prompts with `chat.initial_ids(messages, tools)`, and messages after an assistant turn with
-            `chat.context_ids(messages, after=sampled_ids)`. Neither re-encodes sampled ids.
+        tokenizer, chat: `chat.context_ids(messages, after=sampled_ids)` encodes messages after an assistant turn;
+            `render_prompt(row)` the prompt, which shows the model the row's tools. Neither re-encodes sampled ids.
         processor: the Hugging Face processor of a vision model, else None.
         tools: the configured tools by name, unless the class has its own `tools`.
     """
@@ -183,12 +185,17 @@ class AgentLoopBase(ABC):
     def render_prompt(
         self,
         row: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         images: Sequence[ImageInput] = (),
     ) -> list[int]:
-        """Returns the ids of a prompt. Dataset rows carry them in `raw_prompt_ids`, rendered once for all samples; these are
-        reused if messages, tools and template are the same and there are no images."""
+        """Returns the ids of a prompt: by default the row's messages, with the tools that the row may use; `tools=[]` shows
+        none. Dataset rows carry the ids in `raw_prompt_ids`, rendered once for all samples; these are reused if messages,
+        tools and template are the same and there are no images."""
+        messages = row["raw_prompt"] if messages is None else messages
+        if tools is None:
+            active = row.get("active_tools", list(self.tools))
+            tools = [self.tools[name].get_openai_tool_schema().to_openai() for name in active if name in self.tools]
         names, known = [tool["function"]["name"] for tool in tools or ()], row.get("raw_prompt_ids")
         same = known is not None and not images and names == row.get("active_tools") and messages == row["raw_prompt"]
         if same and self.chat is self.context.chat and self.tools is self.context.tools:
@@ -221,8 +228,9 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `stop`, `seed`.
-            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, which is 0
-                unless this is a retry after an infrastructure failure.
+            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, `attempt`, which is 0 unless
+                this is a retry after an infrastructure failure, and `group_seed`, for randomness that all rollouts of a
+                prompt share.
 
         Returns:
             The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be omitted; if given,

@@ -18,6 +18,7 @@ from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.inference.types import OnTokens, streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
+from etude.tools import ToolSession
 from etude.trace import TraceSpan, span
 from etude.trajectory import KeptIds, Provenance, StopReason, Trajectory
 
@@ -34,6 +35,7 @@ class TrajectoryClient:
         """`decode` turns ids into the texts of a generation's trace span; without it, the span has only lengths."""
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self.histories: list[History] = []
+        self.sessions: list[ToolSession] = []  # that the agent loop entered
         self._ended = False
         self._num_requests = self._num_answered = 0
         self._ids = RequestIds(engine, request_id)

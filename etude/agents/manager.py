@@ -5,8 +5,9 @@ There is no barrier between trajectories: one waits for a tool while others deco
 Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
 `trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
 scoring has the same number of retries. A stalled trajectory (see `stalls`) is retried once, then dropped. Any other
-exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised. A group
-with fewer than `least_group` survivors is dropped: its running and waiting rows are cancelled and their tools released.
+exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised; only an
+`AgentError` just drops its own rollout. A group with fewer than `least_group` survivors is dropped: its running and waiting
+rows are cancelled and their tools released.
 
 Invariant: one rollout per row, in row order, including failed ones; a dropped rollout has no sequences. Every trajectory
 opened at the engine is closed, however it ends.
@@ -27,13 +28,14 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
-from etude.agents.validation import validate_output
+from etude.agents.validation import check_tools_shown, validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
-from etude.errors import ConfigError, Stalled, debugging, describe_error, is_infrastructure
+from etude.errors import AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
-from etude.seeds import trajectory_seed
+from etude.seeds import group_seed, trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
+from etude.tools.lifecycle import watch_sessions
 from etude.trace import OpenSpans, TraceSpan, span, watch_spans
 from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
 
@@ -89,9 +91,9 @@ class AgentLoopManager:
     ) -> list[Rollout]:
         """Rolls out every row.
 
-        A row may have `rollout_index` (its index in the whole step's batch) and `active_tools` (names of the configured
-        tools that it may use; default all). `least_group`: minimum survivors per group (rows with the same `uid`); a group
-        with fewer is dropped.
+        A row may have `rollout_index` (its index in the whole step's batch), `group_seed` (the same for all rollouts of a
+        prompt; default: its own) and `active_tools` (names of the configured tools that it may use; default all).
+        `least_group`: minimum survivors per group (rows with the same `uid`); a group with fewer is dropped.
 
         Raises:
             ConfigError: a row names an agent loop that does not exist; raised before any work.
@@ -172,6 +174,7 @@ class _Batch:
         self._stalled: dict[int, Stalled] = {}  # those of either that are being cancelled because of a stall
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
+            row.setdefault("group_seed", group_seed(sampling.seed, row.get("rollout_index", i)))
             try:
                 AGENT_LOOPS.get(manager.loop_name(row))
             except ConfigError as error:
@@ -243,6 +246,12 @@ class _Batch:
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
+                if client.sessions:
+                    check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)
+            except AgentError as error:
+                rollout.cause = describe_error(error)
+                rollout.drop(StopReason.AGENT_ERROR)
+                return request_id
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -367,7 +376,8 @@ async def _run_loop(
     loop = AGENT_LOOPS.get(name)(
         trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
     )
-    return await called(loop.run, params, **row)
+    with watch_sessions() as client.sessions:
+        return await called(loop.run, params, **row)
 
 
 def _describe(trajectory_span: TraceSpan, returned: object) -> None:

@@ -17,7 +17,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`."""
         messages = list(row["raw_prompt"])
         images = await self.read_images(row)
-        prompt_ids = self.render_prompt(row, messages, images=images)
+        prompt_ids = self.render_prompt(row, messages, [], images)
         trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages, images=images)
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG

@@ -2,22 +2,26 @@
 
 Invariant: in a trajectory that passes, every token marked as sampled was sampled by the engine after exactly the ids and
 images before it, and no sampled token is claimed twice; its log-probs are the engine's; every sequence fits
-`data.max_response_length`; only the last one carries rewards. Marking tokens that were not sampled, or were sampled in
-another context, is a bug in the loop and always an error. A loop may still drop a turn or mask one out.
+`data.max_response_length`; only the last one carries rewards, among them those of the calls that the loop's tool sessions
+ran. Marking tokens that were not sampled, or were sampled in another context, is a bug in the loop and always an error. A
+loop may still drop a turn or mask one out.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient, image_digests, is_empty, token_ids
 from etude.chat.encoding import common_beginning
+from etude.chat.placeholders import image_count
+from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.routed_experts import RoutedExperts
-from etude.trajectory import AgentLoopOutput, KeptIds, Provenance, Trajectory
+from etude.tools import ToolSession
+from etude.trajectory import AgentLoopOutput, Kept, KeptIds, Provenance, Trajectory
 
 
 class Draw(NamedTuple):
@@ -65,7 +69,45 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
                 f"the agent loop '{name}' gave sequence {number} of {len(sequences)} a reward; the last one stands for the "
                 "whole rollout and carries all of its rewards"
             )
+    _add_outcomes(sequences[-1], [session for session in client.sessions if session.request_id == client.request_id])
     return sequences
+
+
+def _add_outcomes(main: Trajectory, sessions: Sequence[ToolSession]) -> None:
+    """Adds the step rewards and records of the calls that the loop's sessions ran, unless the loop added its own."""
+    outcomes = [outcome for session in sessions for outcome in session.outcomes]
+    sources = {source for _, source, _ in main.rewards.steps}
+    known = {(turn, value) for turn, _, value in main.rewards.steps}
+    for outcome in outcomes:
+        if outcome.reward and outcome.call.name not in sources and (outcome.turn, outcome.reward) not in known:
+            main.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)
+    if not main.tool_calls:
+        main.tool_calls += [outcome.to_record() for outcome in outcomes]
+
+
+def check_tools_shown(
+    first: Trajectory, sessions: Sequence[ToolSession], context: AgentContext, name: str, row: Mapping[str, Any]
+) -> None:
+    """Rejects a loop that runs tools, and whose prompt is the row's messages rendered without them.
+
+    Raises:
+        EtudeError: neither the chat template nor the messages show the model the tools that the loop's sessions run.
+    """
+    if context.parser.result_tag is not None or (
+        first.prompt_ids == row.get("raw_prompt_ids") and context.chat.shows_tools
+    ):
+        return
+    messages = row["raw_prompt"]
+    said = "\n".join(str(message.get("content")) for message in messages)
+    active = row.get("active_tools", list(context.tools))
+    names = {tool["function"]["name"] for session in sessions for tool in session.schemas}
+    unknown = sorted(each for each in names if each in active and each not in said)
+    images = [image.tokens for image in first.images][: sum(map(image_count, messages))]
+    if unknown and first.prompt_ids == context.chat.initial_ids(messages, None, images):
+        fix = "render it with  self.render_prompt(row)" if context.chat.shows_tools else f"set {TOOLS_IN_SYSTEM}"
+        raise EtudeError(
+            f"agent loop '{name}': its prompt does not show the model its tools ({', '.join(unknown)}): {fix}"
+        )
 
 
 def _routed_experts(sequence: Trajectory, client: TrajectoryClient) -> RoutedExperts | None:
@@ -170,13 +212,16 @@ def _set_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
 
 
 def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
-    """Adds to sampled segments the ids that top-k or top-p kept, if either was on. A token sampled several times after the
-    same ids had the same kept ids each time."""
+    """Adds to sampled segments the ids that a grammar, top-k or top-p left, if one was on. If a token was sampled several
+    times after the same ids, takes those of the draw with its log-prob: only some of them may have had a grammar."""
     if not any(kept is not None for draw in draws for kept in draw.kept_ids):
         return
-    ours: list[array[int] | None] = [None] * trajectory.response_length
+    ours: list[Kept | None] = [None] * trajectory.response_length
+    log_probs = trajectory.response_log_probs
     for draw in draws:
-        ours[draw.place : draw.place + len(draw.kept_ids)] = draw.kept_ids
+        for place, (kept, log_prob) in enumerate(zip(draw.kept_ids, draw.log_probs), draw.place):
+            if log_prob == log_probs[place]:
+                ours[place] = kept
     start = 0
     for number, segment in enumerate(trajectory.segments):
         end = start + len(segment.token_ids)

@@ -138,7 +138,7 @@ def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
         except EtudeError as error:
             return True, f"always: without tools, {one_line(error)}"
         return True, f"{more} tokens for one tool of two arguments"
-    return False, "the prompt is the same with and without tools: describe them in your system message"
+    return False, "the prompt is the same with and without tools: set multi_turn.tools_in_system=true"
 
 
 def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:

@@ -17,7 +17,7 @@ class ControlTokens:
     """The control tokens of one tokenizer and its template, as `ids` and as `texts`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.ids = _control_ids(tokenizer)
+        self.ids = control_ids(tokenizer)
         self.texts = frozenset(tokenizer.convert_ids_to_tokens(sorted(self.ids)))
         longest_first = sorted(self.texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -31,8 +31,9 @@ class ControlTokens:
         return self._pattern.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
 
-def _control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    template = tokenizer.chat_template
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the ids of a tokenizer's control tokens."""
+    template = tokenizer.chat_template or ""
     source = template if isinstance(template, str) else "\n".join(template.values())
     control = {
         number

@@ -11,7 +11,7 @@ that write the stand-in's name after a turn, where the model would see it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,10 +42,16 @@ PROBE_TOOL = {
 
 
 class Renderer:
-    """The chat template of `tokenizer`, rendered with `options`."""
+    """The chat template of `tokenizer`, rendered with `options`; `rewrite(messages, tools)` replaces the messages by ones
+    that show tools, calls and results in plain text (`ToolPrompt`), so that the template gets no tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        rewrite: Callable[[list[dict[str, Any]], Sequence[dict[str, Any]] | None], list[dict[str, Any]]] | None = None,
+    ) -> None:
+        self.tokenizer, self.options, self._rewrite = tokenizer, options, rewrite
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, generate: bool
@@ -70,7 +76,9 @@ class Renderer:
     def text_as_given(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> str:
-        """Like `text`, but passes the messages to the template unchanged; may raise any exception."""
+        """Like `text`, but with the messages as given; may raise any exception."""
+        if self._rewrite is not None:
+            messages, tools = self._rewrite(messages, tools), None
         return self.tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
@@ -89,6 +97,8 @@ class Renderer:
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""
+        if self._rewrite is not None:
+            return None
         if self._requires_tools or (self._has_template_for_tools and any(map(_uses_tools, messages))):
             return [PROBE_TOOL]
         return None
@@ -108,6 +118,13 @@ class Renderer:
                 continue
             return tools is not None
         return False
+
+    def shows_tools(self) -> bool | None:
+        """Whether a prompt of one question shows the model its tools; None if the template refuses to render it."""
+        try:
+            return STAND_IN in self.text([{"role": "user", "content": "A question."}], [PROBE_TOOL], generate=True)
+        except ConfigError:
+            return None
 
     def text_of_row(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, generate: bool

@@ -26,10 +26,12 @@ from etude.chat.control import ControlTokens
 from etude.chat.dropped_parts import DroppedParts
 from etude.chat.encoding import Decoder, Encoder
 from etude.chat.incremental import IncrementalRenderer, owner_of
+from etude.chat.parsers.base import ToolParser
 from etude.chat.placeholders import CUT, Placeholders, image_count
 from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
 from etude.chat.sampled import SampledTurns
+from etude.chat.tool_prompt import ToolPrompt
 from etude.chat.turns import Stub, Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
@@ -37,6 +39,7 @@ from etude.trajectory import Provenance
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
 _CONTEXTS_KEPT = 1024
 _LONGEST_KEPT = 4096  # maximum characters of a cached context's messages
@@ -45,7 +48,11 @@ _LONGEST_KEPT = 4096  # maximum characters of a cached context's messages
 class ChatTemplate:
     """The chat template of `tokenizer`; keyword arguments (`enable_thinking=False` …) go to every rendering.
 
+    With `tools_in_system`, the run's tool parser, tools, calls and tool results are written into plain messages, in its
+    format, for a template that does not write them (`tool_prompt`).
+
     Attributes:
+        shows_tools: whether a prompt with tools shows them to the model.
         answers_tools: whether a tool message may follow a turn.
         needs_tool_names: whether the template writes the function's `name` into tool messages.
         image_roles: roles of messages that may have images.
@@ -56,7 +63,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, processor: Any = None, **apply_chat_template_kwargs: Any
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        processor: Any = None,
+        tools_in_system: ToolParser | None = None,
+        **apply_chat_template_kwargs: Any,
     ) -> None:
         if not tokenizer.is_fast:
             raise ConfigError("a fast tokenizer (tokenizer.json) is needed: a slow one gives no character offsets")
@@ -65,13 +77,23 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._decoder, self._encoder = Decoder.of(tokenizer), Encoder(tokenizer)
         self._control = ControlTokens(tokenizer)
-        self._renderer = renderer = Renderer(tokenizer, apply_chat_template_kwargs)
+        plain = None if tools_in_system is None else ToolPrompt(tools_in_system)
+        rewrite = None if plain is None else plain.rewrite
+        self._renderer = renderer = Renderer(tokenizer, apply_chat_template_kwargs, rewrite)
+        if plain is not None:
+            plain.has_system = renderer.shows_tools() is True
+        self.shows_tools = renderer.shows_tools() is not False
         self._turns = turns = Turns(renderer, self._encoder, self._control.ids)
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = SampledTurns(renderer, self._encoder, turns, self._images)
         self._sampled.check()
         self._incremental = IncrementalRenderer(renderer, self._encoder, turns)
-        self._capabilities = capabilities = TemplateCapabilities.of(self._incremental, self._images)
+        capabilities = TemplateCapabilities.of(self._incremental, self._images)
+        if plain is not None and capabilities.tool_stub is None:
+            plain.answers_as_user = True
+            self._incremental = IncrementalRenderer(renderer, self._encoder, turns)
+            capabilities = TemplateCapabilities.of(self._incremental, self._images)
+        self._capabilities = capabilities
         if capabilities.tool_stub is not None:
             turns.use(capabilities.tool_stub, "tool")
         self.answers_tools = capabilities.tool_stub is not None
@@ -139,6 +161,23 @@ class ChatTemplate:
     ) -> int:
         """Number of ids in the prompt; see `initial_ids`."""
         return len(self.initial_ids(messages, tools, image_tokens))
+
+    def require_tools_shown(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
+        """Rejects a prompt that does not show the model its tools: the template does not write them, and the messages do
+        not name them.
+
+        Raises:
+            DataError: names the tools, and the key to set.
+        """
+        if not tools or self.shows_tools:
+            return
+        said = "\n".join(str(message.get("content")) for message in messages)
+        names = [tool["function"]["name"] for tool in tools]
+        if unknown := [name for name in names if name not in said]:
+            raise DataError(
+                f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
+                f"the messages do not describe them; set {TOOLS_IN_SYSTEM}"
+            )
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
         """Rejects a prompt of which the template drops a part: a tool call, text next to one, or reasoning. Dropping

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from etude.cli.config import PLAIN_SETTINGS
-from etude.cli.token import bearer_token, warn_if_open
+from etude.cli.token import allow_hosts, bearer_token, warn_if_open
 
 TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
 _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
@@ -19,6 +19,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
+@allow_hosts
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -52,6 +53,7 @@ def gateway(
     overrides: tuple[str, ...],
     host: str,
     port: int,
+    allow_hosts: tuple[str, ...],
     record: Path | None,
     max_sessions: int,
     idle_seconds: float,
@@ -82,6 +84,7 @@ def gateway(
     options = ServingOptions(
         host=host,
         port=port,
+        allow_hosts=allow_hosts,
         token=token,
         record=record,
         max_sessions=max_sessions,

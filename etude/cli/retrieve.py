@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from etude.cli.token import bearer_token, warn_if_open
+from etude.cli.token import allow_hosts, bearer_token, warn_if_open
 
 _Find: TypeAlias = Callable[[str, int], Awaitable[Any]]
 TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
@@ -65,6 +65,7 @@ def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
 @click.argument("index", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @_port
+@allow_hosts
 @click.option(
     "--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages where a request says none."
 )
@@ -85,6 +86,7 @@ def serve(
     index: Path,
     host: str,
     port: int,
+    allow_hosts: tuple[str, ...],
     token: str | None,
     token_file: Path | None,
     grace: float,
@@ -107,7 +109,8 @@ def serve(
     def ready(url: str) -> None:
         click.echo(f"{url}/retrieve  {retriever.options.method}, {len(retriever):,} passages (Ctrl-C stops)")
 
-    asyncio.run(serve_until_stopped(retriever, ServerOptions(token=token, **limits), host, port, grace, ready))
+    options = ServerOptions(token=token, **limits)
+    asyncio.run(serve_until_stopped(retriever, options, host, port, grace, ready, allow_hosts))
 
 
 @retrieve.command()
@@ -137,8 +140,9 @@ def search(index: Path, query: str, topk: int, corpus: Path | None, device: str 
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on (streamable-http).")
 @_port
+@allow_hosts
 @click.option("--path", default="/mcp", show_default=True, help="Path of the endpoint (streamable-http).")
-def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
+def mcp(source: str, transport: str, host: str, port: int, allow_hosts: tuple[str, ...], path: str) -> None:
     """Serve `query_rag(query, topk)` to MCP clients, from SOURCE: an index folder, or the address of a `/retrieve` service.
 
     \b
@@ -163,7 +167,7 @@ def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
         found = await find(check_query(query, bounds.max_query_chars), max(1, min(topk, bounds.max_topk)))
         return json.dumps(found, ensure_ascii=False)
 
-    serve_mcp([FunctionTool(query_rag)], {}, transport, host, port, path)
+    serve_mcp([FunctionTool(query_rag)], {}, transport, host, port, path, allow_hosts)
 
 
 def _in_index(folder: Path) -> _Find:

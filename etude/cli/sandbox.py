@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from etude.cli.token import bearer_token, warn_if_open
+from etude.cli.token import allow_hosts, bearer_token, warn_if_open
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
@@ -25,6 +25,7 @@ def sandbox() -> None:
 @sandbox.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
+@allow_hosts
 @click.option("--workers", type=click.IntRange(1), help="Programs at once; default one per CPU.")
 @click.option(
     "--max-concurrency", type=click.IntRange(1), help="Requests at once, waiting ones included; default 64 per worker."
@@ -59,6 +60,7 @@ def sandbox() -> None:
 def serve(
     host: str,
     port: int,
+    allow_hosts: tuple[str, ...],
     workers: int | None,
     max_concurrency: int | None,
     queue_seconds: float,
@@ -96,7 +98,7 @@ def serve(
         languages = ", ".join(language.value for language in executor.languages)
         click.echo(f"{url}  isolation {executor.isolation.value}, {executor.workers} workers, {languages}")
 
-    asyncio.run(serve_until_stopped(options, host, port, grace, ready))
+    asyncio.run(serve_until_stopped(options, host, port, grace, ready, allow_hosts))
 
 
 @sandbox.command()

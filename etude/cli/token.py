@@ -1,4 +1,4 @@
-"""Reads the bearer token of a server that a command starts.
+"""Options that the commands which start a server share: its further names, and its bearer token.
 
 Invariant: the token comes from an option, a file or an environment variable; an empty one is rejected, since it would
 protect nothing.
@@ -12,6 +12,14 @@ from pathlib import Path
 import click
 
 from etude.errors import ConfigError
+
+allow_hosts = click.option(
+    "--allow-host",
+    "allow_hosts",
+    metavar="NAME",
+    multiple=True,
+    help="A further DNS name by which clients reach the server; repeatable. Other names are refused: DNS rebinding.",
+)
 
 
 def bearer_token(token: str | None, token_file: Path | None, variable: str) -> str | None:

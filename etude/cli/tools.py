@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from etude.cli.token import allow_hosts
 from etude.errors import ConfigError, DataError, InfrastructureError, one_line
 from etude.registry import USER_MODULE, did_you_mean
 
@@ -143,6 +144,7 @@ def call(
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on (streamable-http).")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on (streamable-http).")
+@allow_hosts
 @click.option("--path", default="/mcp", show_default=True, help="Path of the endpoint (streamable-http).")
 @click.option(
     "--tools-kwargs",
@@ -151,7 +153,14 @@ def call(
 )
 @_plugin
 def serve(
-    config: str, transport: str, host: str, port: int, path: str, tools_kwargs: str | None, plugins: tuple[str, ...]
+    config: str,
+    transport: str,
+    host: str,
+    port: int,
+    allow_hosts: tuple[str, ...],
+    path: str,
+    tools_kwargs: str | None,
+    plugins: tuple[str, ...],
 ) -> None:
     """Serve the tools of CONFIG to MCP clients.
 
@@ -163,11 +172,17 @@ def serve(
       etude tools serve tools.yaml --transport streamable-http --port 8000
     """
     kwargs = {} if tools_kwargs is None else _mapping(tools_kwargs, "--tools-kwargs")
-    serve_mcp(_load(config, plugins), kwargs, transport, host, port, path)
+    serve_mcp(_load(config, plugins), kwargs, transport, host, port, path, allow_hosts)
 
 
 def serve_mcp(
-    tools: list[BaseTool], tools_kwargs: dict[str, Any], transport: str, host: str, port: int, path: str
+    tools: list[BaseTool],
+    tools_kwargs: dict[str, Any],
+    transport: str,
+    host: str,
+    port: int,
+    path: str,
+    allow_hosts: Sequence[str],
 ) -> None:
     """Serves `tools` to MCP clients over `transport`, until the stdio client disconnects or a signal arrives.
 
@@ -189,7 +204,7 @@ def serve_mcp(
     listener = listen(host, port)
     with listener:
         click.echo(f"serving on http://{host}:{listener.getsockname()[1]}{path} (Ctrl-C stops)", err=True)
-        asyncio.run(server.serve_http(listener, path=path))
+        asyncio.run(server.serve_http(listener, path=path, host=host, allow_hosts=allow_hosts))
 
 
 async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:

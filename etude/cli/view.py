@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from etude.cli.token import allow_hosts
 from etude.errors import ConfigError, MissingExtraError
 
 
@@ -21,9 +22,19 @@ from etude.errors import ConfigError, MissingExtraError
     help="Address that --web listens on; beyond this machine, the URL has a token.",
 )
 @click.option("--port", default=0, show_default="a free one", type=click.IntRange(0, 65535), help="Port of --web.")
+@allow_hosts
 @click.option("--html", type=click.Path(path_type=Path), help="Write the pages of the run to this one file instead.")
 @click.option("--trajectory", default="", help="Only this one goes into --html, such as rollouts/12.jsonl:3.")
-def view(path: Path, query: str, web: bool, host: str, port: int, html: Path | None, trajectory: str) -> None:
+def view(
+    path: Path,
+    query: str,
+    web: bool,
+    host: str,
+    port: int,
+    allow_hosts: tuple[str, ...],
+    html: Path | None,
+    trajectory: str,
+) -> None:
     """Browse the rollouts of PATH: a run's folder, a folder of rollout dumps (verl's too), or one dump.
 
     Steps and trajectories with search, filters, sorting, the rollouts of a prompt side by side, and every token with its
@@ -45,15 +56,15 @@ def view(path: Path, query: str, web: bool, host: str, port: int, html: Path | N
         count = write_page(path, html, trajectory)
         click.echo(f"{html}  {html.stat().st_size / 2**20:.1f} MiB, {count} trajectories")
     elif web:
-        _serve(path, host, port)
+        _serve(path, host, port, allow_hosts)
     else:
         _show(path, query)
 
 
-def _serve(path: Path, host: str, port: int) -> None:
+def _serve(path: Path, host: str, port: int, allow_hosts: tuple[str, ...]) -> None:
     from etude.viewer.web.server import serve
 
-    serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"))
+    serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"), allow_hosts)
 
 
 def _show(path: Path, query: str) -> None:

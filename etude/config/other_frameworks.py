@@ -78,15 +78,16 @@ INERT = {
         "PyTorch's FSDP2 is the one engine of sharded training": """
             *.fsdp *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype *.layer_name_map
             *.fsdp_config.wrap_policy *.fsdp_config.forward_prefetch *.fsdp_config.use_orig_params
+            *.fsdp_config.turbo_config
             *.fsdp_config.forward_only *.fsdp_config.strategy *.fsdp_config.seed *.fsdp_config.full_determinism
             *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.use_torch_compile *.fsdp_config.qat
         """,
         "weights, gradients and optimizer state are offloaded together: fsdp_config.param_offload": """
-            *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy
+            *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy *.fsdp_config.grad_offload
         """,
         "the reference is held as the actor is": """
-            actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config reward_model.strategy
-            reward_model.*.fsdp_config
+            actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config actor_rollout_ref.ref.param_offload
+            reward_model.strategy reward_model.*.fsdp_config reward_model.param_offload
         """,
         "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
@@ -97,6 +98,7 @@ INERT = {
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
             *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
             *.use_prefix_grouper *.use_chunked_topk *.chunked_topk_chunk_size *optim.optimizer_impl
+            *.fsdp_config.use_no_sync_for_gradient_accumulation *.gradient_checkpointing_kwargs
         """,
         "it depends on a switch that is off": """
             *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo
@@ -140,7 +142,15 @@ INERT = {
         "there is no profiler here; rollout.trace records spans": """
             *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
         """,
-        "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
+        "trainer.validation_data_dir keeps every conversation": """
+            trainer.log_val_generations trainer.val_generations_to_log_to_wandb
+        """,
+        "algorithm.kl_ctrl is the KL controller": "critic.kl_ctrl",
+        "optim.name=muon is torch.optim.Muon in its own settings (docs/training-engine.md)": """
+            *optim.muon_coefficient_type *optim.muon_extra_scale_factor *optim.muon_fp32_matmul_prec
+            *optim.muon_match_adamw_update_rms *optim.muon_momentum *optim.muon_nesterov *optim.muon_num_ns_steps
+            *optim.muon_scalar_optimizer *optim.muon_scale_mode *optim.muon_split_qkv *optim.muon_tp_mode
+        """,
         "Ray is used as trainer.backend and the section ray say": """
             trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1
             ray_kwargs.timeline_json_file transfer_queue
@@ -187,7 +197,10 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "*.qat.enable": ("delete it: weights are not quantised in training", _OFF),
     "*.mtp.enable": ("delete it: there is no multi-token prediction", _OFF),
     "*.router_replay.mode": ("write rollout.enable_rollout_routing_replay=true", (None, "disabled")),
-    "*optim.optimizer": ("write optim.name=adamw, muon, adamw_8bit or adamw_schedule_free", (None, "AdamW", "adamw")),
+    "*optim.optimizer": (
+        "write optim.name=adamw, muon, adamw_8bit or adamw_schedule_free",
+        (None, "AdamW", "adamw", "adam"),
+    ),
     "*optim.lr_warmup_steps_ratio": (
         "write optim.lr_warmup_steps=N: that share of all training steps",
         (None, 0, 0.0, -1),
@@ -208,7 +221,8 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "*optim.eps": ("delete it: Adam's epsilon is 1e-8", (None, 1e-8)),
     "*.load_weight": ("delete it: a run starts from the model's weights", (None, True)),
     "*optim.num_cycles": ("delete it: a cosine schedule falls once", (None, 0.5)),
-    "*optim.override_optimizer_config": ("write optim.betas, optim.weight_decay …", (None,)),
+    "*optim.override_optimizer_config": ("write optim.betas, optim.weight_decay …", (None, {})),
+    "*.override_config.moe_config.freeze_moe_router": ("delete it: all weights are trained", _OFF),
     "*.override_config": ("delete it, and write the values into config.json of the model's folder", (None, {})),
     "*.external_lib": ("write plugins=[MODULE]", (None,)),
     "*.hf_config_path": ("delete it: model.path holds configuration, weights and tokenizer", (None,)),
@@ -295,6 +309,15 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.audio_key": (_IMAGES_ONLY, (None, "audios")),
     "algorithm.use_pf_ppo": ("delete it: rows are not drawn by weight", _OFF),
     "algorithm.rollout_is*": ("write algorithm.rollout_correction.rollout_is and rollout_is_threshold", _OFF),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        "write rollout_rs_threshold=LOW_HIGH, both with a decimal point",
+        (None,),
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": (
+        "write rollout_rs, such as seq_max_k2, with its bound in rollout_rs_threshold",
+        (None,),
+    ),
+    "trainer.remove_previous_ckpt_in_save": ("write trainer.max_actor_ckpt_to_keep=1", _OFF),
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
@@ -376,6 +399,12 @@ REFUSED_VALUES: dict[str, dict[object, str]] = {
     "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
 }
 """Maps one of our keys to values of other frameworks that are invalid here, each with what to do instead."""
+
+READ_WITH = {
+    "algorithm.filter_groups.max_num_gen_batches": ("algorithm.filter_groups.enable", "algorithm.zero_variance"),
+    "distillation.distillation_loss.loss_mode": ("distillation.teachers", "distillation.enabled"),
+}
+"""Maps a key of `REFUSED_VALUES` to the keys of which one must be set for it to be read at all."""
 
 IN_PROCESS_VLLM: dict[str, tuple[str, object]] = {
     "gpu_memory_utilization": ("gpu_memory_utilization", None),

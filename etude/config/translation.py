@@ -16,7 +16,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from etude.config.layers import Layer, ancestors, plain
-from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED, SWITCHES
+from etude.config.other_frameworks import (
+    ALIASES,
+    IN_PROCESS_VLLM,
+    INERT,
+    READ_WITH,
+    REFUSED_VALUES,
+    REPLACED,
+    SWITCHES,
+)
 from etude.options import declarations
 from etude.options.types import format_value
 from etude.options.validate import flatten
@@ -51,7 +59,9 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not served
-    off = {section: switch for section, switch in SWITCHES.items() if not settings.get(switch)}
+    on = {section for key, value in settings.items() if value for section in (*ancestors(key), key)}
+    off = {section: switch for section, switch in SWITCHES.items() if switch not in on}
+    off |= {key: " and ".join(keys) for key, keys in READ_WITH.items() if on.isdisjoint(keys)}
     for layer in layers:
         translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
         unknown = table.faults(translated)
@@ -72,17 +82,23 @@ def _without(layer: Layer, keys: Collection[str]) -> Layer:
 def _translate_layer(
     layer: Layer, table: KeyTable, translation: Translation, local_vllm: bool, off: Mapping[str, str]
 ) -> Layer:
-    """Returns `layer` in our keys; records those that were removed in `found`. `off`: the `SWITCHES` that are off."""
+    """Returns `layer` in our keys; records those that were removed in `translation`. `off`: the sections and keys that are
+    not read, each with what would switch it on."""
     values = plain(layer)
     given = dict(flatten(values))
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
-        if refusal:
+        if refusal and key in off:
+            translation.inert[key] = f"{off[key]} are not set"
+            _remove(values, key)
+        elif refusal:
             translation.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
             _remove(values, key)
         if table.knows(key):
             continue
         ours, rule = _our_name(key), _rule(key)
+        if ours and not table.knows(ours):  # a section has another name here, and not all of its keys
+            ours = None
         if switch := next((off[section] for section in off if key.startswith(f"{section}.")), None):
             ours, rule = None, f"{switch} is off"
         advice = _what_to_do(key, value, rule, local_vllm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etude.errors import DataError, one_line
@@ -19,9 +19,9 @@ SMALLEST = 1024  # bytes: smaller values are cheaper to keep in memory
 
 @dataclass(frozen=True)
 class BlobReference:
-    """Position of the bytes in the file, their digest, and whether they were a string."""
+    """Position of the bytes in the file, their digest, and whether they were a string. Equal bytes have equal `repr`s."""
 
-    start: int
+    start: int = field(repr=False)
     size: int
     digest: str
     text: bool = False

@@ -13,14 +13,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.data.blobs import Blobs
-from etude.data.files import Row, file_list, located_rows
+from etude.data.files import Row, file_list, located_rows, plain
 from etude.data.images import image_tokens, place_images, refuse_other_media
-from etude.data.rows import active_tools, check_row
+from etude.data.rows import active_tools, check_ground_truth, check_row
 from etude.errors import DataError, one_line
 from etude.options import DataOptions
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from etude.models import ImageReader
 
 Schema = dict[str, Any]
+_OWN_LOOPS = (None, "tool_agent", "env_agent", "single_turn_agent")  # a user's may write the tools itself
+
+_ADDRESS = re.compile(r" at 0x\w+")
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,8 @@ class RLDataset:
     An item has the row's own columns plus `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
     `index` (extra_info.index, else the row's index over all files), `data_source`, `reward_model`, `extra_info`,
     `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes
-    them). Items are copies: changing one does not change the dataset.
+    them). Items are copies: changing one does not change the dataset. `fingerprints` has a digest for each file: of all
+    columns of its rows, ground truths included.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
@@ -51,10 +56,13 @@ class RLDataset:
         images: counts the tokens of an image; None for a text-only model, whose rows may have no images.
         max_samples: stop after this many rows; -1 for all.
         rows: used instead of the rows of the files.
+        scored: whether a row's built-in scorer must be able to read its ground truth.
+        shows_tools: reject rows of the package's own agent loops whose prompt does not show the model its tools.
         problems: if given, invalid rows are skipped and their errors are appended to it.
 
     Raises:
         DataError: a file or row is invalid, a prompt is too long and overlong prompts are not filtered, or no row is left.
+        ConfigError: no scorer is registered for the data source of a `scored` row.
     """
 
     def __init__(
@@ -69,15 +77,18 @@ class RLDataset:
         images: ImageReader | None = None,
         max_samples: int = -1,
         rows: Iterable[Row] | None = None,
+        scored: bool = False,
+        shows_tools: bool = False,
         problems: list[DataError] | None = None,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
         self.tool_schemas = tool_schemas
         self._interactions = list(interactions)
-        self._agent_loops = agent_loops
+        self._agent_loops, self._shows_tools = agent_loops, shows_tools
         self.options = options
         self.overlong = 0
+        self._scored = scored
         self._images = images
         self._blobs = Blobs()
         self._any_images = False
@@ -86,13 +97,13 @@ class RLDataset:
         self._indices: list[object] = []
         self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
 
-    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
+    def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
-        digest = hashlib.sha256()
-        for number, (folder, where, raw) in enumerate(rows):
+        digests: dict[str, hashlib._Hash] = {}
+        for number, (file, where, raw) in enumerate(rows):
             try:
-                row, image_tokens, fits = self._check(raw, folder, where)
+                row, image_tokens, fits = self._check(raw, Path(file).expanduser().parent, where)
             except DataError as error:
                 if problems is None:
                     raise
@@ -104,13 +115,14 @@ class RLDataset:
                 self._rows.append(row)
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
-                digest.update(repr(row[self.options.prompt_key]).encode())
-                if image_tokens:
-                    self._any_images = True
-                    digest.update(repr(row["images"]).encode())
+                self._any_images |= bool(image_tokens)
+                # as written in the file
+                content = row | {"extra_info": self._blobs.store(plain(raw.get("extra_info")))}
+                text = _ADDRESS.sub("", repr(content))  # a dataset class may give objects
+                digests.setdefault(file, hashlib.sha256()).update(text.encode("utf-8", "surrogatepass"))
             if len(self._rows) + len(problems or ()) == max_samples:
                 break
-        self.fingerprint = digest.hexdigest()[:16]
+        self.fingerprints = {file: digest.hexdigest()[:16] for file, digest in digests.items()}
         if self._rows or not problems:
             self._report_overlong()
 
@@ -118,6 +130,8 @@ class RLDataset:
         """Validates a row; returns it, the tokens of each of its images, and whether its prompt fits."""
         names, key = self._tool_names, self.options.prompt_key
         row = check_row(raw, where, names, key, self._interactions, self._agent_loops)
+        if self._scored:
+            check_ground_truth(row, where)
         image_tokens = self._place_images(row, folder, where)
         return row, image_tokens, self._fits(row, image_tokens, where)
 
@@ -147,6 +161,8 @@ class RLDataset:
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
         try:
             self.chat.require_whole(messages, schemas)
+            if self._shows_tools and row.get("agent_name") in _OWN_LOOPS:
+                self.chat.require_tools_shown(messages, schemas)
             length = self.chat.prompt_length(messages, schemas, *image_args)
         except DataError as error:
             raise DataError(f"{where}: {one_line(error)}") from error
@@ -196,12 +212,10 @@ class RLDataset:
         return (self[number] for number in range(len(self)))
 
 
-def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:
-    for name in files:
-        folder = Path(name).expanduser().parent
-        yield from ((folder, where, row) for where, row in located_rows(name))
+def _all_rows(files: Iterable[str]) -> Iterator[tuple[str, str, Row]]:
+    return ((file, where, row) for file in files for where, row in located_rows(file))
 
 
-def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[Path, str, Row]]:
-    folder = Path(files[0]).expanduser().parent if files else Path()
-    yield from ((folder, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))
+def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[str, str, Row]]:
+    file = files[0] if files else "."
+    return ((file, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from etude.data.dumped import is_dump
 from etude.data.files import Row, located_rows, without_nulls
 from etude.data.messages import check_messages
-from etude.data.rows import active_tools, check_row
+from etude.data.rows import active_tools, check_ground_truth, check_row
 from etude.errors import ConfigError, DataError, one_line
-from etude.rewards.default import scorer_of
 from etude.tools import load_tools
 
 if TYPE_CHECKING:
@@ -154,9 +153,7 @@ def _inspect_prompt(
     prompts.add(text)
     active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
     report.lengths.append(_length(messages, chat, active))
-    scorer_of(source)
-    if checked["reward_model"].get("ground_truth") in (None, "", []):
-        raise DataError(f"{where}: reward_model.ground_truth is empty: most scorers need it")
+    check_ground_truth(checked, where)
 
 
 def _length(messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, tools: Any) -> int:

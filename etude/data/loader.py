@@ -8,6 +8,7 @@ consumed from the moment it is yielded: save the state after the batch has been 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """A dataset. If it has a `fingerprint` attribute, resuming compares its content, not only its length."""
+    """A dataset. If it has an attribute `fingerprints` (file → digest), resuming compares content, not only length."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -133,10 +134,14 @@ class ResumableLoader:
         for key, now in self._settings().items():
             if key.startswith("data.") and state.get(key) != now:
                 raise ConfigError(f"{key} is {now} but the checkpoint was made with {state.get(key)}: it cannot change")
-        for key, noun in (("rows", "number of rows"), ("fingerprint", "content (fingerprint)")):
-            then, now = state.get(key), self._settings()[key]
-            if then != now:
-                raise DataError(f"data.train_files: the {noun} was {then} at the checkpoint and is {now} now")
+        files = ", ".join(changed_files(state.get("fingerprints"), getattr(self.dataset, "fingerprints", {})))
+        if (then := state.get("rows")) != (now := len(self.dataset)):
+            named = f": {files}" if files else ""
+            raise DataError(
+                f"data.train_files: the number of rows was {then} at the checkpoint and is {now} now{named}"
+            )
+        if files:
+            raise DataError(f"data.train_files: rows (prompts, ground truths, …) changed since the checkpoint: {files}")
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self):
             raise DataError(f"data.train_files: the checkpoint stands at batch {position} of {len(self)} an epoch")
@@ -150,5 +155,14 @@ class ResumableLoader:
             "data.shuffle": self.shuffle,
             "data.seed": self.seed,
             "rows": len(self.dataset),
-            "fingerprint": str(getattr(self.dataset, "fingerprint", "")),
+            "fingerprints": dict(getattr(self.dataset, "fingerprints", {})),
         }
+
+
+def changed_files(then: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+    """Returns the files of `now` whose digest differs from that of the file at the same place in `then`, as files may have
+    moved, and the files of `then` beyond them; none if `then` is unknown."""
+    if then is None:
+        return []
+    pairs = zip_longest(then.items(), now.items(), fillvalue=(None, None))
+    return [str(new or old) for (old, before), (new, after) in pairs if before != after]

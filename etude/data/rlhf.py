@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from etude.chat import ChatTemplate
 from etude.data.dataset import RLDataset
+from etude.data.files import Row, plain, without_nulls
 from etude.errors import ConfigError, DataError, EtudeError, describe_error
 from etude.options import DataOptions
 from etude.registry import import_object
@@ -22,6 +24,7 @@ from etude.tools import load_function_tools, load_tools
 logger = logging.getLogger(__name__)
 
 _TOOL_FILES = {"tool_config_path": load_tools, "function_tool_path": load_function_tools}
+_OF_TOOLS = ("tools_kwargs", "interaction_kwargs")
 
 
 class RLHFDataset(RLDataset):
@@ -66,6 +69,14 @@ class RLHFDataset(RLDataset):
             images=_image_reader(processor),
             max_samples=max_samples,
         )
+
+    def _check(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
+        """As `RLDataset`; without a tool file the tools are unknown here, and rows keep what they say of them."""
+        row, image_tokens, fits = super()._check(raw, folder, where)
+        if self.tool_schemas is None:
+            said = plain(raw).get("extra_info") or {}
+            row["extra_info"] |= {name: without_nulls(said[name]) for name in _OF_TOOLS if said.get(name)}
+        return row, image_tokens, fits
 
 
 def _image_reader(processor: Any) -> Any:

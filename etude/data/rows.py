@@ -21,6 +21,7 @@ from etude.data.files import Row, plain, without_nulls
 from etude.data.messages import check_messages
 from etude.errors import DataError
 from etude.registry import did_you_mean
+from etude.rewards.default import check_truth
 from etude.tools.instance import SECTIONS
 
 _NAMELESS = "gsm8k"
@@ -68,6 +69,19 @@ def check_row(
         _check_tools_kwargs(extra_info, where, tool_names)
         _check_interaction(extra_info, where, interactions)
     return checked
+
+
+def check_ground_truth(row: Row, where: str) -> None:
+    """Checks that the built-in scorer of `row`, as `check_row` returned it, can read its ground truth.
+
+    Raises:
+        DataError: it cannot: one line that names `where`.
+        ConfigError: there is no scorer for its data source.
+    """
+    try:
+        check_truth(row["data_source"], row["reward_model"].get("ground_truth"))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def active_tools(row: Mapping[str, Any], tool_names: Sequence[str]) -> list[str]:

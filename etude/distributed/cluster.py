@@ -69,6 +69,7 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     Raises:
         MissingExtraError: Ray is not installed.
         ConfigError: no cluster answers at the address, or Ray rejects an argument.
+        WorkerLost: Ray did not start; it may the next time.
     """
     require_ray("trainer.backend=ray")
     import ray
@@ -90,6 +91,8 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = "a cluster cannot be started here" if address == "local" else f"ray.address={address}"
         raise ConfigError(f"{what}: {one_line(error)}") from error
+    except Exception as error:  # what Ray raises when a process of its own does not start in time
+        raise WorkerLost(f"Ray does not start: {one_line(error)}") from error
     return _watch_head(ray.shutdown)
 
 

@@ -1,6 +1,7 @@
 """`RankProcess`: one rank of a `RayWorkerGroup`, in the process of a Ray actor.
 
 Invariant: whatever a worker does, a call returns a `Reply`, so that the original exception arrives rather than one of Ray's.
+The process ends with its raylet.
 Log records at WARNING and above are sent with the replies. A plain class, which the group passes to `ray.remote`.
 """
 
@@ -15,6 +16,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -97,6 +99,7 @@ class RankProcess:
     """The actor class: joins the process group, builds the worker and calls its methods."""
 
     def __init__(self, options: ProcessOptions) -> None:
+        threading.Thread(target=exit_with_parent, name="etude-parent", daemon=True).start()
         share_folder(options.folder, options.path)
         self._options = options
         self._store: dist.TCPStore | None = None
@@ -223,6 +226,15 @@ class RankProcess:
             return Reply(function(*args), records=self._records.take())
         except BaseException as error:  # also KeyboardInterrupt, and SystemExit, which would end the actor
             return Reply(error=pack_error(error), records=self._records.take())
+
+
+def exit_with_parent(seconds: float = 1.0) -> None:
+    """Ends this process once its parent (the raylet of its node) is dead, also in the middle of a call; looks every
+    `seconds`."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(seconds)
+    os._exit(1)
 
 
 class _Records(logging.Handler):

@@ -17,7 +17,7 @@ from etude.inference.router import Router, RouterOptions
 from etude.inference.scripted import ScriptedEngine
 from etude.inference.served import AdapterFolder
 from etude.inference.sglang import SGLangEngine
-from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, Engine, Grammar, SamplingParams, TokenOutput
 from etude.inference.vllm import VLLMEngine, VLLMServerEngine
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "AdapterFolder",
     "Engine",
     "EngineSetup",
+    "Grammar",
     "NativeEngine",
     "NativeEngineOptions",
     "OpenAIEngine",

@@ -109,7 +109,7 @@ class HttpServer:
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit, headers=self._headers) as session,
+                aiohttp.ClientSession(timeout=limit, headers=self._headers, auto_decompress=False) as session,
                 session.request(method, where, json=body, params=query) as response,
             ):
                 status = response.status

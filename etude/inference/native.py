@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
-from etude.errors import ConfigError, EngineError, EtudeError, one_line
+from etude.errors import ConfigError, EngineError, EtudeError, GrammarError, one_line
 from etude.inference.cache import KVShape, PrefixStore, SlabCache, most_tokens
+from etude.inference.grammar import GrammarCompiler, Matcher
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
 from etude.inference.sampling import sample
@@ -45,6 +45,7 @@ from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
 from etude.models.vision import Vision, no_images_error
+from etude.trajectory import Kept
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class NativeEngineOptions:
         dtype: precision to sample in; None: the model's.
         deterministic: see the module's docstring.
         admit_every: decode steps between scheduling points of the deterministic mode.
-        tokenizer: decodes sampled ids to detect stop strings.
+        tokenizer: decodes sampled ids to detect stop strings; its vocabulary is what grammars are compiled for.
         enable_rollout_routing_replay: whether outputs include the experts that each token was routed to.
         own_weights: the model is not shared with the trainer: `update_weights` takes chunks of named tensors.
     """
@@ -78,8 +79,8 @@ class NativeEngineOptions:
     own_weights: bool = False
 
 
-_Draw: TypeAlias = tuple[int, float, "array[int] | None"]
-"""A token id, its log-prob, and the ids that top-k and top-p kept (see `sample`)."""
+_Draw: TypeAlias = tuple[int, float, "Kept | None"] | GrammarError
+"""A token id, its log-prob, and the ids that it was sampled from (see `sample`); an error if its grammar allowed none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +127,9 @@ class NativeEngine:
         self._budget = None if megabytes is None else megabytes << 20
         self._limit = self._longest()
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        tokenizer = self.options.tokenizer
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, self._vocabulary)
+        self._compiling: set[str] = set()
         self._version = 0
         self._admissions = 0
         self._paused = self._paused_before = False
@@ -187,6 +191,7 @@ class NativeEngine:
 
     def close(self, request_id: str) -> None:
         """Aborts the trajectory's request and frees its cache; does nothing if it is not open."""
+        self._compiling.discard(request_id)
         row = self._rows.pop(request_id, None)
         if row is None:
             return
@@ -210,13 +215,23 @@ class NativeEngine:
         Raises:
             EngineError: a step failed, for instance because it ran out of memory.
             EtudeError: a token id is outside the model's vocabulary.
-            ConfigError: the model does not support images, the trajectory already has a request, or stop strings are
-                given and the engine has no tokenizer.
+            ConfigError: the model does not support images, the trajectory already has a request, or a grammar or stop
+                strings are given and the engine has no tokenizer.
+            GrammarError: the grammar is invalid or not supported, or exceeded a limit while sampling.
             DataError: the images do not match their placeholders in `prompt_ids`.
         """
         if images and self._images is None:
             raise no_images_error(self._model.config)
         params = SamplingParams.of(sampling_params)
+        matcher = None
+        if params.grammar is not None:
+            self._compiling.add(request_id)
+            try:
+                params, matcher = await self._matcher(params)
+                if request_id not in self._compiling:  # aborted or closed meanwhile
+                    return TokenOutput([], [], "aborted", [])
+            finally:
+                self._compiling.discard(request_id)
         known = self._rows.get(request_id)
         if known is not None and known.request is not None:
             raise ConfigError(f"trajectory '{request_id}' already has a request under way")
@@ -227,13 +242,13 @@ class NativeEngine:
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        stops = self._stop_texts(params)
+        stops = self._stop_strings(params)
         if known is None:  # only after validation: a rejected request must not leave a trajectory open
             self.open([request_id])
         row = self._rows[request_id]
         self._use_running_loop()
         future = asyncio.get_running_loop().create_future()
-        request = row.request = Request(prompt, params, limit, future, placed, stops, on_tokens=on_tokens)
+        request = row.request = Request(prompt, params, limit, future, placed, stops, matcher, on_tokens=on_tokens)
         self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
@@ -245,15 +260,23 @@ class NativeEngine:
                 self._drop_request(row, "aborted")
                 self._notify()
 
-    def _stop_texts(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:
             return None
         if self.options.tokenizer is None:
             raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
         return StopStrings(self.options.tokenizer, params.stop)
 
+    async def _matcher(self, params: SamplingParams) -> tuple[SamplingParams, Matcher]:
+        """Compiles the grammar in a thread, since a large one takes long; the parameters get a way to end a turn."""
+        if self._grammars is None or params.grammar is None:
+            raise ConfigError("a grammar needs a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
+        matcher = await asyncio.to_thread(self._grammars.matcher, params.grammar)
+        return replace(params, stop_token_ids=params.stop_token_ids or (self._grammars.eos,)), matcher
+
     async def abort(self, request_id: str) -> None:
         """Aborts the trajectory's request: `generate` returns the tokens sampled so far, with stop reason "aborted"."""
+        self._compiling.discard(request_id)
         row = self._rows.get(request_id)
         if row is not None:
             self._drop_request(row, "aborted")
@@ -411,6 +434,11 @@ class NativeEngine:
         self._advance()
 
     def _append_token(self, row: SequenceState, request: Request, draw: _Draw) -> None:
+        if isinstance(draw, GrammarError):
+            row.request = None
+            if not request.future.done():
+                request.future.set_exception(draw)
+            return
         token, log_prob, kept = draw
         request.tokens.append(token)
         request.kept_ids.append(kept)
@@ -479,8 +507,12 @@ class NativeEngine:
             logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]
-            tokens, log_probs, kept = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
-            return list(zip(tokens.tolist(), log_probs.tolist(), kept))
+            found = [r.mask() if r else None for r in requests]
+            masks = [None if isinstance(mask, GrammarError) else mask for mask in found]
+            drawn = [len(r.tokens) if r else 0 for r in requests]
+            tokens, log_probs, kept = sample(logits, params, drawn, masks)
+            draws = zip(tokens.tolist(), log_probs.tolist(), kept)
+            return [mask if isinstance(mask, GrammarError) else draw for mask, draw in zip(found, draws)]
 
 
 def _copy_in_dtype(model: Any, dtype: torch.dtype) -> Any:

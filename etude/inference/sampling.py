@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits: temperature, top-k, top-p, with parameters and random numbers per row.
+"""Sampling of tokens from logits: grammar masks, temperature, top-k, top-p, with parameters and random numbers per row.
 
 Invariant: the random number for the token at position p of a request depends only on (seed, p), never on the other rows of
 the batch, so a request samples the same tokens from the same logits wherever it runs.
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.inference.types import SamplingParams
+from etude.trajectory import Kept
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)  # set bits of each byte
 _BLOCK = 256  # tokens
 _FIRST_CANDIDATES = 64  # a nucleus (top-p set) is rarely larger; if it is, four times as many candidates are tried
 
@@ -40,20 +42,21 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> tuple[Tensor, Tensor, list[array[int] | None]]:
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], masks: Sequence[bytes | None] = ()
+) -> tuple[Tensor, Tensor, list[Kept | None]]:
     """Samples one token per row.
 
     Args:
         logits: (rows, vocabulary), any float type.
         params: one per row.
         positions: how many tokens each row's request has sampled so far.
+        masks: per row the ids that its grammar allows, a bit each, the lowest of a byte first; None for all.
 
     Returns:
-        token ids (rows,), their log-probs (rows,) in float32, and per row the ids that top-k and top-p kept, ascending; None
-        for rows with neither, and for greedy rows.
+        token ids (rows,), their log-probs (rows,) in float32, and per row the ids that the mask, top-k and top-p kept; None
+        for rows with none of these, and for greedy rows.
     """
-    logits = logits.float()
+    logits = _apply_masks(logits.float(), masks)
     greedy = [p.temperature == 0 for p in params]
     if all(greedy):
         return logits.argmax(dim=-1), logits.new_zeros(len(logits)), [None] * len(logits)
@@ -66,22 +69,46 @@ def sample(
         point = torch.tensor(greedy, device=logits.device)
         tokens = torch.where(point, logits.argmax(dim=-1), tokens)
         chosen = torch.where(point, torch.zeros_like(chosen), chosen)
-    return tokens, chosen, _kept_ids(restricted, params)
+    return tokens, chosen, _kept_ids(restricted, params, masks)
+
+
+def _apply_masks(logits: Tensor, masks: Sequence[bytes | None]) -> Tensor:
+    """Sets the logits of ids outside each row's mask to -inf."""
+    rows = [i for i, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return logits
+    packed = np.frombuffer(b"".join(mask for mask in masks if mask is not None), dtype=np.uint8).reshape(len(rows), -1)
+    outside = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little") == 0
+    logits = logits.clone()
+    logits[rows] = logits[rows].masked_fill(torch.from_numpy(outside).to(logits.device), float("-inf"))
+    return logits
 
 
 def _restricted_rows(params: Sequence[SamplingParams]) -> list[int]:
     return [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
 
 
-def _kept_ids(restricted: Tensor, params: Sequence[SamplingParams]) -> list[array[int] | None]:
-    """Returns, per row, the ids that `restrict` kept; None for rows that it left unchanged."""
-    kept_ids: list[array[int] | None] = [None] * len(params)
+def _kept_ids(restricted: Tensor, params: Sequence[SamplingParams], masks: Sequence[bytes | None]) -> list[Kept | None]:
+    """Returns, per row, the ids that its mask and `restrict` kept; None for greedy rows and those left unchanged."""
+    kept_ids: list[Kept | None] = [
+        mask and compact(mask) if each.temperature > 0 else None
+        for each, mask in zip(params, masks or [None] * len(params))
+    ]
     if rows := _restricted_rows(params):
         place, ids = (restricted[rows] > float("-inf")).nonzero(as_tuple=True)
         counts = torch.bincount(place, minlength=len(rows)).tolist()
         for row, part in zip(rows, ids.to("cpu", torch.int32).split(counts)):
             kept_ids[row] = array("i", part.numpy().tobytes())
     return kept_ids
+
+
+def compact(mask: bytes) -> Kept:
+    """Returns the ids of a mask with a bit per id, or the mask itself if it is smaller than they are."""
+    packed = np.frombuffer(mask, dtype=np.uint8)
+    if 4 * int(_BITS[packed].sum()) > len(mask):
+        return mask
+    ids = np.unpackbits(packed, bitorder="little").nonzero()[0]
+    return array("i", ids.astype(np.int32).tobytes())
 
 
 def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

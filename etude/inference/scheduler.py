@@ -13,20 +13,21 @@ preempted for another, so some request always completes.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from etude.chat.encoding import common_beginning
-from etude.errors import EngineError
+from etude.errors import EngineError, GrammarError
 from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
+from etude.inference.grammar import Matcher
 from etude.inference.layout import StepInput
 from etude.inference.stop_strings import StopStrings
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.models.image_positions import ImagePositions
 from etude.routed_experts import RoutedExperts
+from etude.trajectory import Kept
 
 
 @dataclass
@@ -42,10 +43,11 @@ class Request:
     future: asyncio.Future[TokenOutput]
     images: ImagePositions | None = None
     stops: StopStrings | None = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept_ids: list[array[int] | None] = field(default_factory=list)
+    kept_ids: list[Kept | None] = field(default_factory=list)
     on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
@@ -56,6 +58,14 @@ class Request:
                 self.tokens, self.log_probs, reason, self.versions, kept_ids=kept, routed_experts=experts
             )
             self.future.set_result(output)
+
+    def mask(self) -> bytes | GrammarError | None:
+        """Returns the ids that its grammar allows next (see `Matcher.mask`), the error if there are none that it could
+        determine, or None without a grammar."""
+        try:
+            return None if self.matcher is None else self.matcher.mask(self.tokens, self.params.stop_token_ids)
+        except GrammarError as error:
+            return error
 
 
 @dataclass(eq=False)

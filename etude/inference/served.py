@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.bounded import settle
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError, EngineError, GrammarError
 from etude.inference.types import OnTokens, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
@@ -79,6 +79,10 @@ class ServedEngine(ABC):
                 f"the {type(self).__name__} takes text only: rows with images need actor_rollout_ref.rollout.name=native"
             )
         params = SamplingParams.of(sampling_params)
+        if params.grammar is not None:
+            raise GrammarError(
+                f"the {type(self).__name__} takes no grammar: it needs actor_rollout_ref.rollout.name=native"
+            )
         if request_id in self._calls:
             raise ConfigError(f"trajectory '{request_id}' already has a request under way")
         limit = min(params.max_tokens, self._limit - len(prompt_ids))

@@ -1,8 +1,8 @@
 """The `Engine` protocol, sampling parameters and outputs.
 
 Invariant: `token_ids` are exactly the sampled ids, `log_probs[i]` is the natural log of the probability with which
-`token_ids[i]` was sampled (after temperature, top-k and top-p), and `weight_versions[i]` is the version of the weights that
-sampled it. Greedy decoding samples from a point mass, so its log-probs are 0.
+`token_ids[i]` was sampled (after a grammar, temperature, top-k and top-p), and `weight_versions[i]` is the version of the
+weights that sampled it. Greedy decoding samples from a point mass, so its log-probs are 0.
 
 Engines track *trajectories* as well as requests: `open` announces the trajectories of a batch in row order, and `close`
 says that one will send no more requests. Engines with a KV cache keep it between a trajectory's turns; the deterministic
@@ -12,15 +12,35 @@ mode needs to know which trajectories to wait for.
 from __future__ import annotations
 
 import inspect
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, GrammarError
 from etude.metrics import Metrics
 from etude.registry import Registry, did_you_mean
 from etude.routed_experts import RoutedExperts
+from etude.trajectory import Kept
+
+MOST_GRAMMAR = 1 << 17
+"""Maximum number of characters of a grammar."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The language that a turn is sampled from: a JSON schema, a regular expression (Rust's syntax), or a grammar in
+    llguidance's dialect of Lark, as text. The token that ends the turn may follow wherever the text is complete.
+
+    Raises:
+        GrammarError: the text is too long.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MOST_GRAMMAR:
+            raise GrammarError(f"a grammar may have {MOST_GRAMMAR} characters, this one has {len(self.text)}")
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,8 @@ class SamplingParams:
     """Sampling parameters. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw.
 
     A request ends with the first sampled token that is in `stop_token_ids`, or that completes one of the stop strings
-    `stop`; both are part of the output.
+    `stop`; both are part of the output. A `grammar` leaves only tokens that can still lead to a text of its language, and is
+    applied first; a request with one and without `stop_token_ids` ends with the tokenizer's eos token.
     """
 
     temperature: float = 1.0
@@ -38,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k == 0 or self.max_tokens < 1:
@@ -79,8 +101,8 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 @dataclass(frozen=True)
 class TokenOutput:
     """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop string completed), "length" or
-    "aborted". `kept_ids[i]` are the ids that top-k and top-p kept when `token_ids[i]` was sampled, None if both are off.
-    Only engines whose class sets `returns_kept_ids` return them, and only these can train with top-k or top-p on."""
+    "aborted". `kept_ids[i]` are the ids that a grammar, top-k and top-p left when `token_ids[i]` was sampled, None if all
+    are off. Only engines whose class sets `returns_kept_ids` return them, and only these can train with one of them on."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -89,7 +111,7 @@ class TokenOutput:
     num_preempted: int | None = None  # read by verl's loops; no engine here sets it
     routed_experts: RoutedExperts | None = None  # of the context, prompt included, except its last tokens
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    kept_ids: list[array[int] | None] | None = None
+    kept_ids: list[Kept | None] | None = None
 
 
 class Engine(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 from etude.images import ImageInput
 from etude.inference.layout import StepInput
 from etude.models.image_positions import ImagePositions
-from etude.models.vision import ImageFeatures, PlacedImages, Vision, image_features
+from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features
 
 
 class StepImages:
@@ -61,7 +61,7 @@ class StepImages:
                 shifted[:, offset : offset + grid.shape[1]] = grid
         return shifted[:, None]
 
-    def features_of(self, feeds: Sequence[StepInput]) -> PlacedImages | None:
+    def features_of(self, feeds: Sequence[StepInput]) -> PlacedFeatures | None:
         """Returns the images among a step's tokens, with their features; None if there are none."""
         places: list[Tensor] = []
         parts: list[ImageFeatures] = []
@@ -80,7 +80,7 @@ class StepImages:
             return None
         self._trim(used)
         features = ImageFeatures.concat(parts)
-        return PlacedImages(torch.cat(places).to(features.embedding.device), features)
+        return PlacedFeatures(torch.cat(places).to(features.embedding.device), features)
 
     def _features(self, image: ImageInput) -> ImageFeatures:
         known = self._known.get(image.digest)

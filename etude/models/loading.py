@@ -1,11 +1,13 @@
 """Loading and saving models and tokenizers in the Hugging Face folder format.
 
 Invariant: what is loaded is consistent (every weight is present, every token has an embedding row, the tokenizer can render
-a chat), or one `ConfigError` names the folder and what to change.
+a chat), or one `ConfigError` names the folder and what to change. A loaded model computes the same in training mode as in
+evaluation mode: see `zero_dropout`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
+_NOISE = re.compile("drop|jitter")  # in names of probabilities: attention_dropout, resid_pdrop, router_jitter_noise …
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -132,6 +135,21 @@ def load_value_model(
     if head.is_file():
         model.load_head(head)
     return model.eval()
+
+
+def zero_dropout(model: Any) -> None:
+    """Sets every probability of dropout, and the jitter of routers, to 0, in the modules and in the configurations that they
+    read. The engine samples without it, so with it the ratios of an update would differ from 1 at unchanged weights, and by
+    chance."""
+    owners = {id(owner): owner for part in model.modules() for owner in (part, getattr(part, "config", None))}
+    for owner in owners.values():
+        own = getattr(owner, "__dict__", {})
+        names = [name for name in own if _NOISE.search(name.lower())]
+        if "p" in own and _NOISE.search(type(owner).__name__.lower()):  # torch's Dropout, and others of its kind
+            names.append("p")
+        for name in names:
+            if isinstance(own[name], float) and own[name]:
+                setattr(owner, name, 0.0)
 
 
 def save_pretrained(
@@ -269,6 +287,7 @@ def _load_model(
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
+    zero_dropout(model)
     try:
         if quantization is not None:
             quantize(model, quantization, device)

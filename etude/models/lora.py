@@ -10,6 +10,7 @@ State dicts have the names of the model with adapters; `merged_state` has those 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ ADAPTER_FOLDER = "lora_adapter"
 _NAME = "default"  # peft's name of the only adapter
 _FACTORS = (f"lora_A.{_NAME}.weight", f"lora_B.{_NAME}.weight")
 _LINEAR = ("Linear", "Linear4bit")  # peft's classes of adapted linear layers
+_PROBE_TOKENS = 4
 _PREFIX = "base_model.model."  # of tensor names in peft's files
 
 
@@ -36,7 +38,8 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
 
     Raises:
         MissingExtraError: peft is not installed.
-        ConfigError: no module matches the target names, or a matching module is not a linear layer.
+        ConfigError: no module matches the target names, or a matching module is not a linear layer, is the head, or has no
+            part in what the model computes.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -64,6 +67,29 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
             f"model.target_modules={','.join(names)}: {other} is no linear layer (the experts of a mixture are one tensor): "
             "name others, such as q_proj, or take all-linear"
         )
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        raise ConfigError(
+            f"model.target_modules={','.join(names)}: the head cannot have an adapter, because log-probs are computed from "
+            "its weight alone: leave it out, or take all-linear"
+        )
+    if idle := _idle_adapters(model):
+        raise ConfigError(
+            f"model.target_modules={','.join(names)}: {len(idle)} adapters get no gradient, the first is that of {idle[0]}: "
+            f"the model does not use the layer; leave such layers out with model.exclude_modules={re.escape(idle[0])}"
+        )
+
+
+def _idle_adapters(model: Any) -> list[str]:
+    """Returns the adapted layers of the text model that no gradient reaches, by one backward pass on a few tokens."""
+    text = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inside = {id(part) for part in text.modules()}
+    layers = [(name, part) for name, part in _layers(model) if id(part) in inside]
+    ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    with torch.enable_grad():
+        output = model(input_ids=ids, use_cache=False)[0]
+        tensors = [part.lora_B[_NAME].weight for _, part in layers]
+        found = torch.autograd.grad(output.float().sum(), tensors, allow_unused=True)
+    return [name for (name, _), gradient in zip(layers, found) if gradient is None]
 
 
 def has_adapters(model: Any) -> bool:

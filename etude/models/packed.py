@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from etude.errors import ConfigError
 from etude.models.attention import Scoring, partial_attention, visibility
-from etude.models.vision import PlacedImages, Vision, hidden_with_images
+from etude.models.vision import PlacedFeatures, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
 _MASKED_LOGIT = -1e30  # finite, so that 0 · logit is 0, at any temperature
@@ -124,7 +124,7 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 def packed_hidden(
-    model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: PlacedImages | None = None
+    model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: PlacedFeatures | None = None
 ) -> Tensor:
     """Computes final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or with
     images (3, 1, tokens); `shown`: the images among the tokens."""

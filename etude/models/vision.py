@@ -65,7 +65,7 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True)
-class PlacedImages:
+class PlacedFeatures:
     """Image features for the indices `places` (tokens,) of a packed row; places are unique."""
 
     places: Tensor
@@ -83,7 +83,9 @@ def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatur
     return [ImageFeatures(each, tuple(layer[i] for layer in deep)) for i, each in enumerate(made.pooler_output)]
 
 
-def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: PlacedImages) -> Tensor:
+def hidden_with_images(
+    model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: PlacedFeatures
+) -> Tensor:
     """`etude.models.packed.packed_hidden` with images among the tokens; `position_ids` (3, 1, tokens)."""
     body = model.base_model
     features, places = shown.features, shown.places

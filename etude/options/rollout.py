@@ -66,6 +66,13 @@ class MultiTurnOptions:
         default="hermes",
         names=Names("etude.chat.parsers:TOOL_PARSERS"),
     )
+    tools_in_system: Flag = key(
+        "True: schemas and the call format of multi_turn.format go into the system message, for a chat template that shows "
+        "the model no tools (SmolLM2's, plain ChatML); calls in demonstrations are written in that format, too, and without "
+        "a tool role the results become user messages.",
+        default=False,
+        when=MULTI_TURN,
+    )
     tool_config_path: Texts | None = key(
         "Tool configuration (YAML, JSON, .pydata or .py file), or a list of them. Null: none.",
         default=None,

@@ -457,6 +457,12 @@ class RunOptions:
 class TrainerOptions(RunOptions):
     """The training loop."""
 
+    on_solved: Literal["continue", "stop"] = key(
+        "What follows when the task is solved: in 3 steps in a row the answers to each prompt earn the same, on average in "
+        "the top tenth of the rewards that the run has seen. stop: the run ends there, complete, with a validation and a "
+        "checkpoint. By default it goes on, since later prompts may be harder, and steps without spread cost only rollouts.",
+        default="continue",
+    )
     test_freq: CountOrOff = key(
         "Steps between validations. -1: only before and after training, as far as val_before_train and val_files say.",
         default=-1,
@@ -505,8 +511,8 @@ class TrainerOptions(RunOptions):
         verl_default="null",
     )
     min_valid_fraction: Share = key(
-        "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
-        "checkpoint.",
+        "Smallest share of trajectories that must survive failures of infrastructure and of agents; below it, the run stops "
+        "with a checkpoint.",
         default=0.5,
     )
     max_infra_failure_share: Share | None = key(

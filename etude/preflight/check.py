@@ -114,11 +114,13 @@ class _Inspection:
         """Runs the checks of supervised training before it loads a model: template, tools, and every row."""
 
         def step() -> str:
+            from etude.trainer.resources import slow_dtypes
             from etude.trainer.sft import SFTTrainer
 
             config = self._composition.config.copy()
             config.trainer.backend = "local"  # same checks, without starting a Ray cluster
             trainer = SFTTrainer(config)
+            self.findings.all += slow_dtypes(trainer.roles.device, trainer.model.dtype, "model.dtype")
             with closing(trainer.groups):
                 return f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
 
@@ -197,7 +199,7 @@ class _Inspection:
         from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
         model = self._roles.model
-        bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs)
+        bundle = load_tokenizer_bundle(model, self._roles.chat_template_kwargs, self._roles.rollout.multi_turn)
         if bundle.processor is not None:
             check_takes_images(self._roles.rollout.name)
         self._bundle = bundle
@@ -344,9 +346,11 @@ class _Inspection:
         return f"{len(addresses)} reachable{', and the sandbox of this machine' if here else ''}"
 
     def _machine(self) -> str:
-        from etude.trainer.resources import count_weights, disk, memory
+        from etude.trainer.resources import count_weights, disk, memory, slow_dtypes
 
-        weights = count_weights(self._setup.roles.model.path)
+        roles = self._setup.roles
+        self.findings.all += slow_dtypes(roles.device, roles.model.dtype, "actor_rollout_ref.model.dtype")
+        weights = count_weights(roles.model.path)
         if not weights:
             return "the model's size is not known here: it is fetched when the run starts"
         found = memory(self._setup, weights), disk(self._setup, weights)

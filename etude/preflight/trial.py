@@ -8,7 +8,7 @@ are visible.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.options import TrainOptions
 from etude.protocol import DataProto
+from etude.schemas import example_of
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of, scored_batch
 from etude.trainer.setup import LoadedSetup, check
 from etude.trajectory import Rollout
@@ -29,7 +30,6 @@ from etude.workers.engine_link import EngineLink
 from etude.workers.tokenizer_bundle import TokenizerBundle
 
 LABEL = "trial"
-_MAX_DEPTH = 8  # of nested schemas in an example
 
 
 class TrialRollouts(RolloutWorker):
@@ -139,44 +139,6 @@ def row_number(request_id: str) -> int:
     return int(request_id.split("/")[1])
 
 
-def example_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """Returns a value valid under a JSON Schema: its default or first example if given, else the simplest one."""
-    root = schema if root is None else root
-    for key in ("default", "const"):
-        if key in schema:
-            return schema[key]
-    for key in ("examples", "enum"):
-        if schema.get(key):
-            return schema[key][0]
-    if depth > _MAX_DEPTH:
-        return None
-    if isinstance(ref := schema.get("$ref"), str):
-        target: Any = root
-        for part in ref.removeprefix("#/").split("/"):
-            target = target.get(part, {}) if isinstance(target, Mapping) else {}
-        return example_of(target, root, depth + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return example_of(schema[key][0], root, depth + 1)
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = next((each for each in kind if each != "null"), "null") if isinstance(kind, list) else kind
-    if kind == "object":
-        properties, required = schema.get("properties") or {}, schema.get("required")
-        names: Iterable[str] = properties if required is None else required
-        return {name: example_of(properties.get(name) or {}, root, depth + 1) for name in names}
-    if kind == "array":
-        return [example_of(schema.get("items") or {}, root, depth + 1)] * max(1, int(schema.get("minItems", 1)))
-    lowest = schema.get("minimum", 1)
-    longest = int(schema.get("maxLength", 100))
-    return {
-        "integer": int(lowest),
-        "number": float(lowest),
-        "boolean": True,
-        "null": None,
-        "string": "example"[:longest].ljust(int(schema.get("minLength", 0)), "x"),
-    }.get(kind, "example")
-
-
 def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
     """Returns arguments that are valid under the tool's schema."""
     function = context.tools[name].get_openai_tool_schema().to_openai()["function"]
@@ -184,4 +146,4 @@ def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 
 
-__all__ = ["TrialRollouts", "example_arguments", "example_of", "load_setup", "open_trial", "rollouts_of", "row_number"]
+__all__ = ["TrialRollouts", "example_arguments", "load_setup", "open_trial", "rollouts_of", "row_number"]

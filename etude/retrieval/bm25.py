@@ -8,13 +8,15 @@ Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond"
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from etude.errors import ConfigError, MissingExtraError
 from etude.retrieval.options import BuildOptions
@@ -22,7 +24,13 @@ from etude.retrieval.options import BuildOptions
 Ranking = list[tuple[int, float]]
 """(row, score) of the best rows, best first."""
 
-_WORD = re.compile(r"\w\w+")
+TOKENIZER = "words+cjk-2"
+"""Names what `word_splitter` does, in an index's manifest; another name is another tokeniser."""
+
+_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+_WORD = regex.compile(rf"(?V1)(?P<unspaced>{_UNSPACED}+)|[\w--{_UNSPACED}]{{2,}}")
+_ASCII_WORD = regex.compile(r"[a-z0-9_]{2,}")
+_HAN = regex.compile(r"\p{Han}")
 _ARRAYS = ("data", "indices", "indptr")
 
 
@@ -40,7 +48,8 @@ def load_bm25s() -> Any:
 
 
 def word_splitter(options: BuildOptions) -> Callable[[str], list[str]]:
-    """Returns a tokeniser: words of at least two characters, in lower case, without stop words, stemmed.
+    """Returns the tokeniser of passages and queries: words of at least two characters, in lower case, without stop words,
+    stemmed; of text in a script without spaces between words, all pairs of adjacent characters, and each Han character.
 
     Raises:
         ConfigError: there is no such stemmer.
@@ -50,10 +59,23 @@ def word_splitter(options: BuildOptions) -> Callable[[str], list[str]]:
     stem = _stemmer(options.stemmer)
 
     def words(text: str) -> list[str]:
-        found = [word for word in _WORD.findall(text.lower()) if word not in stop]
+        found = [word for word in _split(text) if word not in stop]
         return stem(found) if stem else found
 
     return words
+
+
+def _split(text: str) -> list[str]:
+    if text.isascii():  # the same words, in a third of the time
+        return _ASCII_WORD.findall(text.lower())
+    found: list[str] = []
+    for match in _WORD.finditer(unicodedata.normalize("NFKC", text).lower()):
+        found += _pairs(match[0]) if match["unspaced"] else [match[0]]
+    return found
+
+
+def _pairs(run: str) -> list[str]:
+    return [*map("".join, itertools.pairwise(run)), *(_HAN.findall(run) if len(run) > 1 else run)]
 
 
 def _stemmer(language: str) -> Callable[[list[str]], list[str]] | None:

@@ -1,8 +1,9 @@
 """`build_index`: builds an index folder from a corpus file.
 
-Invariant: `output` appears complete or not at all. Work in progress is in `output` + `.building`, in parts of some thousand
-passages, each written atomically; a build that was killed resumes after its last complete part, provided that corpus and
-options are the same, and results in the same index as an uninterrupted one.
+Invariant: `output` appears complete or not at all, and until then `Retriever` opens the index that it replaces, whenever the
+build is killed. Work in progress is in `output` + `.building`, in parts of thousands of passages, each written atomically; a
+killed build resumes after its last complete part, provided that corpus and options are the same, and results in the
+same index as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.jsonl import write_json
 from etude.retrieval import bm25, dense
-from etude.retrieval.corpus import Corpus, scan
-from etude.retrieval.index import MANIFEST, SPANS, VERSION
+from etude.retrieval.corpus import Corpus, Fingerprint, scan
+from etude.retrieval.index import MANIFEST, SPANS, VERSION, manifest_digest, set_aside, workplace
 from etude.retrieval.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]
@@ -47,6 +48,8 @@ def build_index(
         MissingExtraError: a library that the method needs is not installed.
     """
     path, output = Path(corpus).expanduser().resolve(), Path(output).expanduser()
+    if not output.exists() and (replaced := set_aside(output)).exists():  # a replacement was killed between its renames
+        os.replace(replaced, output)
     if output.exists() and not (replace and (output / MANIFEST).is_file()):
         raise ConfigError(f"{output} exists; name another folder, or replace an index with --replace")
     words = bm25.word_splitter(options) if options.uses_bm25 else None
@@ -57,6 +60,7 @@ def build_index(
         "version": VERSION,
         "corpus": {"path": str(path), "rows": len(spans), **asdict(fingerprint)},
         "options": asdict(options),
+        **({"tokenizer": bm25.TOKENIZER} if words is not None else {}),
     }
     work = _workplace(output, manifest)
     rows = Corpus(path, spans)
@@ -70,7 +74,9 @@ def build_index(
             )
             dense.join_parts(parts, work / "index", options, encoder)
         np.save(work / "index" / SPANS, spans)
-        write_json(work / "index" / MANIFEST, manifest)
+        files = sorted((work / "index").iterdir())
+        manifest["files"] = {file.name: Fingerprint.of(file).sha256 for file in files}
+        write_json(work / "index" / MANIFEST, {**manifest, "sha256": manifest_digest(manifest)})
         _put_in_place(work, output)
     except OSError as error:
         raise EtudeError(f"cannot write {work}: {one_line(error)}; check folder and disk space") from error
@@ -79,7 +85,7 @@ def build_index(
 
 def _workplace(output: Path, manifest: dict[str, Any]) -> Path:
     """Returns the folder for work in progress; cleared if it is from a build of another corpus or with other options."""
-    work = output.with_name(f"{output.name}.building")
+    work = workplace(output)
     plan = work / _PLAN
     fixed = {key: manifest["corpus"][key] for key in ("path", "rows", "sha256")}  # not the modification time
     wanted = json.loads(json.dumps({**manifest, "corpus": fixed}))
@@ -116,7 +122,8 @@ def _ranges(total: int, size: int) -> Iterator[range]:
 
 
 def _put_in_place(work: Path, output: Path) -> None:
+    shutil.rmtree(set_aside(output), ignore_errors=True)
     if output.exists():
-        shutil.rmtree(output)
+        os.replace(output, set_aside(output))
     os.replace(work / "index", output)
     shutil.rmtree(work, ignore_errors=True)

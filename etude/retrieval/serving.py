@@ -6,15 +6,14 @@ read, so a killed server can simply be restarted.
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import uvicorn
 
 from etude.retrieval.index import Retriever
 from etude.retrieval.server import ServerOptions, create_app
-from etude.serving.listening import limited_protocol, listen, raise_file_limit, url_of
+from etude.serving.listening import limited_protocol, listen, raise_file_limit, server_config, url_of
 
 _MOST_CONNECTIONS = 4096
 _OWN_FILES = 64
@@ -27,23 +26,23 @@ async def serve(
     port: int = 8000,
     grace: float = 10.0,
     ready: Callable[[str], None] = lambda url: None,
+    allow_hosts: Collection[str] = (),
 ) -> None:
-    """Serves until a signal; `ready` is called with the server's URL once it listens. Port 0 picks a free port.
+    """Serves until a signal; `ready` is called with the server's URL once it listens. Port 0 picks a free port;
+    `allow_hosts`: see `server_config`.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
     with listen(host, port) as listener:
-        config = uvicorn.Config(
+        config = server_config(
             create_app(retriever, options),
-            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
-            access_log=False,
+            host,
+            allow_hosts,
             timeout_graceful_shutdown=max(1, round(grace)),
             timeout_keep_alive=60,
             http=limited_protocol(max(8, min(_MOST_CONNECTIONS, raise_file_limit() - _OWN_FILES))),
-            ws="none",
             backlog=1024,
-            server_header=False,
             lifespan="on",
         )
         await _Server(config, lambda: ready(url_of(listener, host))).serve(sockets=[listener])

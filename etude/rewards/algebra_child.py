@@ -1,4 +1,5 @@
-"""The child process of `algebra.py`: answers one question per line of standard input with `1`, `0` or `?` (undecided).
+"""The child process of `algebra.py`: answers one question per line of standard input with `1`, `0`, `?` (undecided: the
+question exceeded its CPU time, or crashed the libraries) or `!` (what computed it was killed from outside).
 
 Invariant: nothing but `ready` and these verdicts is written to the parent, whatever the libraries print. This process
 imports the libraries once but answers no question itself: a fork of it does, with limits on CPU time and memory, and is
@@ -10,13 +11,12 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import signal
 import sys
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
-WALL_FACTOR = 8  # wall-clock limit in multiples of the CPU limit: for calls that block, or an overloaded machine
+MEMORY_BYTES = 2 << 30  # the libraries need 0.12 GiB
+KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what no library does to its own process
 
 
 class Worker:
@@ -36,21 +36,20 @@ class Worker:
         os.close(asked)
         os.close(answered)
 
-    def ask(self, question: str, seconds: float) -> bytes:
-        """Returns `1` or `0`; empty if the worker died or timed out: it must then be ended."""
+    def ask(self, question: str) -> bytes:
+        """Returns `1` or `0`; empty if the worker died: it must then be ended."""
         try:
             os.write(self._ask, question.encode())
         except OSError:
             return b""
-        ready, _, _ = select.select([self._answer], [], [], WALL_FACTOR * seconds)
-        return os.read(self._answer, 1) if ready else b""
+        return os.read(self._answer, 1)
 
-    def end(self) -> None:
-        """Kills and reaps the worker."""
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+    def end(self) -> bool:
+        """Reaps the dead worker; returns whether it was killed from outside."""
+        _, status = os.waitpid(self.pid, 0)
         os.close(self._ask)
         os.close(self._answer)
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLED
 
 
 def _serve(questions: Any, answers: int) -> None:
@@ -115,12 +114,11 @@ def main() -> None:
     worker = Worker()
     print("ready", file=parent, flush=True)
     for line in sys.stdin:
-        verdict = worker.ask(line, json.loads(line)[2])
-        if verdict not in (b"0", b"1"):
-            worker.end()
-            worker, verdict = Worker(), b"?"
+        verdict = worker.ask(line)
+        if not verdict:
+            verdict = b"!" if worker.end() else b"?"
+            worker = Worker()
         print(verdict.decode(), file=parent, flush=True)
-    worker.end()
 
 
 if __name__ == "__main__":

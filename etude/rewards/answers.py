@@ -10,9 +10,12 @@ solved: echoing the question earns nothing.
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from etude.chat.placeholders import text_of
 from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.numeral import Numeral, read_numeral
+from etude.rewards.truth import truths_of
 
 MAX_ANSWER_CHARS = 1000
 
@@ -33,6 +36,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ"),
     (re.compile(r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\\?\$?[\d.\\])"), "-"),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\A\$([^$]+)\$\s*(?:\\?%|percent|pct)\Z"), r"\1\\%"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
@@ -59,7 +63,7 @@ _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillio
 _MAGNITUDE = re.compile(
     rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
 )
-_SEVERAL = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
+_SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(r"\b(?:not|never|wrong|false|incorrect)\b|n['’]t\b", re.I)
 _COMPARED = re.compile(  # the number that follows is not the answer
     r"\b(?:than|least|most|twice|thrice|double|half(?:\s+of)?|(?:opposite|reciprocal|inverse|root|square|cube)\s+of)"
@@ -72,6 +76,12 @@ _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
 _ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
 _LEADING_WORDS = re.compile(r"\A(?:(?![a-zA-Z]\s*=)[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
+_SEGMENT = re.compile(
+    r"(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|\\(?:boxed|fbox)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}",
+    re.S,
+)
+_NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]*[a-zA-Z][^+*/^-]*", re.S)
+_LOOK = re.compile(r"\\(?:left|right|cdot|displaystyle|text\w*|math\w+|mbox)(?![a-z])|\\[,;:! ()\[\]]|[$*]")
 _algebra = AlgebraProcesses()
 
 
@@ -88,8 +98,26 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     if _tight(ours) == _tight(theirs):
         return True
-    if _COMPARED.search(ours):
+    if _COMPARED.search(ours) or (_DENIED.search(ours) and not _DENIED.search(theirs)):
         return False
+    if (
+        "\n" in ours
+        and "\\begin" not in ours
+        and len(lines := [each for each in ours.split("\n") if each.strip(" $")]) > 1
+    ):
+        ours = ", ".join(lines)
+    if (formulas := _SEGMENT.findall(ours)) and len(
+        formulas
+    ) > 1:  # all of them are the answer, whatever the words between
+        ours = ", ".join(next(filter(None, each), "") for each in formulas)
+    sides = ours.strip("$ ").split("=")
+    if (
+        len(sides) > 1
+        and "=" not in theirs
+        and not _NAME.fullmatch(sides[0])
+        and not _RELATION.search(ours.replace("=", ""))
+    ):
+        return all(answers_equal(side, theirs) for side in sides)  # "7 = 12" is not 12
     based = _BASED.fullmatch(ours.strip("$")), _BASED.fullmatch(theirs.strip("$"))
     if based[0] and based[1]:
         return based[0][1] == based[1][1] and int(based[0][2] or based[0][3]) == int(based[1][2] or based[1][3])
@@ -100,9 +128,44 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     if numbers[0] is not None and numbers[1] is not None:
         named = _variable(ours), _variable(theirs)
         return (None in named or named[0] == named[1]) and numbers[0].equals(numbers[1])
-    if _DENIED.search(ours) and not _DELIMITED.search(ours):
-        return False
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+
+
+def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> bool:
+    """Whether `answer` equals one of the reference answers in `ground_truth` (see `truths_of`); False for None, and for an
+    expression copied from the question in `trajectory`, which equals the answer before anything is worked out.
+
+    Raises:
+        DataError: there is no reference answer.
+        InfrastructureError: symbolic algebra failed.
+    """
+    truths = truths_of(ground_truth)
+    if answer is None:
+        return False
+    messages = trajectory.messages if trajectory is not None else ()
+    asked = "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    return any(not is_echo(answer, truth, asked) and answers_equal(answer, truth) for truth in truths)
+
+
+def is_echo(answer: str, truth: str, question: str) -> bool:
+    """Whether `answer` is copied from `question` and is another notation than `truth`. A single number is copied only if it
+    is the question's only one ("Write 3/20 as a decimal")."""
+    shape = "".join(_plain(answer).split()).rstrip(".,?")
+    if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or sorted(shape) == sorted("".join(_plain(truth).split())):
+        return False
+    copy = r"\s*".join(map(re.escape, shape))
+    rest, copies = re.subn(rf"(?<![\w.\\]){copy}(?!\w)", "", _plain(question))
+    if not copies:
+        return False
+    one_number = _number(_normalise(answer)) is not None and len(answer.split()) < 5
+    return not (one_number and re.search(r"\d", rest))
+
+
+def _plain(text: str) -> str:
+    """Returns `text` without LaTeX that changes its look only."""
+    return (
+        _LOOK.sub(" ", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).replace("{", "").replace("}", "")
+    )
 
 
 def _normalise(text: str) -> str:

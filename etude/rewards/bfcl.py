@@ -24,6 +24,7 @@ from etude.chat.parsers import ToolParser
 from etude.chat.parsers.json_call import Unreadable
 from etude.chat.parsers.literal import parse_expression, read_literal
 from etude.errors import DataError
+from etude.rewards.truth import reads_truth, require_truth
 
 MAX_CHARS = 50_000  # characters that are parsed, from a solution's end
 MAX_CALLS = 100
@@ -34,6 +35,53 @@ _FENCE = re.compile(r"\A```(?:python|json|tool_code)?\s*\n(.*?)\n?```\Z", re.DOT
 Call = tuple[str, dict[str, Any]]
 
 
+def _read_ground_truth(given: Any) -> list[Call] | None:
+    """Returns the expected calls, each argument with a list of accepted values; None for "any".
+
+    Raises:
+        DataError: there is no ground truth (an empty list is one), or it has none of the forms above.
+    """
+    if given == "any":
+        return None
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"ground_truth of function calls: not JSON: {error}") from error
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(given, list | Mapping):
+        require_truth(given)
+    if isinstance(given, Mapping):
+        given = [given]
+    if not isinstance(given, Sequence):
+        raise DataError(f"ground_truth of function calls must be a list of calls, not a {type(given).__name__}")
+    return [_read_call(call) for part in given for call in (part if isinstance(part, list) else [part])]
+
+
+def _read_call(call: Any) -> Call:
+    if isinstance(call, str):
+        return _parse_call(call)
+    if not isinstance(call, Mapping) or len(call) != 1:
+        raise DataError(f"ground_truth of function calls: {str(call)[:80]!r} is not {{name: {{argument: [values]}}}}")
+    ((name, arguments),) = call.items()
+    if not isinstance(arguments, Mapping) or not all(isinstance(values, list) for values in arguments.values()):
+        raise DataError(f"ground_truth of function calls: the arguments of '{name}' are not lists of accepted values")
+    return str(name), dict(arguments)
+
+
+def _parse_call(text: str) -> Call:
+    try:
+        node = parse_expression(text)
+        if not isinstance(node, ast.Call):
+            raise Unreadable("it is no call")
+        arguments = {str(number): [read_literal(each)] for number, each in enumerate(node.args)}
+        arguments |= {str(keyword.arg): [read_literal(keyword.value)] for keyword in node.keywords}
+    except (Unreadable, RecursionError) as error:
+        raise DataError(f"ground_truth of function calls: {text[:80]!r}: {error}") from error
+    return ast.unparse(node.func), arguments
+
+
+@reads_truth(_read_ground_truth)
 def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> dict[str, Any]:
     """Returns `score` and `acc` (1.0 if the calls are exactly those of `ground_truth`, else 0.0) and the counts
     `matched` and `calls`.
@@ -74,46 +122,6 @@ def _arguments(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {"": text}  # matches nothing
     return found if isinstance(found, dict) else {"": found}
-
-
-def _read_ground_truth(given: Any) -> list[Call] | None:
-    """Returns the expected calls, each argument with a list of accepted values; None for "any"."""
-    if given == "any":
-        return None
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"ground_truth of function calls: not JSON: {error}") from error
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if given is None or isinstance(given, Mapping):
-        given = [given] if given else []
-    if not isinstance(given, Sequence):
-        raise DataError(f"ground_truth of function calls must be a list of calls, not a {type(given).__name__}")
-    return [_read_call(call) for part in given for call in (part if isinstance(part, list) else [part])]
-
-
-def _read_call(call: Any) -> Call:
-    if isinstance(call, str):
-        return _parse_call(call)
-    if not isinstance(call, Mapping) or len(call) != 1:
-        raise DataError(f"ground_truth of function calls: {str(call)[:80]!r} is not {{name: {{argument: [values]}}}}")
-    ((name, arguments),) = call.items()
-    if not isinstance(arguments, Mapping) or not all(isinstance(values, list) for values in arguments.values()):
-        raise DataError(f"ground_truth of function calls: the arguments of '{name}' are not lists of accepted values")
-    return str(name), dict(arguments)
-
-
-def _parse_call(text: str) -> Call:
-    try:
-        node = parse_expression(text)
-        if not isinstance(node, ast.Call):
-            raise Unreadable("it is no call")
-        arguments = {str(number): [read_literal(each)] for number, each in enumerate(node.args)}
-        arguments |= {str(keyword.arg): [read_literal(keyword.value)] for keyword in node.keywords}
-    except (Unreadable, RecursionError) as error:
-        raise DataError(f"ground_truth of function calls: {text[:80]!r}: {error}") from error
-    return ast.unparse(node.func), arguments
 
 
 def _count_matches(wanted: list[Call], calls: list[Call]) -> int:

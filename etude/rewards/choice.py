@@ -7,6 +7,9 @@ that starts a sentence ("A man walks in") is never taken for a choice, unless no
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
@@ -30,13 +33,21 @@ def extract_choice(text: str) -> str | None:
     return leading.group(1).upper() if leading else None
 
 
-def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 for the reference choice, else 0.0; a reference of more than a letter is compared as text, ignoring case."""
-    reference = str(ground_truth).strip()
+@reads_truth(truths_of)
+def compute_score(solution_str: str, ground_truth: Any) -> float:
+    """1.0 for the reference choice, else 0.0; a reference of more than a letter is compared as text, ignoring case.
+
+    Raises:
+        DataError: there is no reference.
+    """
+    return float(any(_is_choice(solution_str, truth.strip()) for truth in truths_of(ground_truth)))
+
+
+def _is_choice(solution_str: str, reference: str) -> bool:
     if _LETTER.fullmatch(reference):
-        return float(extract_choice(solution_str) == reference.upper())
+        return extract_choice(solution_str) == reference.upper()
     marked = _ANSWER.findall(solution_str[-MAX_CHARS:])
-    return float(_folded(marked[-1] if marked else solution_str) == _folded(reference))
+    return _folded(marked[-1] if marked else solution_str) == _folded(reference)
 
 
 def _folded(text: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from etude.bounded import background_loop, gather
 from etude.errors import ConfigError
 from etude.rewards.code_judge import Case, StdioCase, Verdict, judge, read_cases
+from etude.rewards.truth import reads_truth, require_truth
 from etude.sandbox import Language, Limits, SandboxClient
 
 TIMEOUT = 10.0
@@ -116,6 +117,7 @@ async def _judge_all(
     return await gather(one(case) for case in cases)
 
 
+@reads_truth(require_truth)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -144,6 +146,7 @@ def compute_score(
     return asyncio.run_coroutine_threadsafe(work, background_loop("etude-code-reward")).result()
 
 
+@reads_truth(require_truth)
 def score_all_tests(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Like `compute_score`, all tests or nothing: how HumanEval and MBPP are scored."""
     return compute_score(solution_str, ground_truth, mode="all")

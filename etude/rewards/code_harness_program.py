@@ -1,7 +1,8 @@
-"""Runs a solution and then one test of it: inside the sandbox, never in this process.
+"""Calls a function of a solution, inside the sandbox, in the solution's own process.
 
-Standard input holds one line of JSON: `secret`, `kind`, and the test. The result of the test is one line on standard
-output that begins with the secret: a solution that exits early cannot have printed it.
+Standard input holds one line of JSON: `secret`, `solution`, `function`, `arguments`. The last line of standard output that
+begins with the secret holds the value: a program that exits early has not printed one. The solution can print a value of
+its own choice, which is no more than it could return; the expected value is not here.
 """
 
 import json
@@ -9,25 +10,16 @@ import os
 import sys
 import types
 
-SOLUTION = ".solution.py"
-
 
 def main() -> None:
-    """Runs the solution and the test; any failure is an exception."""
+    """Runs the solution and the call; any failure is an exception."""
     job = json.loads(sys.stdin.readline())
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    with open(SOLUTION, "rb") as file:
-        source = file.read()
-    os.unlink(SOLUTION)
     module = types.ModuleType("solution")  # not `__main__`, so that code under that guard does not run
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["solution"] = module
-    exec(compile(source, "<solution>", "exec"), module.__dict__)
-    if job["kind"] == "assert":
-        exec(compile(job["statement"], "<test>", "exec"), module.__dict__)
-        found = None
-    else:
-        found = _plain(_function(module, job["function"])(*job["arguments"]))
+    exec(compile(job["solution"], "<solution>", "exec"), module.__dict__)
+    found = _plain(_function(module, job["function"])(*job["arguments"]))
     sys.stdout.flush()
     report.write("\n" + job["secret"] + json.dumps(found) + "\n")
     report.flush()

@@ -5,8 +5,9 @@
     {"assert_case": [...]}                                statements that must hold after the solution has run
 
 Invariant: every case can be run; the arguments of a call are a list, or text with one JSON value per line. A verdict is
-about the solution; a sandbox failure raises. The reference answer never enters the sandbox, except in asserts, which are
-code. A program that exits early, with whatever status, has not passed a call or an assert.
+about the solution; a sandbox failure raises. The verdict comes from a process that never ran the solution: this one, where
+the reference answer stays, or for statements the checker in the sandbox (`code_assert_program`). A program that exits
+early, with whatever status, has not passed a call or a statement.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from typing import Any
 from etude.errors import DataError
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
 
-SOLUTION = ".solution.py"
 RELATIVE, ABSOLUTE = 1e-5, 1e-8  # tolerances for comparing numbers, as in verl's prime_code
 MIN_ROOM = 1 << 16  # bytes of output accepted beyond the expected length
-_HARNESS = Path(__file__).with_name("code_harness_program.py")
+_CALL, _ASSERT = (Path(__file__).with_name(f"code_{name}_program.py") for name in ("harness", "assert"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CallCase:
 
 @dataclass(frozen=True)
 class AssertCase:
-    """`statement` must run without an exception."""
+    """`statement` must run without an exception; the names that it uses and does not define are the solution's."""
 
     statement: str
 
@@ -159,6 +159,7 @@ async def judge(client: SandboxClient, solution: str, case: Case, limits: Limits
 
     Raises:
         SandboxError: the sandbox failed.
+        DataError: a statement gives the solution an argument that cannot be sent to its process.
     """
     if isinstance(case, StdioCase):
         room = max(limits.output_bytes, 2 * len(case.output.encode()) + MIN_ROOM)
@@ -180,19 +181,22 @@ async def judge(client: SandboxClient, solution: str, case: Case, limits: Limits
     found = _report(result.stdout, secret)
     if found is None:
         return Verdict.RUNTIME_ERROR  # it exited before the test finished
-    return Verdict.PASSED if isinstance(case, AssertCase) else _verdict(_is_value(found, case.expected))
+    if isinstance(case, CallCase):
+        return _verdict(_is_value(found, case.expected))
+    if found != "null":
+        raise DataError(
+            f"ground_truth: the statement {case.statement[:80]!r} gives the solution an object of class {found}, which "
+            "cannot be sent to another process; give it plain values or functions"
+        )
+    return Verdict.PASSED
 
 
 def _harness_request(solution: str, case: CallCase | AssertCase, limits: Limits, secret: str) -> RunRequest:
-    job: dict[str, Any] = {"secret": secret}
-    if isinstance(case, AssertCase):
-        job |= {"kind": "assert", "statement": case.statement}
-    else:
-        job |= {"kind": "call", "function": case.function, "arguments": case.arguments}
+    program = _CALL if isinstance(case, CallCase) else _ASSERT
+    test = {key: value for key, value in vars(case).items() if key != "expected"}
     return RunRequest(
-        code=_HARNESS.read_text(encoding="utf-8"),
-        stdin=json.dumps(job) + "\n",
-        files={SOLUTION: solution.encode("utf-8", "surrogatepass")},
+        code=program.read_text(encoding="utf-8"),
+        stdin=json.dumps({"secret": secret, "solution": solution, **test}) + "\n",
         limits=limits,
     )
 

@@ -121,6 +121,18 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
     )
 
 
+def check_truth(data_source: str, ground_truth: Any) -> None:
+    """Checks that the function registered for `data_source` can read a row's `ground_truth`.
+
+    Raises:
+        DataError: it cannot, or there is none and the function compares with it.
+        ConfigError: as `scorer_of`.
+    """
+    reader = getattr(scorer_of(data_source), "truth_reader", None)
+    if reader is not None:
+        reader(ground_truth)
+
+
 _NONE: Mapping[str, Any] = {}
 
 

@@ -5,22 +5,25 @@ The format is right if the solution begins with `<think>`, closes it, and gives 
 
 from __future__ import annotations
 
-from etude.rewards.math import answers_equal, last_boxed
+from typing import Any
+
+from etude.rewards.answers import is_answer
+from etude.rewards.boxed import last_boxed
+from etude.rewards.truth import reads_truth, truths_of
 
 _FORM = ("</think>", "\\boxed{", "}")
 
 
-def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+@reads_truth(truths_of)
+def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
 
-    Raises:
-        InfrastructureError: the child process for symbolic algebra cannot be started.
+    Raises as `is_answer`.
     """
     answer = last_boxed(solution_str) if use_boxed else solution_str
-    right = answer is not None and answers_equal(answer, str(ground_truth))
-    return (1.0 - format_score) * right + format_score * has_form(solution_str)
+    return (1.0 - format_score) * is_answer(answer, ground_truth) + format_score * has_form(solution_str)
 
 
 def has_form(solution: str) -> bool:

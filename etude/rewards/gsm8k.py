@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Literal
+from typing import Any, Literal
+
+from etude.rewards.truth import reads_truth, truths_of
 
 Method = Literal["strict", "flexible"]
 
@@ -34,18 +36,24 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     return None
 
 
+@reads_truth(truths_of)
 def compute_score(
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     method: Method = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Returns `score` for the right number, `format_score` for another number, 0.0 if there is no answer."""
+    """Returns `score` for the right number, `format_score` for another number, 0.0 if there is no answer.
+
+    Raises:
+        DataError: there is no `ground_truth`.
+    """
+    truths = truths_of(ground_truth)
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0
-    return score if _same(answer, str(ground_truth)) else format_score
+    return score if any(_same(answer, truth) for truth in truths) else format_score
 
 
 def _same(answer: str, ground_truth: str) -> bool:

@@ -76,24 +76,28 @@ RUBRIC = "Is the answer correct, complete and helpful? Where a reference is give
 MAX_CHARS = 50_000  # the judge sees at most this many characters of an answer, its last ones
 _CACHE_SIZE = 10_000
 _NUMBER = r"(-?\d{1,9}(?:\.\d{1,9})?)"
-_OUT_OF = r"(?: ?/ ?\d{1,9})?"
+_OF = rf"{_NUMBER}(?: ?(?:/|out of) ?(\d{{1,9}}))?"
+_END = r"\*{0,2}\.?[ \t]{0,9}(?m:$)"
 _SCORE = re.compile(
-    rf'"score"\s{{0,9}}:\s{{0,9}}"?{_NUMBER}"?\s{{0,9}}[,}}]|<score>\s{{0,9}}{_NUMBER}\s{{0,9}}</score>'
-    rf"|(?i:\bscore\b)[\s:*=_]{{0,5}}(?:is\s)?{_NUMBER}{_OUT_OF}\.?\Z|\A{_NUMBER}{_OUT_OF}\.?\Z"
+    rf'"score"\s{{0,9}}:\s{{0,9}}"?{_OF}"?\s{{0,9}}[,}}]|<score>\s{{0,9}}{_OF}\s{{0,9}}</score>'
+    rf"|(?i:\bscore\b)[\s:*=_]{{0,5}}(?:is\s)?{_OF}{_END}|(?m:^){_OF}{_END}"
 )
+MAX_WAIT = 30.0  # seconds that a judge's `Retry-After` may delay the next attempt
 _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
 _TAG = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b)", re.IGNORECASE)
 
 
 def read_score(text: str, low: float, high: float) -> float | None:
-    """Returns the last score in a judge's reply: as JSON, in `<score>`, or as text at its end; None if it is missing or
-    not from `low` to `high`."""
-    matches = _SCORE.findall(text[-MAX_CHARS:].strip())  # the last one counts: earlier ones may be quotations
-    if not matches:
+    """Returns the score in a judge's reply: as JSON, in `<score>`, or as text at the end of a line ("7/10", "7 out of 10").
+    None if it is missing or not from `low` to `high`, if it counts out of another number than `high`, or if several
+    scores contradict each other."""
+    found = [[group for group in match.groups() if group] for match in _SCORE.finditer(text[-MAX_CHARS:].strip())]
+    if any(float(scale) != high for _, *scales in found for scale in scales):
         return None
-    value = float(next(filter(None, matches[-1])))
-    return value if low <= value <= high else None
+    values = {float(value) for value, *_ in found}
+    value = values.pop() if len(values) == 1 else None
+    return value if value is not None and low <= value <= high else None
 
 
 def read_preference(text: str) -> float | None:
@@ -246,18 +250,18 @@ class Judge:
         return value
 
     async def _ask_until_read(self, prompt: str, vote: int, read: Callable[[str], T | None]) -> T:
-        why = InfrastructureError("judge: it was not asked")
+        why, wait = InfrastructureError("judge: it was not asked"), 0.0
         for attempt in range(self.endpoint.retries + 1):
             if attempt:
-                await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
+                await asyncio.sleep(max(min(0.1 * 2**attempt, 5.0), min(wait, MAX_WAIT)))
             try:
                 value = read(await self._complete(prompt, vote, attempt))
             except InfrastructureError as error:
-                why = InfrastructureError(f"judge: {error}")
+                why, wait = InfrastructureError(f"judge: {error}"), getattr(error, "retry_after", 0.0)
                 continue
             if value is not None:
                 return value
-            why = InfrastructureError("judge: its answer holds no verdict")
+            why, wait = InfrastructureError("judge: its answer holds no verdict"), 0.0
         raise why
 
     async def _complete(self, prompt: str, vote: int, attempt: int) -> str:
@@ -303,7 +307,7 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags; keeps its last `max_chars`."""
-    return _TAG.sub("<\u200b", str(text)[-max_chars:])
+    return _TAG.sub("<\u200b", "" if text is None else str(text)[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:

@@ -76,7 +76,7 @@ class BoundedScorer:
             return await self._run(arguments)
         except EtudeError:
             raise
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             raise ConfigError(f"{where} failed: {one_line(error)}{renamed_imports(error)}") from error
         except Exception as error:
             raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error

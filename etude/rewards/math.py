@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from etude.rewards.answers import answers_equal
+from etude.errors import DataError
+from etude.rewards.answers import answers_equal, is_answer
 from etude.rewards.boxed import last_boxed
+from etude.rewards.truth import reads_truth, require_truth, truths_of
 
 __all__ = ["answers_equal", "compute_score", "integer_score", "last_boxed"]
 
 
-def compute_score(solution_str: str, ground_truth: str) -> float:
-    """Returns 1.0 if the last boxed answer equals `ground_truth`, else 0.0."""
-    answer = last_boxed(solution_str)
-    return 1.0 if answer is not None and answers_equal(answer, str(ground_truth)) else 0.0
+@reads_truth(truths_of)
+def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> float:
+    """Returns 1.0 if the last boxed answer equals `ground_truth`, else 0.0; raises as `is_answer`."""
+    return float(is_answer(last_boxed(solution_str), ground_truth, trajectory))
 
 
-def integer_score(solution_str: str, ground_truth: str) -> float:
+def _integer(ground_truth: Any) -> int:
+    try:
+        return int(require_truth(ground_truth))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"reward_model.ground_truth must be an integer, not {str(ground_truth)[:80]!r}") from error
+
+
+@reads_truth(_integer)
+def integer_score(solution_str: str, ground_truth: Any) -> float:
     """Returns 1.0 if the last boxed answer is exactly the integer `ground_truth`, else 0.0.
 
     Raises:
-        ValueError: `ground_truth` is not an integer.
+        DataError: `ground_truth` is not an integer.
     """
+    truth = _integer(ground_truth)
     answer = re.fullmatch(r"[+-]?\d{1,200}", (last_boxed(solution_str) or "").replace(",", "").replace(" ", ""))
-    return 1.0 if answer and int(answer.group()) == int(ground_truth) else 0.0
+    return 1.0 if answer and int(answer.group()) == truth else 0.0

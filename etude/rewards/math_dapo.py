@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from etude.rewards.answers import answers_equal
+from etude.rewards.answers import is_answer
 from etude.rewards.boxed import last_boxed
+from etude.rewards.truth import reads_truth, truths_of
 
 TAIL = 300
 """Characters that are searched, from the end of a solution: an earlier `Answer:` is not the final one."""
@@ -28,12 +29,12 @@ def extract_answer(text: str, strict_box: bool = False) -> str | None:
     return last_boxed(found[-1]) or found[-1].strip().strip("*").strip()
 
 
-def compute_score(solution_str: str, ground_truth: Any, strict_box: bool = False) -> dict[str, Any]:
-    """Returns `score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None if there is none).
-
-    Raises:
-        InfrastructureError: the process for symbolic algebra cannot be started.
-    """
+@reads_truth(truths_of)
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box: bool = False, trajectory: Any = None
+) -> dict[str, Any]:
+    """Returns `score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None if there is none).; raises as
+    `is_answer`."""
     answer = extract_answer(solution_str, strict_box)
-    right = answer is not None and answers_equal(answer, str(ground_truth))
+    right = is_answer(answer, ground_truth, trajectory)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

@@ -11,6 +11,8 @@ from typing import SupportsFloat
 
 from etude.errors import InfrastructureError
 
+MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
+
 
 def as_reward(value: object, source: str) -> float:
     """Returns `value` (any real number, NumPy and torch scalars included; None is 0.0) as a float.

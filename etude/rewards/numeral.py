@@ -21,7 +21,7 @@ _INTEGER = re.compile(_D)
 _DECIMAL = re.compile(rf"({_D})\.(\d{{0,200}})|\.({_D})")
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?=\.|\Z)|\d{1,3}(?: \d{3})+(?=[.,]|\Z)|\d{1,3}(?:'\d{3})+(?=[.,]|\Z)")
 _CONTINENTAL = re.compile(r"(\d{1,3}(?:\.\d{3})+)(?:,(\d{1,200}))?")  # 1.234,5 and 1.234.567
-_DECIMAL_COMMA = re.compile(r"(\d{1,200}),(\d{1,2}|\d{4,200})")
+_DECIMAL_COMMA = re.compile(r"(\d{1,200}),(\d{1,2}|\d{4,200}|(?<=\A0,)\d{3})")
 _FRACTION = re.compile(rf"({_D})/({_D})|\\[dt]?frac(?:\{{([+-]?{_D})\}}|(\d))(?:\{{({_D})\}}|(\d))")
 _MIXED = re.compile(rf"({_D})(?: +(?=\d+/)|(?=\\[dt]?frac))(.+)")
 _REPEATING = re.compile(r"(\d{0,200})\.(\d{0,100})\\(?:overline|bar|dot)\{(\d{1,100})\}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from etude.rewards.answers import answers_equal
+from etude.rewards.answers import is_answer
 from etude.rewards.boxed import last_boxed
+from etude.rewards.truth import reads_truth, truths_of
 
 TAIL = 2000  # characters searched for a stated answer, from a solution's end
 _STATED = re.compile(r"\b(?:final answer|answer)\b(?:\s+is|\s*:)\s*:?[ \t]*([^\n]+)", re.IGNORECASE)
@@ -25,12 +26,10 @@ def extract_answer(text: str) -> str | None:
     return stated[-1].strip() if stated else None
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """Returns `score` and `acc` (1.0 if the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer.
-
-    Raises:
-        InfrastructureError: the process for symbolic algebra cannot be started.
-    """
+@reads_truth(truths_of)
+def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> dict[str, Any]:
+    """Returns `score` and `acc` (1.0 if the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer;
+    raises as `is_answer`."""
     answer = extract_answer(solution_str)
-    right = float(answer is not None and answers_equal(answer, str(ground_truth)))
+    right = float(is_answer(answer, ground_truth, trajectory))
     return {"score": right, "acc": right, "pred": answer}

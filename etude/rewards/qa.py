@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
+
+from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
@@ -20,8 +22,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Normalises `text` for comparison."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Normalises `text` for comparison; one of articles and punctuation alone ("The The", "A") is only put in lower case."""
+    lowered = text.lower()
+    return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or " ".join(lowered.split())
 
 
 def extract_answer(solution: str) -> str | None:
@@ -31,8 +34,9 @@ def extract_answer(solution: str) -> str | None:
 
 
 def exact_match(prediction: str, answers: str | Iterable[str]) -> bool:
-    """Whether `prediction` is one of `answers`."""
-    return normalise(prediction) in {normalise(answer) for answer in _each(answers)}
+    """Whether `prediction`, unless blank, is one of `answers`."""
+    said = normalise(prediction)
+    return bool(said) and said in {normalise(answer) for answer in _each(answers)}
 
 
 def f1(prediction: str, answers: str | Iterable[str]) -> float:
@@ -41,16 +45,15 @@ def f1(prediction: str, answers: str | Iterable[str]) -> float:
     return max((_word_f1(said, normalise(answer).split()) for answer in _each(answers)), default=0.0)
 
 
+@reads_truth(truths_of)
 def compute_score(solution_str: str, ground_truth: Any) -> float:
-    """Returns 1.0 if the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0."""
-    answer = extract_answer(solution_str)
-    return float(answer is not None and exact_match(answer, targets_of(ground_truth)))
+    """Returns 1.0 if the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0.
 
-
-def targets_of(ground_truth: Any) -> list[str]:
-    """Returns the reference answers in `{"target": …}`, a list or a text."""
-    target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    return _each(target)
+    Raises:
+        DataError: there is no reference answer.
+    """
+    answers, answer = truths_of(ground_truth), extract_answer(solution_str)
+    return float(answer is not None and exact_match(answer, answers))
 
 
 def _each(answers: str | Iterable[str]) -> list[str]:
@@ -59,6 +62,6 @@ def _each(answers: str | Iterable[str]) -> list[str]:
 
 def _word_f1(said: list[str], wanted: list[str]) -> float:
     if not said or not wanted:
-        return float(said == wanted)
+        return 0.0
     shared = sum((Counter(said) & Counter(wanted)).values())
     return 2 * shared / (len(said) + len(wanted))

@@ -17,6 +17,7 @@ import re
 from typing import Any
 
 from etude.rewards import qa
+from etude.rewards.truth import reads_truth, truths_of
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _INFORMATION = re.compile(r"<information>((?:(?!</?information>).)*)</information>", re.DOTALL)  # linear
@@ -48,6 +49,7 @@ def has_form(text: str) -> bool:
     return closed == "answer" and opened is None and not text[position:].strip()
 
 
+@reads_truth(truths_of)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -61,9 +63,12 @@ def compute_score(
     `retrieved`: a tool response in `trajectory`, or without one an `<information>` block of the text, contains a
     reference answer; with a trajectory, what the model itself writes between these tags does not count. It adds to the
     score only if the format is right, so that retrieval alone earns nothing.
+
+    Raises:
+        DataError: there is no reference answer.
     """
     answer = qa.extract_answer(solution_str)
-    targets = qa.targets_of(ground_truth)
+    targets = truths_of(ground_truth)
     formed = has_form(solution_str) if len(solution_str) <= 10 * qa.MAX_CHARS else False
     retrieved = _retrieved(solution_str, targets, trajectory)
     right = answer is not None and qa.exact_match(answer, targets)

@@ -125,7 +125,7 @@ class RemoteSandbox:
         """Returns the response's status, the seconds to wait if it is 429, and the body."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), headers=self._headers
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), headers=self._headers, auto_decompress=False
             )
         headers = {"Content-Type": "application/json"} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
@@ -136,7 +136,7 @@ class RemoteSandbox:
                 too_long = SandboxError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 body = await read_body(response, MAX_ANSWER_BYTES, too_long)
                 return response.status, _retry_after(response.headers), body
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise SandboxError(f"{self._url}{path}: {type(error).__name__}: {one_line(error)}") from error
 
     def _raise_for(self, status: int, path: str, content: bytes) -> None:

@@ -304,7 +304,7 @@ class AnswerBudget:
 
     def admit_cell(self, cell: wire.CellRunResult) -> wire.CellRunResult:
         """Returns the cell if it fits, else a truncated one."""
-        size = len(cell.model_dump_json())
+        size = len(cell.model_dump_json().encode())
         if size > self._left:
             return _shorten(cell)
         self._left -= size

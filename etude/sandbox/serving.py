@@ -9,16 +9,15 @@ idle connections never block a request.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import uvicorn
 
 from etude.sandbox.executor import Executor
 from etude.sandbox.server import create_app
 from etude.sandbox.service import SandboxService, ServerOptions
-from etude.serving.listening import limited_protocol, listen, raise_file_limit, url_of
+from etude.serving.listening import limited_protocol, listen, raise_file_limit, server_config, url_of
 
 _MOST_CONNECTIONS = 4096
 _OWN_FILES = 48  # descriptors of the server, and of connections that are accepted but not yet counted
@@ -35,10 +34,12 @@ async def serve(
     port: int = 8080,
     grace: float = 30.0,
     ready: Callable[[str, Executor], None] | None = None,
+    allow_hosts: Collection[str] = (),
 ) -> None:
     """Serves until SIGINT or SIGTERM; then runs have `grace` seconds to finish before they are killed.
 
-    `ready` is called with the server's URL and executor once it listens; port 0 picks a free port.
+    `ready` is called with the server's URL and executor once it listens; port 0 picks a free port; `allow_hosts`: see
+    `server_config`.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -48,16 +49,14 @@ async def serve(
     try:
         executor = await Executor.open(options.isolation, options.workers)
         app = create_app(executor, options)
-        config = uvicorn.Config(
+        config = server_config(
             app,
-            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
-            access_log=False,
+            host,
+            allow_hosts,
             timeout_graceful_shutdown=round(grace) + _ANSWER_SECONDS,
             timeout_keep_alive=30,
             http=limited_protocol(_most_connections(executor.workers)),
-            ws="none",
             backlog=_ACCEPTED_AT_ONCE,
-            server_header=False,
             lifespan="on",
         )
         url = url_of(listener, host)

@@ -1,19 +1,27 @@
-"""Listening: a bound socket, the limit on file descriptors, and a limit on connections.
+"""Listening: a bound socket, uvicorn's settings that all servers share, the limit on file descriptors, and a limit on
+connections.
 
-Invariant: at most `max_connections` are open; a further one replaces the one that has been idle longest, so that idle
-connections never keep a request out.
+Invariant: every server refuses foreign names and origins (`middleware.OwnNames`), on all of its paths. At most
+`max_connections` are open; a further one replaces the one that has been idle longest, so that idle connections never keep a
+request out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
+from collections.abc import Collection
+from typing import Any
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from etude.errors import ConfigError
+from etude.serving.middleware import OwnNames
 
 HEAD_SECONDS = 10.0
 _MAX_FILES = 1 << 16
@@ -102,6 +110,13 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
+
+
+def server_config(app: ASGIApp, host: str, allow_hosts: Collection[str] = (), **more: Any) -> uvicorn.Config:
+    """Returns uvicorn's configuration for `app` on `host`; `allow_hosts` are further DNS names that it is reached by."""
+    shared = {"access_log": False, "server_header": False, "ws": "none"}
+    level = os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower()
+    return uvicorn.Config(OwnNames(app, host, allow_hosts), **{"log_level": level, **shared, **more})
 
 
 def url_of(listener: socket.socket, host: str) -> str:

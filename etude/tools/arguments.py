@@ -1,8 +1,9 @@
 """The arguments of a tool call: `decode_arguments` parses the model's text, `ArgumentChecker` validates them by the schema.
 
 Invariant: decoded arguments are a JSON object of bounded depth, with finite numbers, encodable text and no duplicate keys;
-checked arguments satisfy the tool's JSON Schema. Anything else raises a one-line `ArgumentError` that names the field. Work
-is linear in the length of the arguments, whatever keywords the schema uses. External references are never fetched.
+checked arguments satisfy the tool's JSON Schema. Anything else raises a one-line `ArgumentError` that names the field. A
+check takes about `MAX_SECONDS` of CPU at most: arguments may be hostile, and so may the schema of an MCP server's tool.
+External references are never fetched.
 
 An arguments object encoded as a JSON string is accepted, as models write that too, and so is a string that contains JSON
 where the schema expects an object, array, number or boolean. Nothing else is repaired, and defaults are not filled in: a
@@ -14,9 +15,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import regex
 from jsonschema import Draft202012Validator, ValidationError, validators
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.protocols import Validator
@@ -28,8 +31,16 @@ from etude.errors import ConfigError, one_line
 
 MAX_DEPTH = 100
 _MAX_SHOWN_CHARS = 80
-_MAX_PATTERN_CHARS = 10_000
+MAX_SECONDS = 1.0
+_PATTERN_SECONDS = 0.1
 _MAX_ERRORS = 100  # errors per call that are searched for strings to decode
+
+
+_Keyword = Callable[..., "Iterator[ValidationError] | None"]
+
+
+class _TooLongError(Exception):
+    """A check exceeds its CPU time."""
 
 
 class ArgumentError(ValueError):
@@ -133,18 +144,22 @@ class ArgumentChecker:
         Raises:
             ConfigError: `parameters` is not a JSON Schema, or has external references; names the tool and the place.
         """
-        schema = _without_null_enums(dict(parameters))
-        kind = validators.validator_for(schema, default=Draft202012Validator)
+        self._deadline = time.thread_time() + MAX_SECONDS
         try:
+            schema = _without_null_enums(dict(parameters))
+            kind = validators.validator_for(schema, default=Draft202012Validator)
             kind.check_schema(schema)
             _check_references(schema)
-            bounded = validators.extend(kind, {"pattern": _pattern, "uniqueItems": _unique_items})
-            self._validator: Validator = bounded(schema, registry=Registry())
+            keywords = {**kind.VALIDATORS, **_own_keywords(kind.VALIDATORS, "patternProperties" in json.dumps(schema))}
+            timed = {name: self._timed(keyword) for name, keyword in keywords.items()}
+            self._validator: Validator = validators.extend(kind, timed)(schema, registry=Registry())
             next(self._validator.iter_errors({}), None)  # fails here if the schema refers to itself without end
+        except _TooLongError as error:
+            raise ConfigError(f"tool '{tool_name}': its schema cannot be used: {error}") from error
         except SchemaError as error:
             place = ".".join(["parameters", *map(str, error.absolute_path)])
             raise ConfigError(f"tool '{tool_name}': its schema is invalid at {place}: {_message(error)}") from error
-        except (Unresolvable, RecursionError, re.error) as error:
+        except (Unresolvable, RecursionError, re.error, OverflowError) as error:
             reason = "it refers to itself without end" if isinstance(error, RecursionError) else one_line(error)
             raise ConfigError(f"tool '{tool_name}': its schema cannot be used: {reason}") from error
 
@@ -152,17 +167,30 @@ class ArgumentChecker:
         """Validates `arguments` and returns them, with strings that contain JSON decoded in place where the schema needs it.
 
         Raises:
-            ArgumentError: the arguments violate the schema; names the field.
+            ArgumentError: the arguments violate the schema, or checking them takes too long; names the field.
         """
+        self._deadline = time.thread_time() + MAX_SECONDS
         try:
             errors = self._errors(arguments)
             while errors and _decode_strings(arguments, errors):
                 errors = self._errors(arguments)
         except RecursionError:
             raise ArgumentError("the arguments are nested too deeply") from None
+        except _TooLongError as error:
+            raise ArgumentError(f"the arguments cannot be checked: {error}", "invalid_arguments") from None
         if errors:
             raise ArgumentError(_error_message(best_match(errors)), "invalid_arguments")
         return arguments
+
+    def _timed(self, keyword: _Keyword) -> _Keyword:
+        """Returns `keyword` with the deadline of the check: references that refer to references twice take 2ⁿ steps."""
+
+        def check(validator: Validator, value: Any, instance: object, schema: Any) -> Iterator[ValidationError]:
+            if time.thread_time() > self._deadline:
+                raise _TooLongError(f"comparing them with the tool's schema takes more than {MAX_SECONDS:g} s")
+            return keyword(validator, value, instance, schema) or iter(())
+
+        return check
 
     def _errors(self, arguments: dict[str, Any]) -> list[ValidationError]:
         return [error for error, _ in zip(self._validator.iter_errors(arguments), range(_MAX_ERRORS))]
@@ -228,13 +256,49 @@ def _references(node: Any) -> Iterator[str]:
             yield from _references(value)
 
 
+def _matches(pattern: str, text: str) -> bool:
+    """Whether `pattern` is found in `text`; a search that takes too long finds nothing."""
+    try:
+        return regex.search(pattern, text, timeout=_PATTERN_SECONDS) is not None
+    except (TimeoutError, regex.error):
+        return False
+
+
 def _pattern(validator: Validator, pattern: str, instance: object, schema: object) -> Iterator[ValidationError]:
-    """The keyword `pattern`, for strings of bounded length only: the cost of a regular expression is unbounded."""
-    if isinstance(instance, str):
-        if len(instance) > _MAX_PATTERN_CHARS:
-            yield ValidationError(f"{instance!r} is longer than the {_MAX_PATTERN_CHARS} characters of a pattern")
-        elif not re.search(pattern, instance):
-            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+    if isinstance(instance, str) and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Mapping[str, Any], instance: object, schema: object
+) -> Iterator[ValidationError]:
+    for key, value in instance.items() if isinstance(instance, dict) else ():
+        for pattern in patterns:
+            if _matches(pattern, key):
+                yield from validator.descend(value, patterns[pattern], path=key, schema_path=pattern)
+
+
+def _own_keywords(library: Mapping[str, _Keyword], has_patterns: bool) -> dict[str, _Keyword]:
+    """Returns the keywords whose cost is unbounded in the library: it searches with `re` and compares all pairs of items."""
+
+    def additional(validator: Validator, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        if isinstance(instance, dict):
+            extra = {key: instance[key] for key in instance if key not in known}
+            extra = {key: extra[key] for key in extra if not any(_matches(pattern, key) for pattern in patterns)}
+            yield from library["additionalProperties"](validator, value, extra, {}) or ()
+
+    def unevaluated(validator: Validator, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError] | None:
+        return iter(()) if has_patterns else library["unevaluatedProperties"](validator, value, instance, schema)
+
+    own: dict[str, _Keyword] = {
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": additional,
+        "unevaluatedProperties": unevaluated,
+        "uniqueItems": _unique_items,
+    }
+    return {name: keyword for name, keyword in own.items() if name in library}
 
 
 def _unique_items(validator: Validator, wanted: bool, instance: object, schema: object) -> Iterator[ValidationError]:

@@ -112,7 +112,7 @@ class ResultCache:
             return None
         try:
             return result_from_json(record, Source.CACHE)  # not kept in memory: that would reset its age
-        except (KeyError, TypeError, ValueError, OSError):
+        except (KeyError, TypeError, ValueError, OSError, RecursionError):
             return None
 
     def _keep(self, key: str, answer: ToolResult) -> None:
@@ -196,7 +196,7 @@ class ResultStore:
                 return None
             answer = json.loads(row[1])
             return answer if isinstance(answer, dict) else None
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (sqlite3.Error, OSError, ValueError, RecursionError) as error:
             self._give_up(error)
             return None
 

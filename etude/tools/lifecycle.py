@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -41,13 +43,27 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
+_WATCHED: ContextVar[list[ToolSession] | None] = ContextVar("etude_tool_sessions", default=None)
 _closers: set[asyncio.Task[None]] = set()  # releases that outlive their session; referenced so that none is collected
+
+
+@contextmanager
+def watch_sessions() -> Iterator[list[ToolSession]]:
+    """Yields a list of the sessions that are entered within the block, also by tasks and threads started in it."""
+    sessions: list[ToolSession] = []
+    token = _WATCHED.set(sessions)
+    try:
+        yield sessions
+    finally:
+        _WATCHED.reset(token)
 
 
 class ToolSession:
     """The tools of one trajectory, as an async context manager that is entered once.
 
     Attributes:
+        outcomes: of all calls that `execute` ran, by turn. An agent loop's trajectory gets their rewards and records, unless
+            it has its own; remove one that is not to count.
         agent_data: passed to tools whose `execute` takes `agent_data`; None passes nothing.
         initial_responses: the non-empty responses of `create`, in the order of `tools_kwargs`.
         release_failures: number of releases that raised or timed out; they are logged, never raised.
@@ -73,7 +89,7 @@ class ToolSession:
         self._kwargs = {name: kwargs for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None}
         _check_kwargs(self._kwargs, self._tools)
         self._calls = {name: ToolRuntime.of(tool) for name, tool in self._tools.items()}
-        self._request_id = request_id
+        self.request_id = request_id
         self._token_limit = token_limit
         self._instances: dict[str, ToolInstance] = {}
         self._waiting: set[asyncio.Task[Any]] = set()  # the tasks of `_all`
@@ -82,6 +98,7 @@ class ToolSession:
         self._watch: LoopWatch | None = None
         self._entered = False
         self._scored = False
+        self.outcomes: list[ToolOutcome] = []
         self.agent_data: object = None
         self.initial_responses: list[ToolResponse] = []
         self.release_failures = 0
@@ -96,6 +113,8 @@ class ToolSession:
         if self._entered:
             raise RuntimeError("a ToolSession is entered once")
         self._entered = True
+        if (watched := _WATCHED.get()) is not None:
+            watched.append(self)
         self._watch = LoopWatch.of_running_loop()
         try:
             instances = [self._start(name) for name in self._kwargs]
@@ -135,7 +154,9 @@ class ToolSession:
         self._check_open()
         prepared = [self._prepare(call, turn) for call in calls]
         outcomes = iter(await self._all([self._call(*each) for each in prepared if isinstance(each, tuple)]))
-        return [next(outcomes) if isinstance(each, tuple) else each for each in prepared]
+        made = [next(outcomes) if isinstance(each, tuple) else each for each in prepared]
+        self.outcomes += made
+        return made
 
     async def calc_rewards(self) -> dict[str, float]:
         """Returns the final reward of every created tool, by name; call once, after the trajectory has ended.
@@ -236,7 +257,7 @@ class ToolSession:
         calls = self._calls[name]
         kwargs = self._kwargs.get(name, {})
         assert self._watch is not None
-        instance = ToolInstance(self._tools[name], calls, kwargs, self._token_limit, self._request_id, self._watch)
+        instance = ToolInstance(self._tools[name], calls, kwargs, self._token_limit, self.request_id, self._watch)
         self._instances[name] = instance
         return instance
 

@@ -120,10 +120,10 @@ def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, An
     response, reward, metrics = returned
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics that execute returns must be a dict, not {type(metrics).__name__}")
-    return read_response(response), reward, _small_metrics(metrics) if metrics else {}
+    return read_response(response), reward, small_metrics(metrics) if metrics else {}
 
 
-def _small_metrics(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+def small_metrics(metrics: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns up to `_MAX_METRICS` entries as JSON values: long text is truncated, large or unknown values become their
     type's name."""
     small: dict[str, Any] = {}

@@ -23,7 +23,14 @@ from etude.jsonl import JsonLines, read_json_lines
 from etude.schemas import ToolResponse
 from etude.tools.faults import CallPlace
 from etude.tools.outcome import Source, ToolResult
-from etude.tools.wire import canonical, response_from_json, response_to_json, result_from_json, result_to_json
+from etude.tools.wire import (
+    canonical,
+    response_from_json,
+    response_to_json,
+    result_from_json,
+    result_to_json,
+    reward_from_json,
+)
 
 Kwargs = Mapping[str, Any]
 
@@ -160,6 +167,6 @@ def _add_event(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
             answer = result_from_json(line, Source.REPLAY)
             instance.calls[int(line["number"])] = RecordedCall(dict(line["arguments"]), kwargs, answer)
         case "calc_reward":
-            instance.reward, instance.reward_kwargs = float(line["reward"]), kwargs
+            instance.reward, instance.reward_kwargs = reward_from_json(line["reward"]), kwargs
         case other:
             raise ValueError(f"unknown event {other!r}")

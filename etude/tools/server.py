@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -154,20 +154,29 @@ class ToolServer:
         async with _claimed_stdin() as lines, stdio_server(lines) as (read, write):  # type: ignore[arg-type]
             await self.server.run(read, write, self.server.create_initialization_options())
 
-    async def serve_http(self, listener: socket.socket, *, path: str = "/mcp") -> None:
-        """Serves clients over streamable HTTP at `path` of `listener`, a bound socket, until SIGINT or SIGTERM."""
+    async def serve_http(
+        self, listener: socket.socket, *, path: str = "/mcp", host: str = "", allow_hosts: Collection[str] = ()
+    ) -> None:
+        """Serves clients over streamable HTTP at `path` of `listener`, a bound socket, until SIGINT or SIGTERM. `host` is
+        the name that it was bound to, if any; `allow_hosts`: see `server_config`."""
         import uvicorn
+        from mcp.server.transport_security import TransportSecuritySettings
         from mcp_types import RequestParams
+
+        from etude.serving.listening import server_config
 
         self.server.add_request_handler("server/discover", RequestParams, self._discover)
         app = self.server.streamable_http_app(
             streamable_http_path=path,
-            host=listener.getsockname()[0],
+            transport_security=TransportSecuritySettings(
+                enable_dns_rebinding_protection=False
+            ),  # `server_config` has ours
             max_request_body_size=MAX_REQUEST_BYTES,
             session_idle_timeout=SESSION_IDLE_SECONDS,
             max_sessions=MAX_SESSIONS,
         )
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, lifespan="on")
+        host = host or listener.getsockname()[0]
+        config = server_config(app, host, allow_hosts, log_level="warning", timeout_graceful_shutdown=5, lifespan="on")
         await uvicorn.Server(config).serve(sockets=[listener])
 
     @asynccontextmanager

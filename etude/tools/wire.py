@@ -13,8 +13,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from etude.errors import DataError, InfrastructureError, one_line
+from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
-from etude.tools.outcome import Source, ToolResult
+from etude.tools.outcome import Source, ToolResult, small_metrics
 
 _MEDIA = ("image", "video")
 
@@ -61,16 +63,24 @@ def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
     """Reads the result in `record`.
 
     Raises:
-        KeyError, TypeError, ValueError: `record` is not a result.
+        KeyError, TypeError, ValueError: `record` is not a result, or its reward is not finite.
     """
     error = record.get("error")
     return ToolResult(
         response_from_json(record.get("response", {})),
-        float(record.get("reward", 0.0)),
-        dict(record.get("metrics", {})),
+        reward_from_json(record.get("reward", 0.0)),
+        small_metrics(dict(record.get("metrics", {}))),
         None if error is None else str(error),
         source,
     )
+
+
+def reward_from_json(value: Any) -> float:
+    """Returns a recorded reward; raises ValueError if it is not a finite number."""
+    try:
+        return as_reward(value, "the record")
+    except InfrastructureError as error:
+        raise ValueError(one_line(error)) from error
 
 
 def response_to_json(response: ToolResponse) -> dict[str, Any]:
@@ -112,9 +122,10 @@ def _medium_from_json(record: Mapping[str, Any]) -> Any:
     if "bytes" in record:
         return base64.b64decode(record["bytes"])
     if "png" in record:
-        from PIL import Image
+        from etude.tools.builtin.images import load_png
 
-        image = Image.open(io.BytesIO(base64.b64decode(record["png"])))
-        image.load()
-        return image
+        try:
+            return load_png(base64.b64decode(record["png"]))
+        except (DataError, InfrastructureError) as error:
+            raise ValueError(one_line(error)) from error
     return record["value"]

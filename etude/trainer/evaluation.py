@@ -37,12 +37,13 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
-from etude.trainer.metrics import DROPPED, is_success
+from etude.trainer.metrics import is_success
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
     check_dropped,
+    count_lost,
     dump_records,
     first_cause,
     has_answer,
@@ -208,7 +209,7 @@ def append_dump(
     results = rollouts_of(batch)
     pairs = zip(batch.non_tensor_batch["uid"].tolist(), results)
     found = [(str(uid), sample_of(each.trajectory, options)) for uid, each in pairs if each.trajectory is not None]
-    return found, sum(each.dropped in DROPPED for each in results), first_cause(results)
+    return found, count_lost(results), first_cause(results)
 
 
 def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:

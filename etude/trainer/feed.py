@@ -241,7 +241,7 @@ class StreamingFeed:
         n, batch_size = self._setup.roles.rollout.n, self._setup.data.train_batch_size
         requests = [self._rollouts.training_prompts([row], number, 0, first=index * n)]
         if "reward_baselines" in self._setup.needs:
-            requests.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index))
+            requests.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index, index))
         ranks = range(self._policy.world_size)
         rank = min(ranks, key=[group.rank for group in self._window.groups if not group.finished].count)
         group = _Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in requests}, rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
-from etude.serving.listening import listen, url_of
+from etude.serving.listening import listen, server_config, url_of
 from etude.trainer.rollouts import decode_texts
 from etude.trainer.setup import check
 from etude.workers import RoleOptions
@@ -43,6 +42,7 @@ class ServingOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allow_hosts: tuple[str, ...] = ()
     token: str | None = None
     record: Path | None = None
     max_sessions: int = 1024
@@ -73,12 +73,10 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
             max_request_mb=options.max_request_mb,
         )
         ready(url_of(listener, options.host))
-        serving = uvicorn.Config(
+        serving = server_config(
             app,
-            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
-            access_log=False,
-            server_header=False,
-            ws="none",
+            options.host,
+            options.allow_hosts,
             lifespan="on",
             timeout_keep_alive=600,
             timeout_graceful_shutdown=max(1, round(options.grace_seconds)),

@@ -27,7 +27,6 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.problems import find_problems
 from etude.trainer.signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -318,18 +317,16 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_MAX_EMPTY = 3  # consecutive training steps without a token to train on
 _MAX_FAILING = 2  # consecutive training steps above trainer.max_infra_failure_share
 
 
 class SkippedSteps:
     """Stops a run that no longer learns: in `limit` consecutive training steps all gradients of a model were non-finite, or
-    in `_MAX_EMPTY` there was no token to train on, or in `_MAX_FAILING` more than `failure_share` of the rollouts had an
-    infrastructure failure."""
+    in `_MAX_FAILING` more than `failure_share` of the rollouts had an infrastructure failure."""
 
     def __init__(self, limit: int, failure_share: float | None = None) -> None:
         self._limit, self._failure_share = limit, failure_share
-        self._in_a_row = self._empty = self._failing = 0
+        self._in_a_row = self._failing = 0
 
     def note(self, metrics: Metrics) -> None:
         """Updates the counts from a training step's metrics; a step without an update does not count for gradients.
@@ -337,10 +334,6 @@ class SkippedSteps:
         Raises:
             TrainingStopped: a limit was reached.
         """
-        self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
-        if self._empty >= _MAX_EMPTY:
-            why = "; ".join(find_problems(metrics).values())
-            raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
         self._note_failures(metrics.get("rollout/infrastructure_failure_share", 0.0))
         taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
         if not any(taken.values()):

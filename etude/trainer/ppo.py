@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -40,7 +41,7 @@ from etude.trainer.resume import Resumption, find_resumption, used_values, write
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup, warn_of_rewards
-from etude.trainer.signal import JudgeBudget
+from etude.trainer.signal import EmptySteps, JudgeBudget
 from etude.trainer.tracking import JsonlTracker, Tracking
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,10 @@ class PPOTrainer:
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
+        self._told_solved = False
         self._midstep = False  # the weights or `prompts.jsonl` do not match `global_step`
         self._budget = JudgeBudget(self.setup.roles.reward.budget)
+        self._empty = EmptySteps(setup.data.train_batch_size, ends_run=self.options.on_solved == "stop")
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
@@ -126,8 +129,8 @@ class PPOTrainer:
         Raises:
             Interrupted: a signal stopped the run early; a checkpoint is saved.
             WorkerLost, LostSamplesError: a worker died, or its samples are lost; a new trainer can resume.
-            TrainingStopped: too many trajectories were dropped, too many steps were skipped, or the judge budget is spent; a
-                checkpoint is saved.
+            TrainingStopped: too many trajectories were dropped, too many steps were skipped or had no token to train on, or
+                the judge budget is spent; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
         if self.global_step < self.total_steps:
@@ -201,9 +204,21 @@ class PPOTrainer:
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
         self._skipped.note(metrics)
+        self._empty.check()
+        self._announce_solved(emit)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
         return validated
+
+    def _announce_solved(self, emit: EventSink) -> None:
+        """Tells once that the task is solved, and what follows."""
+        if not self._empty.solved or self._told_solved:
+            return
+        self._told_solved = True
+        follows = (
+            "the run ends here; =continue goes on" if self._empty.ends_run else "the run goes on; =stop ends it here"
+        )
+        emit(Notice(f"{self._empty.explain()}; {follows} (trainer.on_solved)"))
 
     def _rescue(self, error: Exception) -> None:
         """Saves the finished steps before `error` ends the run, unless an unfinished one already changed the weights."""
@@ -256,8 +271,10 @@ class PPOTrainer:
         self._midstep = True  # until `prompts.jsonl` has this step
         self.global_step += 1
         metrics |= {"training/global_step": self.global_step}
+        self._empty.note(metrics)
         self._metrics_of_step, self._state = metrics, self._loop_state()
-        if self.feed.exhausted:  # dynamic sampling takes several batches per step, so `total_epochs` gives fewer steps
+        # Dynamic sampling takes several batches per step, so `total_epochs` gives fewer steps.
+        if self.feed.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
         if self.options.rollout_data_dir:
@@ -353,7 +370,11 @@ class PPOTrainer:
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient is read from the configuration, not from the checkpoint.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
-        return self.feed.state_dict() | {"kl_coef": adapted}
+        own = {"kl_coef": adapted, "empty_steps": self._empty.state(), "val_fingerprints": self._val_fingerprints()}
+        return self.feed.state_dict() | own
+
+    def _val_fingerprints(self) -> dict[str, str]:
+        return self.val_set.fingerprints if self.val_set else {}
 
     def _copy_roles(self) -> None:
         for group in self.groups.trained:
@@ -369,8 +390,11 @@ class PPOTrainer:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
             self._budget.spent = float(state.get("judge_cost", 0.0))
+            self._empty.restore(state.get("empty_steps", {}))
             self.prompts.restore(state)
-        if self.prompts.exhausted:
+        if files := changed_files(state.get("val_fingerprints"), self._val_fingerprints()):
+            logger.warning("data.val_files: rows changed since %s: %s", resumption.folder.name, ", ".join(files))
+        if self.prompts.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():
             raise ConfigError(
@@ -388,6 +412,8 @@ class PPOTrainer:
         if self.global_step < self.total_steps:
             resumption.announce()
             return f"resumed from {resumption.folder}"
+        if self._empty.ends_run:
+            return f"{resumption.folder}: {self._empty.explain()}; trainer.on_solved=continue goes on"
         return (
             f"{resumption.folder} is already at the last step, so there is nothing to do: raise "
             "trainer.total_training_steps, or set trainer.default_local_dir to start another run"

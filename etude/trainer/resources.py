@@ -1,8 +1,9 @@
 """Checks what a run needs of its machine: reachable services, memory, disk.
 
 Invariant: estimates are read from the headers of the model's files, and addresses are only connected to: nothing is loaded,
-sent or written, and all checks take milliseconds unless a service does not answer (`_SECONDS`). The memory estimate is a
-lower bound: it excludes activations.
+sent or written, and all checks take milliseconds (the shapes of a model's layers: a second) unless a service does not answer
+(`_SECONDS`). The memory estimate is of the largest micro-batch that the options allow; where activations cannot be told, it
+says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import torch
 from etude.config.nodes import runs_code
 from etude.errors import ConfigError, one_line
 from etude.findings import Finding, Level
-from etude.model_folder import local_folder
+from etude.model_folder import local_folder, read_config
+from etude.models import torch_dtype
+from etude.models.footprint import activation_bytes
+from etude.models.loading import DTYPES
 from etude.options.distillation import is_address
 from etude.rewards.code import URL_VARIABLE
 from etude.trainer.setup import LoadedSetup
@@ -36,12 +40,18 @@ _STORED = {"float32": 4, "fp32": 4}
 """Bytes per weight by dtype; 2 for all others."""
 _MOMENTS = {"adamw": 8.0, "muon": 4.0, "adamw_8bit": 2.0, "adamw_schedule_free": 8.0}
 """Bytes of optimizer state per weight."""
+_INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+"""CPU features that compute in a dtype, of which one is enough; the last ones are ARM's."""
+_CPU_INFO = Path("/proc/cpuinfo")
 GIB = 2**30
+_USABLE = 0.9  # share of the free memory that a run may plan with
+_PROCESS = 0.6 * GIB  # of an interpreter with torch and Transformers, chunks of logits included
 
 
 def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
-    """Yields warnings and errors: unreachable services, too little memory or disk."""
+    """Yields warnings and errors: unreachable services, a dtype that the CPU emulates, too little memory or disk."""
     yield from unreachable_services(setup)
+    yield from slow_dtypes(setup.roles.device, setup.roles.model.dtype, "actor_rollout_ref.model.dtype")
     weights = count_weights(setup.roles.model.path)
     if weights:
         yield from (found for found in (memory(setup, weights), disk(setup, weights)) if found.level is not Level.OK)
@@ -117,6 +127,29 @@ def _refusal(url: str) -> str:
     return ""
 
 
+# -- arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
+    """Yields a warning if `dtype`, the value of `key`, is one for which this machine's CPU has no instructions."""
+    kind = DTYPES[dtype]
+    if device != "cpu" or kind not in _INSTRUCTIONS or not (flags := _cpu_flags()) or flags & _INSTRUCTIONS[kind]:
+        return
+    line = (
+        f"{key}={dtype}: this CPU has no instructions for it ({', '.join(sorted(_INSTRUCTIONS[kind]))}) and emulates it"
+    )
+    yield Finding(Level.WARNING, "precision", f"{line}, many times slower than float32", f"set {key}=float32")
+
+
+def _cpu_flags() -> set[str]:
+    """Returns the features of this machine's CPU as Linux lists them; empty elsewhere."""
+    try:
+        text = _CPU_INFO.read_text()
+    except OSError:
+        return set()
+    return {flag for line in text.splitlines() if line.startswith(("flags", "Features")) for flag in line.split()}
+
+
 # -- memory and disk -------------------------------------------------------------------------------------------------------
 
 
@@ -142,29 +175,108 @@ def _header_weights(file: Path) -> int:
 
 
 def memory(setup: LoadedSetup, weights: int) -> Finding:
-    """Checks whether a rank's weights, gradients and optimizer states fit its memory."""
-    cluster = setup.trainer.backend == "ray"
+    """Checks whether a rank's weights, gradients, optimizer states and the activations of a full micro-batch fit its memory;
+    where they do not, says which key to set to what."""
+    roles, cluster = setup.roles, setup.trainer.backend == "ray"
     here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
     ranks = (
-        here * setup.trainer.nnodes if cluster and setup.roles.actor.strategy != "ddp" else 1
+        here * setup.trainer.nnodes if cluster and roles.actor.strategy != "ddp" else 1
     )  # ranks over which the model is sharded
-    parts = {name: size * weights / ranks for name, size in _bytes_per_weight(setup).items()}
-    if cache := setup.roles.rollout.kv_cache_memory_mb:
-        parts["KV cache"] = cache * 2**20
-    needed, (total, free, where) = sum(parts.values()), _memory_here(setup.roles.device, here)
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    line = f"at least {needed / GIB:.2f} GiB of {total / GIB:.1f} GiB {where} ({listed}; activations not counted)"
+    key, tokens = _micro_batch(setup)
+    parts = estimate_memory(setup, weights, tokens, ranks)
+    total, free, where = _memory_here(roles.device, here)
+    needed, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    told = "activations" in parts
+    counted = f"micro-batches of up to {tokens:,} tokens" if told else "activations not counted"
+    how_sure = "up to" if told else "at least"
+    line = f"{how_sure} {needed / GIB:.2f} GiB of {total / GIB:.1f} GiB {where} ({listed}; {counted})"
     fix = (
         "change actor_rollout_ref.model.path to a smaller model, set actor_rollout_ref.model.lora_rank=16, or spread it: "
         "trainer.backend=ray with actor.strategy=fsdp2"
     )
-    if max(parts, key=lambda part: parts[part]) == "KV cache":
-        fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={cache}"
-    if needed > total and not cluster:
+    fixed = needed - parts.get("activations", 0.0)
+    if told and fixed < _USABLE * free:
+        fix = _smaller_micro_batches(setup, key, tokens, _USABLE * free - fixed)
+    elif max(parts, key=lambda part: parts[part]) == "KV cache":
+        fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={roles.rollout.kv_cache_memory_mb}"
+    if fixed > total and not cluster:
         return Finding(Level.ERROR, "memory", line, fix)
-    if needed > 0.9 * free:
+    if needed > _USABLE * free:
         return Finding(Level.WARNING, "memory", f"{line}; {free / GIB:.1f} GiB are free", fix)
     return Finding(Level.OK, "memory", line)
+
+
+def estimate_memory(setup: LoadedSetup, weights: int, tokens: int, ranks: int = 1) -> dict[str, float]:
+    """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens. Without
+    `activations` where these cannot be told."""
+    parts = {name: size * weights / ranks for name, size in _bytes_per_weight(setup).items()}
+    if cache := setup.roles.rollout.kv_cache_memory_mb:
+        parts["KV cache"] = cache * 2**20
+    needs = _bytes_per_token(setup, setup.roles.model.enable_gradient_checkpointing)
+    return parts if needs is None else parts | {"activations": needs * tokens, "working": _working_bytes(setup)}
+
+
+def _micro_batch(setup: LoadedSetup) -> tuple[str, int]:
+    """Returns the key that sets the size of micro-batches, and the most tokens that one can have: a full one, or a single
+    longer row, or the whole mini-batch, whose answers share their prompts."""
+    roles, key = setup.roles, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    budget, prompts = roles.actor.ppo_max_token_len_per_gpu, roles.actor.ppo_mini_batch_size
+    if "values" in setup.needs and not roles.value_head and roles.critic.ppo_max_token_len_per_gpu > budget:
+        key, budget = "critic.ppo_max_token_len_per_gpu", roles.critic.ppo_max_token_len_per_gpu
+        prompts = roles.critic.ppo_mini_batch_size
+    rollout = roles.rollout
+    group = rollout.prompt_length + rollout.n * rollout.response_length
+    return key, min(max(budget, _longest_row(setup)), min(prompts, setup.data.train_batch_size) * group)
+
+
+def _longest_row(setup: LoadedSetup) -> int:
+    row = setup.roles.rollout.prompt_length + setup.roles.rollout.response_length
+    return min(row, setup.longest_sequence or row)
+
+
+def _bytes_per_token(setup: LoadedSetup, checkpointing: bool) -> float | None:
+    """Bytes of activations per packed token, those of the layer that is being differentiated and its gradients included."""
+    model = setup.roles.model
+    found = activation_bytes(
+        str(model.path),
+        torch_dtype(model.dtype),
+        checkpointing=checkpointing,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return None if found is None else found.kept + 2 * found.layer
+
+
+def _working_bytes(setup: LoadedSetup) -> float:
+    """Bytes that do not depend on tokens: the process itself, chunks of logits, and the gradient of the head, which exists
+    once more before it is added to that of the embedding."""
+    folder = local_folder(str(setup.roles.model.path))
+    config = read_config(folder) if folder else {}
+    config = config | (config.get("text_config") or {})
+    head = 0 if setup.roles.model.lora_rank else 4 * config.get("vocab_size", 0) * config.get("hidden_size", 0)
+    return _PROCESS + head
+
+
+def _smaller_micro_batches(setup: LoadedSetup, key: str, tokens: int, room: float) -> str:
+    """Returns the advice for activations that do not fit `room` (bytes)."""
+    row, advice = _longest_row(setup), []
+    for checkpointing in sorted({setup.roles.model.enable_gradient_checkpointing, True}):
+        needs = _bytes_per_token(setup, checkpointing)
+        fits = min(tokens, int(room / needs)) if needs else 0
+        if fits < row:
+            continue
+        switch = checkpointing and not setup.roles.model.enable_gradient_checkpointing
+        settings = ["actor_rollout_ref.model.enable_gradient_checkpointing=true"] if switch else []
+        if fits < tokens:
+            settings.append(f"{key}={max(row, fits // 256 * 256)}")
+        advice.append(" and ".join(settings))
+    return (
+        f"set {', or '.join(advice)}"
+        if advice
+        else (
+            f"a single row of {row:,} tokens does not fit: lower data.max_response_length or data.max_prompt_length, or set "
+            "actor_rollout_ref.model.lora_rank=16"
+        )
+    )
 
 
 def _bytes_per_weight(setup: LoadedSetup) -> dict[str, float]:

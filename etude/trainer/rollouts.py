@@ -26,7 +26,8 @@ from etude.jsonl import JsonValue, json_line
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
-from etude.seeds import batch_seed
+from etude.rewards.number import MAX_REWARD
+from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.setup import RunSetup
@@ -34,7 +35,6 @@ from etude.trainer.signal import judge_metrics, loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
-MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
 _TOTALS = ("reward", "seq_reward", "seq_final_reward")  # `filter_groups.metric` values that mean the total reward
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
 
@@ -61,10 +61,13 @@ class Rollouts:
         prompts.meta_info["least_group"] = self._setup.min_group
         return prompts
 
-    def baseline_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int) -> DataProto:
-        """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on."""
-        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
-        prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
+    def baseline_prompts(
+        self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int, group: int = 0
+    ) -> DataProto:
+        """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on. `group`: the
+        first row's place in the batch; its environment is that of its other rollouts."""
+        seed, label = batch_seed(self._setup.roles.rollout.seed, step, attempt), f"{step}.{attempt}-greedy"
+        prompts = rollout_batch(rows, n=1, label=label, seed=seed, validate=False, first=first, group=group)
         prompts.meta_info |= {"step": step, "greedy": True}
         return prompts
 
@@ -93,6 +96,7 @@ class Rollouts:
         prompts = rollout_batch([dataset[i] for i in numbers], n=n, label="val", seed=seed, validate=True)
         prompts.non_tensor_batch["uid"] = object_array([f"val-{i}" for i in numbers for _ in range(n)])
         prompts.non_tensor_batch["rollout_index"] = object_array([i * n + j for i in numbers for j in range(n)])
+        prompts.non_tensor_batch["group_seed"] = object_array([group_seed(seed, i) for i in numbers for _ in range(n)])
         return self.generate(prompts)[0]
 
     def validate(self, dataset: RLDataset) -> tuple[Batch, dict[str, float]]:
@@ -187,14 +191,26 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
 
 
 def rollout_batch(
-    rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
+    rows: Sequence[dict[str, Any]],
+    *,
+    n: int,
+    label: str,
+    seed: int,
+    validate: bool,
+    first: int = 0,
+    group: int | None = None,
 ) -> DataProto:
-    """Builds a batch of rows to roll out, each repeated `n` times in a row. Adds `uid`, one per prompt, and `rollout_index`,
-    counted from `first`: together with `seed` it determines a trajectory's random numbers. Each key of the rows becomes an
-    object column, None for rows without it."""
+    """Builds a batch of rows to roll out, each repeated `n` times in a row.
+
+    Adds `uid`, one per prompt; `rollout_index`, counted from `first`: together with `seed` it determines a trajectory's
+    random numbers; and `group_seed`, the same for all rollouts of a prompt. `group`: the first prompt's place in the whole
+    batch (default: `first // n`). Each key of the rows becomes an object column, None for rows without it.
+    """
+    group = first // n if group is None else group
     names = dict.fromkeys(name for row in rows for name in row)
     batch = DataProto.from_single_dict({name: [row.get(name) for row in rows] for name in names})
     batch.non_tensor_batch["uid"] = object_array([f"{label}-{first // n + i}" for i in range(len(rows))])
+    batch.non_tensor_batch["group_seed"] = object_array([group_seed(seed, group + i) for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["rollout_index"] = object_array(range(first, first + len(batch)))
     batch.meta_info = {"seed": seed, "validate": validate}
@@ -223,14 +239,17 @@ def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """Counts of infrastructure failures and, among them, stalls; of rows dropped for these (including those cancelled
-    because too few of their group were left), for a prompt that is too long, or for a conversation that the chat template
-    cannot render; and, over the kept rows, of those without a sampled token, failed releases of tools and unwritable
-    answers."""
+    because too few of their group were left), of agents' own errors, of rows dropped for a prompt that is too long, or for a
+    conversation that the chat template cannot render; and, over the kept rows, of those without a sampled token, failed
+    releases of tools and unwritable answers."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
         "rollout/stalled": float(sum(r.stalls for r in results)),
         "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
+        "rollout/agent_errors": float(
+            sum(StopReason.AGENT_ERROR in (r.dropped, r.trajectory and r.trajectory.stop_reason) for r in results)
+        ),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
         "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in kept)),
@@ -268,23 +287,26 @@ def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
 
 
 def check_survivors(results: Sequence[Rollout], min_fraction: float) -> None:
-    """Raises TrainingStopped if infrastructure failures left less than `min_fraction` of the rollouts."""
-    check_dropped(
-        sum(result.dropped in DROPPED for result in results), len(results), min_fraction, first_cause(results)
-    )
+    """Raises TrainingStopped if failures, of infrastructure or of agents, left less than `min_fraction` of the rollouts."""
+    check_dropped(count_lost(results), len(results), min_fraction, first_cause(results))
+
+
+def count_lost(results: Sequence[Rollout]) -> int:
+    """Number of rollouts dropped because infrastructure or an agent failed, not because of the row."""
+    return sum(result.dropped in (*DROPPED, StopReason.AGENT_ERROR) for result in results)
 
 
 def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> None:
     """Raises TrainingStopped if `dropped` of `total` trajectories are more than `min_fraction` allows."""
     if total and 1 - dropped / total < min_fraction:
         raise TrainingStopped(
-            f"{dropped} of {total} trajectories were dropped after infrastructure failures, more than "
+            f"{dropped} of {total} trajectories were dropped after failures of infrastructure or of the agent, more than "
             f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {cause}"
         )
 
 
 def first_cause(results: Sequence[Rollout]) -> str:
-    """Returns the cause of the first infrastructure failure, or "none"."""
+    """Returns the cause of the first failure, or "none"."""
     return next((result.cause for result in results if result.cause), "none")
 
 

@@ -7,15 +7,17 @@ is written.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from etude.events import EventSink, ignore_event
+from etude.findings import Finding
 from etude.inference import check_returns_kept_ids, check_trainable
 from etude.trainer.evaluation import evaluate
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.resources import find_shortages
+from etude.trainer.resources import find_shortages, slow_dtypes
 from etude.trainer.restarts import restart_on_loss
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
@@ -39,8 +41,7 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
             trainer = PPOTrainer(setup, resume_from)
-            for found in find_shortages(setup):  # only warns: a service may still start, and an estimate may be wrong
-                logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
+            _warn(find_shortages(setup))  # only warns: a service may still start, and an estimate may be wrong
             return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
@@ -54,6 +55,13 @@ def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
     """Runs supervised fine-tuning; returns the folder of the model."""
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> SFTTrainer:
-        return SFTTrainer(config, restarts=restarts, resume_from=resume_from)
+        trainer = SFTTrainer(config, restarts=restarts, resume_from=resume_from)
+        _warn(slow_dtypes(trainer.roles.device, trainer.model.dtype, "model.dtype"))
+        return trainer
 
     return restart_on_loss(open_trainer, lambda trainer: trainer.fit(emit))
+
+
+def _warn(findings: Iterable[Finding]) -> None:
+    for found in findings:
+        logger.warning("%s: %s; %s", found.subject, found.message, found.fix)

@@ -30,7 +30,6 @@ from etude.options import (
 )
 from etude.options.validate import to_options
 from etude.rewards import BUILTIN_MANAGERS, duplicate_judge
-from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
 from etude.workers.options import RoleOptions
@@ -87,6 +86,11 @@ class LoadedSetup(PlainSetup):
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
         return self.catalogue.schemas if self.roles.rollout.multi_turn.enable else None
 
+    @property
+    def _result_tag(self) -> str | None:
+        """The tag around tool results of a format that the prompts teach; None if the chat template writes calls."""
+        return ToolParser.get_tool_parser(self.roles.rollout.multi_turn.format, self.tokenizer).result_tag
+
     def dataset(
         self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
     ) -> RLDataset:
@@ -104,7 +108,9 @@ class LoadedSetup(PlainSetup):
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
             given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
-        rows = RLDataset(
+        reward, custom = self.roles.reward, self.roles.custom_reward
+        own = bool(custom.path or custom.rewards or reward.model.path)
+        return RLDataset(
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
@@ -114,15 +120,10 @@ class LoadedSetup(PlainSetup):
             images=self.bundle.images,
             max_samples=max_samples,
             rows=given,
+            scored=reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own,
+            shows_tools=self.catalogue.tool_messages and self._result_tag is None,
             problems=problems,
         )
-        reward = self.roles.reward
-        custom = self.roles.custom_reward
-        own = custom.path or custom.rewards or reward.model.path
-        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own:
-            for source in sorted(rows.data_sources):
-                scorer_of(source)
-        return rows
 
     def validation_set(self) -> RLDataset | None:
         """Loads the rows of `data.val_files`; None if there are no such files."""
@@ -188,7 +189,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
     for line in check_records(options, effective):
         logger.warning("%s", line)
     roles = roles_of(options, plain)
-    bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
+    bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs, policy.rollout.multi_turn)
     if bundle.processor is not None:
         check_takes_images(policy.rollout.name)
     return options, roles, bundle
@@ -227,14 +228,15 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
 
 
 def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
-    """Checks that the chat template can render the results of the configured tools.
+    """Checks that the chat template can render the results of the configured tools, and warns if it does not show them.
 
     Every accepted template renders messages of users and text environments.
 
     Raises:
         ConfigError: it cannot.
     """
-    bundle, catalogue, name = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn.format
+    bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn
+    name = talks.format
     if not catalogue.schemas or not catalogue.tool_messages:
         return
     parser = ToolParser.get_tool_parser(name, bundle.tokenizer)
@@ -242,10 +244,17 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
         require_answers(bundle.chat, "tool" if parser.result_tag is None else "user")
     except ConfigError as error:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; take a model whose template can, put "
-            "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
+            f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; set multi_turn.tools_in_system=true, "
+            "which needs no tool role, or put a chat_template.jinja that has one beside the model's tokenizer"
         ) from error
-    if parser.result_tag is None and not catalogue.has_environment:
+    if parser.result_tag is not None or talks.tools_in_system:
+        return
+    if not bundle.chat.shows_tools:
+        logger.warning(
+            "the chat template does not show the model its tools: it knows only what a row's own messages say of their "
+            "arguments and call format; set actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write that"
+        )
+    if not catalogue.has_environment:
         _warn_of_unread_calls(name, parser, bundle, template_kwargs)
 
 

@@ -79,7 +79,7 @@ class SFTTrainer:
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
-        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
+        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs, self.multi_turn)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
         rows = model_config(self.model.path).get("vocab_size")  # embedding rows; can exceed the tokenizer's vocabulary
         self._vocabulary = max(len(self.tokenizer), rows if isinstance(rows, int) else 0)
@@ -130,11 +130,13 @@ class SFTTrainer:
                     f"loss.name=dpo learns from rollout dumps (trainer.rollout_data_dir); {talks[0]} is none"
                 )
             pairs = rank_pairs(rollouts, data.min_score, data.max_per_prompt)
-            return _Examples([{"pair": (chosen.sequences, rejected.sequences)} for chosen, rejected in pairs])
+            return _Examples(
+                [{"pair": (chosen.sequences, rejected.sequences)} for chosen, rejected in pairs], data.train_files
+            )
         examples = self._tokenise(SFTDataset(talks, data.image_key), schemas) if talks or not dumps else ()
         kept = select_rollouts(rollouts, data.min_score, data.max_per_prompt) if dumps else []
         dumped = ({"demonstration": runs} for rollout in kept for runs in rollout.sequences)
-        return _Examples(chain(examples, dumped))
+        return _Examples(chain(examples, dumped), data.train_files)
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields conversations as tokens; their images are read later, when a step trains on them.
@@ -177,6 +179,7 @@ class SFTTrainer:
             options=options,
             images=self.images,
             max_samples=self.target.samples,
+            scored=True,
         )
         if len(rows) < self.target.samples:
             raise ConfigError(
@@ -336,12 +339,12 @@ class SFTTrainer:
 class _Examples:
     """Tokenised demonstrations or pairs as a data set for `ResumableLoader`; image bytes are kept in a file."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, rows: Iterable[dict[str, Any]], files: Sequence[str]) -> None:
         self._blobs, digest = Blobs(), hashlib.sha256()
         self._rows = [self._blobs.store(row) for row in rows]
         for row in self._rows:
             digest.update(repr({key: value for key, value in row.items() if key != "where"}).encode())
-        self.fingerprint = digest.hexdigest()[:16]
+        self.fingerprints = {", ".join(files): digest.hexdigest()[:16]}
 
     def __len__(self) -> int:
         return len(self._rows)

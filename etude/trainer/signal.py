@@ -1,19 +1,20 @@
 """Why is my loss zero? Metrics of the learning signal: what removed it from a step, and which rewards it comes from.
 
-Invariant: pure functions, apart from `JudgeBudget`; a metric without data is absent. Component names come from the
-configuration and from tools, never from a model's output.
+Invariant: pure functions, apart from `JudgeBudget` and `EmptySteps`; a metric without data is absent. Component names come
+from the configuration and from tools, never from a model's output.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from etude.algorithms import equal_scores
 from etude.errors import TrainingStopped
+from etude.problems import find_problems
 from etude.rewards import COMPONENTS
 from etude.trajectory import TRUNCATED, Rewards, Rollout
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 JUDGE = "reward/judge"
+_MAX_EMPTY = 3  # consecutive steps without spread, or without a token to train on
+_SOLVED = 0.9  # mean reward over such steps, from the lowest (0) to the highest (1) of the run
 
 
 def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:
@@ -63,6 +66,72 @@ class JudgeBudget:
                 f"judges have cost {self.spent:.4g}, more than reward_model.budget={self._limit:g}: raise it, and the same "
                 "command goes on from the last checkpoint"
             )
+
+
+class EmptySteps:
+    """Consecutive training steps in which nothing could be learned, because no group's rewards differed or no token was left
+    to train on. After `_MAX_EMPTY` of them the task is solved, or the run is broken.
+
+    Solved: the rewards of this run have differed, and over these steps their mean is in the top tenth of the run's range, or
+    nine in ten rollouts are a success. So a scorer that always returns 1 is no solved task.
+    """
+
+    def __init__(self, batch_size: int, *, ends_run: bool) -> None:
+        """`ends_run`: whether a solved task does (`trainer.on_solved`)."""
+        self._batch_size, self._ends_run = batch_size, ends_run
+        self._range: list[float] = []  # lowest and highest reward of the run
+        self._equal: list[
+            list[float]
+        ] = []  # (mean reward, success) of the last steps, in which no group's rewards differed
+        self._unlearned, self._why = 0, ""  # number of the last steps without a token to train on
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Takes in the metrics of a training step."""
+        unlearned = metrics.get("training/filter_groups/kept") == 0.0
+        self._unlearned = self._unlearned + 1 if unlearned else 0
+        self._why = "; ".join(find_problems(metrics).values())
+        if "critic/score/mean" not in metrics:
+            self._equal = []
+            return
+        low, mean, high = (metrics[f"critic/score/{each}"] for each in ("min", "mean", "max"))
+        self._range = [min([low, *self._range[:1]]), max([high, *self._range[1:]])]
+        share = metrics.get("rollout/equal_groups_share", float(low == high))
+        equal = share == 1 or metrics.get("training/filter_groups/missing_samples") == self._batch_size
+        self._equal = [*self._equal, [mean, metrics.get("reward/success/mean", 0.0)]] if equal else []
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last steps had nothing to learn because the task is solved."""
+        if len(self._equal) < _MAX_EMPTY or self._range[0] == self._range[1]:
+            return False
+        (low, high), (mean, success) = self._range, np.mean(self._equal, axis=0)
+        return bool(max((mean - low) / (high - low), success) >= _SOLVED)
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run ends here, as solved."""
+        return self.solved and self._ends_run
+
+    def explain(self) -> str:
+        """Says in one line what `solved` rests on."""
+        (low, high), (mean, _) = self._range, np.mean(self._equal, axis=0)
+        return (
+            f"solved: in the last {len(self._equal)} training steps the answers to each prompt earned the same, "
+            f"{mean:.3g} on average; rewards of this run: {low:.3g} to {high:.3g}"
+        )
+
+    def check(self) -> None:
+        """Raises TrainingStopped if no token was trained on in `_MAX_EMPTY` consecutive steps of an unsolved task."""
+        if self._unlearned >= _MAX_EMPTY and not self.solved:
+            raise TrainingStopped(f"no token was trained on in the last {self._unlearned} training steps: {self._why}")
+
+    def state(self) -> dict[str, list[Any]]:
+        """Returns the state for `restore`: plain numbers."""
+        return {"range": self._range, "equal": self._equal}
+
+    def restore(self, state: Mapping[str, list[Any]]) -> None:
+        """Continues from the `state` of a checkpoint."""
+        self._range, self._equal = state.get("range", []), state.get("equal", [])
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:

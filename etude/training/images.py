@@ -18,7 +18,7 @@ from torch import Tensor
 from etude.errors import DataError
 from etude.images import ImageInput
 from etude.models.image_positions import ImagePositions
-from etude.models.vision import ImageFeatures, PlacedImages, Vision, image_features, no_images_error
+from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features, no_images_error
 from etude.protocol import DataProto
 
 COLUMN = "multi_modal_inputs"
@@ -35,10 +35,10 @@ class PackedImages:
     places: Tensor
     features: Tensor
 
-    def encode(self, model: Any) -> PlacedImages:
+    def encode(self, model: Any) -> PlacedFeatures:
         """Encodes the images with the model's current weights."""
         made = ImageFeatures.concat(image_features(model, self.images))
-        return PlacedImages(self.places, made.rows(self.features))
+        return PlacedFeatures(self.places, made.rows(self.features))
 
 
 def locate_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:

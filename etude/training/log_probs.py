@@ -8,12 +8,16 @@ With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from etude.trajectory import Kept
 
 _CHUNK = 1 << 22  # logits per chunk (16 MiB in float32): fits into a CPU's cache
 _MASKED_LOGIT = -1e30  # logit of an id that could not be sampled
@@ -24,11 +28,29 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Support:
-    """The ids that each token was sampled from (top-k, top-p): `ids[offsets[i]:offsets[i + 1]]` for token i; if empty, the
-    whole vocabulary."""
+    """The ids that each token was sampled from (top-k, top-p, a grammar): `ids[offsets[i]:offsets[i + 1]]` for token i; if
+    empty, those of the mask number `mask[i]`; if that is -1, the whole vocabulary.
+
+    `masks`: (masks, vocabulary / 8) bytes with a bit per id, the lowest bit of a byte first.
+    """
 
     offsets: Sequence[int]
     ids: Tensor
+    mask: Sequence[int] = ()
+    masks: Tensor | None = None
+
+    @classmethod
+    def of(cls, kept: Sequence[Kept | None], device: torch.device) -> Support:
+        """Makes the support of tokens whose ids are `kept`; equal masks are stored once."""
+        lists = [ids if isinstance(ids, array) else array("i") for ids in kept]
+        flat = b"".join(ids.tobytes() for ids in lists)
+        ids = torch.frombuffer(bytearray(flat), dtype=torch.int32) if flat else torch.zeros(0)
+        numbers: dict[bytes, int] = {}
+        mask = [numbers.setdefault(each, len(numbers)) if isinstance(each, bytes) else -1 for each in kept]
+        masks = None
+        if numbers:
+            masks = torch.frombuffer(bytearray(b"".join(numbers)), dtype=torch.uint8).view(len(numbers), -1).to(device)
+        return cls([0, *accumulate(map(len, lists))], ids.long().to(device), mask, masks)
 
     def outside(self, rows: slice, vocabulary: int) -> Tensor:
         """(rows, vocabulary) mask of ids that could not be sampled."""
@@ -37,6 +59,11 @@ class Support:
         left_out = (counts > 0)[:, None].repeat(1, vocabulary)
         place = torch.arange(len(counts), device=self.ids.device).repeat_interleave(counts)
         left_out[place, self.ids[offsets[0] : offsets[-1]]] = False
+        if self.masks is not None:
+            number = torch.tensor(self.mask[rows], device=self.ids.device)
+            shifts = torch.arange(8, dtype=torch.uint8, device=self.ids.device)
+            bits = self.masks[number[number >= 0], :, None] >> shifts & 1
+            left_out[number >= 0] = bits.flatten(1)[:, :vocabulary] == 0
         return left_out
 
 

@@ -123,9 +123,7 @@ def _support(
     if given is None:
         return None
     kept = [(of_row := given[rows[r]]) and of_row[c] for r, c in zip(row.tolist(), column.tolist())]
-    flat = b"".join(ids.tobytes() for ids in kept if ids)
-    ids = torch.frombuffer(bytearray(flat), dtype=torch.int32) if flat else torch.zeros(0)
-    return Support([0, *accumulate(len(each or ()) for each in kept)], ids.long().to(device))
+    return Support.of([ids or None for ids in kept], device)
 
 
 MIN_SHARED = 8  # tokens; sharing a shorter run costs more in attention calls than it saves

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.dumps import list_dump_steps, read_rollouts
+from etude.dumps import list_dump_steps, readable_rollouts
 from etude.trajectory import StopReason
 from etude.viewer.panel import is_number
 from etude.viewer.rows import as_list
@@ -85,15 +85,15 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
     steps = list_dump_steps(folder)
     if not steps:
         return None
-    before = list(islice(read_rollouts(folder / f"{steps[0]}.jsonl"), count))
+    before = list(islice(readable_rollouts(folder / f"{steps[0]}.jsonl"), count))
     if len(steps) == 1:
         return Samples(folder.name, steps[0], steps[0], tuple((parse_conversation(record), None) for record in before))
     last = folder / f"{steps[-1]}.jsonl"
-    again = _same_prompts(read_rollouts(last), before)
+    again = _same_prompts(readable_rollouts(last), before)
     if again:
         pairs = [(record, again.get(_prompt_key(record))) for record in before]
     else:
-        after = [*islice(read_rollouts(last), count), *[None] * count]
+        after = [*islice(readable_rollouts(last), count), *[None] * count]
         pairs = list(zip(before, after))
     return Samples(
         folder.name, steps[0], steps[-1], tuple((parse_conversation(a), parse_conversation(b)) for a, b in pairs)
@@ -128,7 +128,7 @@ def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
     steps = list_dump_steps(folder)
     if not steps:
         return ()
-    records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
+    records = islice(readable_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
     conversations = (parse_conversation(record) for record in records if _has_failed(record))
     return tuple(one for one in islice(conversations, count) if one is not None)
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.dumps import list_dump_steps, read_rollouts
+from etude.dumps import list_dump_steps, readable_rollouts
 from etude.problems import find_problems
 from etude.trajectory import TRUNCATED
 from etude.viewer.panel import is_number
@@ -48,7 +48,7 @@ def find_causes(folder: Path, metrics: Mapping[str, Any], step: int | None = Non
         DataError: the dump cannot be read; names file and line.
     """
     steps = list_dump_steps(folder) if step is None else [step]
-    found = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED) if steps else ()
+    found = islice(readable_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED) if steps else ()
     records = [
         {name: record.get(name) for name in _READ} for record in found
     ]  # not the full records: a step's texts and tokens are gigabytes

@@ -19,6 +19,7 @@ from textual.widgets import Footer, Input, Static
 from textual.worker import get_current_worker
 
 from etude.errors import ConfigError, DataError
+from etude.run_folder import is_locked
 from etude.viewer.index import SORTS, Filter, RolloutIndex, Selection, count_values, split_order
 from etude.viewer.query import HELP, parse_query, quote_term
 from etude.viewer.rows import FLAGS, Row
@@ -178,7 +179,8 @@ class ViewApp(App[None]):
         parts += [] if selection.complete else [f"searched {selection.searched:,} of {selection.total:,}"]
         parts += [] if self.index.complete else ["reading …"]
         parts += [f"{self.index.bad_lines:,} bad lines (b)"] if self.index.bad_lines else []
-        parts += ["● live"] if self._follows else []
+        running = any(map(is_locked, (self.index.path, self.index.path.parent)))  # a killed run holds no lock
+        parts += ["● live" if running else "○ following, nothing is running"] if self._follows else []
         self.query_one("#status", Static).update(Text(" · ".join(parts), no_wrap=True, overflow="ellipsis"))
 
     def _row_text(self, row: Row, _width: int) -> Text:

@@ -93,6 +93,7 @@ def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
         tracer=Tracer.of(rollout.trace, run.get("project_name", "etude"), run.get("experiment_name", "default")),
         processor=bundle.processor,
         images=bundle.images,
+        scored=options.reward.enable,
     )
 
 

@@ -19,6 +19,7 @@ from etude.agents.base import register_agent_loops
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
+from etude.models.footprint import checkpoint_layers
 from etude.models.lora import add_adapters
 from etude.models.packable import enable_packing
 from etude.options import ActorOptions, CriticOptions, TrainedModelOptions
@@ -84,7 +85,8 @@ class RoleWorker(Worker):
         Raises:
             ConfigError: the model's folder is not set, or something in it is missing or broken.
         """
-        return load_tokenizer_bundle(self.options.model, self.options.chat_template_kwargs)
+        options = self.options
+        return load_tokenizer_bundle(options.model, options.chat_template_kwargs, options.rollout.multi_turn)
 
     @property
     def tokenizer(self) -> Any:
@@ -160,7 +162,4 @@ class RoleWorker(Worker):
         if options.lora_rank:
             add_adapters(network, options, self.options.seed or 0)
         if options.enable_gradient_checkpointing:
-            # Newer versions of Transformers have the first name, older ones the second.
-            enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-            network.disable_input_require_grads()  # its hook is for reentrant checkpointing, and slows down the engine
+            checkpoint_layers(network)

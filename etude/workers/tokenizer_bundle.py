@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etude.chat import ChatTemplate
+from etude.chat import ChatTemplate, ToolParser
 from etude.errors import ConfigError
 from etude.models import ImageReader, load_processor, load_tokenizer
-from etude.options import ModelOptions
+from etude.options import ModelOptions, MultiTurnOptions
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class TokenizerBundle:
     images: ImageReader | None = None
 
 
-def load_tokenizer_bundle(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> TokenizerBundle:
+def load_tokenizer_bundle(
+    model: ModelOptions, template_kwargs: Mapping[str, Any], multi_turn: MultiTurnOptions
+) -> TokenizerBundle:
     """Loads the bundle of `model.path`; `template_kwargs` are passed to every rendering of the chat template.
 
     Raises:
@@ -37,13 +39,14 @@ def load_tokenizer_bundle(model: ModelOptions, template_kwargs: Mapping[str, Any
     processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
     if processor is None:
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        return TokenizerBundle(tokenizer, _template(model.path, tokenizer, **template_kwargs))
-    chat = _template(model.path, processor.tokenizer, processor=processor, **template_kwargs)
+        return TokenizerBundle(tokenizer, _template(model.path, tokenizer, multi_turn, **template_kwargs))
+    chat = _template(model.path, processor.tokenizer, multi_turn, processor=processor, **template_kwargs)
     return TokenizerBundle(processor.tokenizer, chat, processor, ImageReader(processor))
 
 
-def _template(path: str, tokenizer: Any, **options: Any) -> ChatTemplate:
+def _template(path: str, tokenizer: Any, multi_turn: MultiTurnOptions, **options: Any) -> ChatTemplate:
+    parser = ToolParser.get_tool_parser(multi_turn.format, tokenizer) if multi_turn.tools_in_system else None
     try:
-        return ChatTemplate(tokenizer, **options)
+        return ChatTemplate(tokenizer, tools_in_system=parser, **options)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

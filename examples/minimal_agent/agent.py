@@ -81,7 +81,7 @@ class AtlasAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """Rolls out `row`. The session creates the tools, and releases them whatever happens in here."""
-        trajectory = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"]))
+        trajectory = Trajectory(row["request_id"], self.render_prompt(row))
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory

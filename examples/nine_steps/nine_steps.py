@@ -107,7 +107,7 @@ class MyToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """Rolls out `row`. The session creates the tools, and releases them whatever happens in here."""
         async with ToolSession(self.tools, row.get("tools_kwargs"), request_id=row["request_id"]) as session:
-            trajectory = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"], session.schemas))
+            trajectory = Trajectory(row["request_id"], self.render_prompt(row))
             state, calls = AgentState.PENDING, list[FunctionCall]()
             while state is not AgentState.TERMINATED:
                 if state is AgentState.PENDING:

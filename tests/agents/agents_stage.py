@@ -89,7 +89,7 @@ def options(*, multi_turn=None, **given):
     return RolloutOptions(multi_turn=MultiTurnOptions(**(multi_turn or {})), **given)
 
 
-def context(tools=(), config=None, interactions=(), environment=None, parser=None, **given):
+def context(tools=(), config=None, interactions=(), environment=None, parser=None, scored=True, **given):
     return AgentContext(
         config=config,
         options=options(**given),
@@ -99,6 +99,7 @@ def context(tools=(), config=None, interactions=(), environment=None, parser=Non
         tools={tool.name: tool for tool in tools},
         interactions={each.name: each for each in interactions},
         environment=environment,
+        scored=scored,
     )
 
 
@@ -119,7 +120,7 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
     """(trajectory, engine) of one scripted run of an agent loop."""
     engine = Recorder(script)
     shared = context(tools, **given)
-    row = {"raw_prompt": QUESTION, "request_id": "r"} | (row or {})
+    row = {"raw_prompt": QUESTION, "request_id": "r", "group_seed": 7} | (row or {})
 
     async def main():
         client = TrajectoryClient(engine, "r")

@@ -1,7 +1,9 @@
 """The trajectory client: seeds, provenance, and what it refuses."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, check, encode, says
@@ -9,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agents import AgentLoopOutput, TrajectoryClient
+from etude.agents.validation import validate_output
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import TokenOutput
+from etude.routed_experts import RoutedExperts
 
 PROMPT = CHAT.initial_ids(QUESTION)
 PARAMS = SAMPLING.params(0, 50, CHAT.stop_token_ids)
 
 
 def client_after(script, prompts):
-    """A client whose engine was asked with each of `prompts`."""
-    client = TrajectoryClient(Recorder(script), "r")
+    """A client whose engine, or one that follows a script, was asked with each of `prompts`."""
+    client = TrajectoryClient(script if isinstance(script, Recorder) else Recorder(script), "r")
 
     async def main():
         for prompt in prompts:
@@ -48,6 +52,36 @@ def test_each_turn_draws_with_a_seed_of_its_own_under_the_trajectorys_name():
     assert asked[0][2].seed != asked[1][2].seed
     again = client_after([says("a"), says("b")], [PROMPT, PROMPT])._engine.asked
     assert [params.seed for _, _, params in asked] == [params.seed for _, _, params in again]
+
+
+class Routed(Recorder):
+    """Routes every token that it has seen in its n-th answer to expert n."""
+
+    async def generate(self, request_id, prompt_ids, sampling_params):
+        made = await super().generate(request_id, prompt_ids, sampling_params)
+        known = len(prompt_ids) + len(made.token_ids) - 1  # the last token was not fed to the model
+        return replace(made, routed_experts=RoutedExperts.of(np.full((known, 2, 1), len(self.asked))))
+
+
+def routes(experts):
+    return experts.array()[:, 0, 0].tolist()
+
+
+def test_a_token_keeps_the_experts_that_it_was_first_sampled_with():
+    """A later turn may prefill the context anew, by kernels that route some token otherwise than when it was sampled."""
+    one, tool, two = says("one"), encode("tool"), says("two")
+    client = client_after(Routed([one, two]), [PROMPT, PROMPT + one + tool])
+    [history] = client.histories
+    assert routes(history.experts) == [1] * (len(PROMPT + one) - 1) + [2] * len(tool + two)
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_sequence_has_the_experts_of_its_own_branch_and_of_no_later_token(left_out):
+    long, short = says("a first answer that is longer"), says("two")
+    client = client_after(Routed([long, short]), [PROMPT, PROMPT])
+    kept = short[: len(short) - left_out]
+    [sequence] = validate_output(output(kept, [1] * len(kept)), client, "own", 50)
+    assert routes(sequence.routed_experts) == [2] * (len(PROMPT + kept) - (not left_out))
 
 
 def test_sampled_tokens_are_accepted_whole_cut_short_masked_out_or_left_out():

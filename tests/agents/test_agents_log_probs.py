@@ -19,7 +19,7 @@ from etude.agents import (
 from etude.agents.batch import concat_batches
 from etude.errors import EtudeError
 from etude.inference import TokenOutput
-from etude.trajectory import KEPT_IDS, Rollout, StopReason, Trajectory
+from etude.trajectory import KEPT_IDS, Provenance, Rollout, StopReason, Trajectory
 
 
 def without_log_probs(trajectory):
@@ -155,3 +155,36 @@ def test_an_engine_that_draws_with_no_finite_log_prob_is_broken(loop_named):
     ([result], _) = run("own", engine=Broken([says("4")]), infrastructure_retries=0)
     assert result.dropped is StopReason.INFRASTRUCTURE
     assert "not finite" in result.cause
+
+
+def test_of_twin_draws_with_and_without_a_grammar_the_kept_ids_are_of_the_one_that_counts(loop_named):
+    """The same token after the same ids, drawn first from two ids and then from all."""
+
+    class Twice(Drawn):
+        async def generate(self, *args, **kwargs):
+            output = await super().generate(*args, **kwargs)
+            first = len(self.asked) == 1
+            values = [value + (0.5 if first else 0.0) for value in output.log_probs]
+            kept = [array("i", [token]) for token in output.token_ids] if first else None
+            return TokenOutput(output.token_ids, values, output.stop_reason, kept_ids=kept)
+
+    class Loop(AgentLoopBase):
+        taken = 0
+
+        async def run(self, sampling_params, **row):
+            ids = [1, 2, 3]
+            outputs = [
+                await self.server_manager.generate(request_id="r", prompt_ids=ids, sampling_params=sampling_params)
+                for _ in range(2)
+            ]
+            output = outputs[self.taken]
+            made = Trajectory("r", ids)
+            made.append(output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs)
+            return made
+
+    turn = says("one")
+    for taken in (0, 1):
+        loop_named("own", type("Taking", (Loop,), {"taken": taken}))
+        ([result], _) = run("own", engine=Twice([turn, turn]))
+        expected = tuple(array("i", [token]) for token in turn)
+        assert (result.trajectory.kept_ids or (None,) * len(turn)) == (expected if taken == 0 else (None,) * len(turn))

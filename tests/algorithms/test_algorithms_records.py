@@ -109,7 +109,9 @@ def test_a_name_means_one_function():
     register_policy_loss("mine", needs="ref_log_prob")(first)
     register_policy_loss("mine", needs="ref_log_prob")(first)  # its file was imported again
     assert POLICY_LOSSES.get("mine").needs == {"ref_log_prob"}
-    with pytest.raises(ConfigError, match=r"'mine' is already registered by .*first \(.*\.py\), and again by .*lambda"):
+    with pytest.raises(
+        ConfigError, match=r"policy loss 'mine' is already registered by .*first \(.*\.py\), and again by .*lambda"
+    ):
         register_policy_loss("mine")(lambda **_: None)
     with pytest.raises(ConfigError, match=r"'grpo' is already registered by etude\.algorithms\.advantages\.grpo"):
         register_estimator("grpo")(first)

@@ -202,7 +202,7 @@ def test_ctrl_c_records_what_is_open_and_idle_sessions_end_by_themselves(model, 
 
 def test_a_second_ctrl_c_loses_no_session(model, tmp_path):
     gateway = Gateway(model, tmp_path)
-    headers = "Host: x\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n"
+    headers = "Host: localhost\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n"
     head = f"POST /s/late/v1/chat/completions HTTP/1.1\r\n{headers}\r\n"
     with socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2]))) as unfinished:
         try:

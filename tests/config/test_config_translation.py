@@ -155,6 +155,7 @@ def test_keys_without_effect_are_named_in_one_line_with_their_reasons(caplog):
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "critic.ppo_micro_batch_size_per_gpu=4",
         f"{ACTOR}.fsdp_config.optimizer_offload=true",
+        "critic.model.fsdp_config.optimizer_offload=true",
         "actor_rollout_ref.model.lora.rank=0",
         "trainer.log_val_generations=3",
     ]
@@ -208,6 +209,46 @@ actor_rollout_ref:
     )
     assert compose("mine", [], tmp_path) == compose("ppo_trainer")
     assert len(caplog.messages) == 1
+
+
+OLD_DEFAULTS = {  # keys of verl 0.2 to 0.9 at their defaults, and a value that asks for something, if one does
+    f"{ACTOR}.optim.optimizer=adam": f"{ACTOR}.optim.optimizer=sgd",
+    f"{ACTOR}.optim.override_optimizer_config={{}}": f"{ACTOR}.optim.override_optimizer_config.fused=true",
+    f"{ACTOR}.optim.muon_momentum=0.95": None,
+    f"{ACTOR}.fsdp_config.turbo_config.distributed.tensor_parallel_size=1": None,
+    f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=false": None,
+    "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=null": None,
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=false": (
+        "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=true"
+    ),
+    "actor_rollout_ref.ref.param_offload=false": None,
+    "algorithm.filter_groups.max_num_gen_batches=0": None,
+    "algorithm.rollout_correction.rollout_rs_threshold_lower=null": (
+        "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5"
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold=null": (
+        "algorithm.rollout_correction.rollout_token_veto_threshold=1e-4"
+    ),
+    "critic.kl_ctrl.kl_coef=0.001": None,
+    "critic.model.fsdp_config.grad_offload=false": None,
+    "distillation.distillation_loss.loss_mode=k3": "distillation.enabled=true",
+    "trainer.remove_previous_ckpt_in_save=false": "trainer.remove_previous_ckpt_in_save=true",
+    "trainer.val_generations_to_log_to_wandb=0": None,
+}
+
+
+def test_keys_of_all_versions_at_their_defaults_have_no_effect():
+    assert compose("ppo_trainer", OLD_DEFAULTS) == compose("ppo_trainer")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*filter(None, OLD_DEFAULTS.values()), ("algorithm.filter_groups.max_num_gen_batches=0", "zero_variance=refill")],
+)
+def test_a_value_of_these_that_asks_for_something_is_refused(settings):
+    given = [settings] if isinstance(settings, str) else [settings[0], f"algorithm.{settings[1]}"]
+    with pytest.raises(ConfigError, match=r"here \(command line\): (write|delete|name)"):
+        compose("ppo_trainer", given)
 
 
 def test_other_names_of_the_optimizers_keys():

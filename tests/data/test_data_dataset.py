@@ -59,6 +59,22 @@ def dataset(files, schemas=None, max_samples=-1, **options):
     )
 
 
+@pytest.mark.parametrize("missing", [None, "", " ", float("nan"), [], {}, [None, ""]], ids=repr)
+def test_a_row_that_cannot_be_scored_is_refused_by_number(tmp_path, missing):
+    rows = [a_row("5") | {"data_source": "openai/gsm8k"} for _ in range(3)]
+    rows[1]["reward_model"]["ground_truth"] = missing
+    numbered = {jsonl(tmp_path / "a.jsonl", rows): ":2: "}
+    if missing is None or isinstance(missing, str):  # a Parquet column holds values of one type
+        numbered[str(write_parquet(rows, tmp_path / "a.parquet"))] = ": row 1: "
+    for file, number in numbered.items():
+        with pytest.raises(DataError) as raised:
+            RLDataset(file, CharacterTemplate(), None, DataOptions(), scored=True)
+        assert str(raised.value).startswith(f"{file}{number}reward_model.ground_truth is missing")
+        assert len(dataset(file)) == 3  # a scorer of one's own may need none
+    rows[1]["reward_model"]["ground_truth"] = 0
+    RLDataset(jsonl(tmp_path / "b.jsonl", rows), CharacterTemplate(), None, DataOptions(), scored=True)
+
+
 def test_an_item_carries_what_a_rollout_needs(tmp_path):
     kwargs = {"search": {"create_kwargs": {"k": 1}}}
     row = a_row("Hi", index="q7", tools_kwargs=kwargs, interaction_kwargs={"name": "n"}) | {"ability": "a", "own": [1]}
@@ -162,11 +178,23 @@ def test_no_files_is_an_error():
         dataset([])
 
 
-def test_the_fingerprint_follows_the_prompts(tmp_path):
-    first = dataset(jsonl(tmp_path / "a.jsonl", [a_row("a"), a_row("b")]))
-    same = dataset(jsonl(tmp_path / "b.jsonl", [a_row("a"), a_row("b")]))
-    other = dataset(jsonl(tmp_path / "c.jsonl", [a_row("b"), a_row("a")]))
-    assert first.fingerprint == same.fingerprint != other.fingerprint
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": [{"role": "user", "content": "c"}]},
+        {"reward_model": {"ground_truth": "43"}},
+        {"data_source": "gsm8k"},
+        {"extra_info": {"index": 1, "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "43"}}}}},
+        {"answer": "43"},
+    ],
+)
+def test_the_fingerprint_of_a_file_follows_all_of_its_rows(tmp_path, change):
+    rows = [a_row("a"), a_row("b")]
+    first = dataset([jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows)])
+    other = jsonl(tmp_path / "c.jsonl", [rows[0], rows[1] | change])
+    digests = [*first.fingerprints.values(), *dataset(other).fingerprints.values()]
+    assert list(first.fingerprints) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +229,7 @@ def test_the_documents_class_is_made_of_files_a_tokenizer_and_the_data_section(t
     bare = RLHFDataset(OmegaConf.create([file, file]), tokenizer, config, None, max_samples=1)
     assert len(bare) == 1
     assert "calculator" not in bare[0]["full_prompts"]
+    assert bare[0]["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # whichever tools the caller has
 
 
 def test_the_documents_class_refuses_what_would_cut_prompts(tokenizer, tmp_path):

@@ -231,7 +231,9 @@ def test_a_text_model_and_rows_without_images(tmp_path):
 
 def test_a_data_set_with_other_pictures_has_another_fingerprint(tmp_path):
     rows = [a_row(images=[{"bytes": png(picture(40, 40, seed=seed))}]) for seed in (1, 2, 1)]
-    prints = [dataset(write_parquet([row], tmp_path / f"{n}.parquet")).fingerprint for n, row in enumerate(rows)]
+    prints = [
+        dataset(write_parquet([row], tmp_path / f"{n}.parquet")).fingerprints.popitem()[1] for n, row in enumerate(rows)
+    ]
     assert prints[0] == prints[2] != prints[1]
 
 
@@ -480,7 +482,7 @@ def test_images_of_a_dataset_class_of_ones_own(tmp_path, name, key):
     assert [load_image(each, 10**6).tobytes() for each in row["images"]] == [
         load_image(each, 10**6).tobytes() for each in expected["images"]
     ]
-    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].fingerprints == found[1].fingerprints
 
 
 def own_class(folder, file, name, key="images"):

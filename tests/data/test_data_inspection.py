@@ -66,7 +66,7 @@ def test_every_problem_names_its_row(tmp_path):
     assert result.return_value == 1
     assert "3 problems" in result.output
     assert f"{path}:2: no scorer for the data source 'nowhere'" in result.output
-    assert f"{path}:3: reward_model.ground_truth is empty" in result.output
+    assert f"{path}:3: reward_model.ground_truth is missing" in result.output
     assert "… and 1 others" in result.output
     assert "1 rows repeat the prompt of an earlier one" in result.output
     assert any(f"{path}:5" in problem and "usr" in problem for problem in inspect_file(path).problems)

@@ -13,9 +13,8 @@ from etude.errors import ConfigError, DataError
 class Numbers(list):
     """Rows that are told apart by their number."""
 
-    fingerprint = "numbers"
-
     def __init__(self, size):
+        self.fingerprints = {"a.parquet": "1", "b.parquet": "2"}
         super().__init__({"n": number} for number in range(size))
 
 
@@ -95,9 +94,14 @@ def test_a_changed_dataset_is_refused():
     with pytest.raises(DataError, match=r"data\.train_files: the number of rows was 6 at the checkpoint and is 8 now"):
         ResumableLoader(Numbers(8), 2).load_state_dict(state)
     other = Numbers(6)
-    other.fingerprint = "other"
-    with pytest.raises(DataError, match=r"data\.train_files: the content \(fingerprint\) was numbers"):
+    other.fingerprints = {"a.parquet": "1", "moved/b.parquet": "3"}
+    with pytest.raises(DataError, match=r"data\.train_files: rows .* changed since the checkpoint: moved/b\.parquet$"):
         ResumableLoader(other, 2).load_state_dict(state)
+    other.fingerprints = {"a.parquet": "1"}
+    with pytest.raises(DataError, match=r": b\.parquet$"):
+        ResumableLoader(other, 2).load_state_dict(state)
+    other.fingerprints = {"moved/a.parquet": "1", "moved/b.parquet": "2"}
+    ResumableLoader(other, 2).load_state_dict(state)
 
 
 def test_a_position_outside_the_epoch_is_refused():

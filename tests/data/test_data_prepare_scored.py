@@ -128,6 +128,16 @@ def test_programs_name_the_function_and_no_test_that_is_scored(tmp_path, name, s
         assert json.loads(truth(row))["assert_case"]
 
 
+def test_a_helper_of_a_humaneval_prompt_belongs_to_the_test():
+    prompt = 'import math\n\ndef twice(x):\n    return 2 * x\n\n\ndef half(x):\n    """Reverses twice."""\n'
+    test = "def check(candidate):\n    assert twice(candidate(3)) == 3"
+    row = programs.humaneval_row(False, {"prompt": prompt, "test": test, "entry_point": "half"}, "x", "test", 0)
+    assert score(row, "```python\ndef half(x): return x / 2\n```") == 1.0
+    assert score(row, "```python\ndef half(x): return 0\ndef twice(x): return 3\n```") == 0.0
+    alone = programs.humaneval_row(False, {"prompt": prompt[40:], "test": test, "entry_point": "half"}, "x", "test", 0)
+    assert "import" not in truth(alone)
+
+
 @shared
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "source"), [("humaneval", "HumanEval"), ("mbpp", "mbpp_sanitized")])

@@ -22,9 +22,8 @@ SIZES = {"big": 12, "small": 3}
 class Rows(list):
     """A dataset of several sources, by their sizes."""
 
-    fingerprint = "rows"
-
     def __init__(self, sizes=SIZES):
+        self.fingerprints = {"rows": "1"}
         self.sources = [source for source, size in sizes.items() for _ in range(size)]
         super().__init__({"n": number} for number in range(len(self.sources)))
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models import (
@@ -181,3 +182,36 @@ def test_saving_where_a_file_stands(saved, tmp_path):
 def test_importing_the_room_does_not_import_transformers():
     code = "import sys, etude.models, etude.chat; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WITH_DROPOUT = {
+    "llama": TINY | {"attention_dropout": 0.5},
+    "seed_oss": TINY | {"head_dim": 8},  # its own defaults: attention and residuals
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 2, "bos_token_id": 0, "eos_token_id": 0},
+    "opt": {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"word_embed_proj_dim": 32, "layerdrop": 0.5, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+@pytest.mark.parametrize("kind", WITH_DROPOUT)
+def test_a_loaded_model_has_no_dropout(tmp_path, kind, load):
+    config = AutoConfig.for_model(kind, **WITH_DROPOUT[kind])
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(tmp_path)
+    ids = torch.arange(2, 14)[None]
+    noisy = made.train()(input_ids=ids).logits
+    assert not torch.allclose(noisy, made.eval()(input_ids=ids).logits)
+    model = load(tmp_path)
+    model = model.backbone if load is load_value_model else model
+    quiet = model.eval()(input_ids=ids)[0]
+    assert torch.equal(model.train()(input_ids=ids)[0], quiet)

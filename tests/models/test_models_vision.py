@@ -37,7 +37,7 @@ from etude.models.image_positions import ImagePositions
 from etude.models.packable import enable_packing
 from etude.models.packed import CausalSequences, logit_finish, logits_of, packed_hidden
 from etude.models.processor import make_processor
-from etude.models.vision import ImageFeatures, PlacedImages, Vision, image_features, no_images_error
+from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features, no_images_error
 
 TOKENIZER = build_vision_tokenizer()
 SIZES = ((8, 8), (16, 8), (8, 24), (24, 24), (40, 16))
@@ -322,7 +322,7 @@ def test_packed_contexts_with_images_get_the_logits_each_has_alone(stage):
             parts.append(image_features(model, [each.image])[0])
         offset += len(ids)
     places, parts = places[::-1], parts[::-1]  # in any order
-    shown = PlacedImages(torch.cat(places), ImageFeatures.concat(parts))
+    shown = PlacedFeatures(torch.cat(places), ImageFeatures.concat(parts))
     ids = torch.tensor([token for row, _ in made for token in row])
     logits = model.lm_head(packed_hidden(model, ids, torch.cat(positions, dim=1)[:, None], layout, shown))
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-4)

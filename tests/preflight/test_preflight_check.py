@@ -1,6 +1,7 @@
 """`etude check`: seeded misconfigurations, each found with its remedy, and an agent with nothing wrong."""
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -15,6 +16,10 @@ from etude.preflight.check import inspect_run
 from etude.trainer.resources import count_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
+{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
 UNDESCRIBED = SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
 
 
@@ -43,6 +48,14 @@ def test_an_agent_with_nothing_wrong(agent):
     subjects = ["configuration", "plug-ins", "model", "tools", "template", "rows", "batch", "reward", "services"]
     assert [each.subject for each in found.all] == [*subjects, "memory", "disk", "rollout"]
     assert not (agent.folder / "run").exists()  # nothing is written
+
+
+def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
+    model = template(lambda text: CHATML)(agent)
+    found = inspect(agent, *model, f"{ROLLOUT}.multi_turn.tools_in_system=true")
+    assert [str(each) for each in found.all if each.level is not Level.OK] == []
+    [rolled_out] = [each.message for each in found.all if each.subject == "rollout"]
+    assert "every tool was called and answered" in rolled_out
 
 
 # -- one misconfiguration each: (how it is made; level, subject, what is said, what to do) ------------------------------
@@ -148,7 +161,18 @@ CASES = {
                 + text
             )
         ),
-        (ERROR, "template", "cannot show the model a tool's answer", "take a model whose template can"),
+        (ERROR, "template", "cannot show the model a tool's answer", "multi_turn.tools_in_system=true"),
+    ),
+    "template that shows no tools": (
+        template(lambda text: CHATML),
+        (ERROR, "rows", "the model is not shown its tools (guess)", "multi_turn.tools_in_system=true"),
+    ),
+    "template that shows no tools, named in the prompt": (
+        lambda agent: (
+            agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Call guess."}]) for n in range(4)])
+            or template(lambda text: CHATML)(agent)
+        ),
+        (WARNING, "template", "does not show the model its tools", "multi_turn.tools_in_system=true"),
     ),
     "parser of another format": (
         overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),
@@ -185,6 +209,18 @@ CASES = {
     "no scorer": (
         overrides("custom_reward_function.path=null"),
         (ERROR, "rows", "tests/guess", "custom_reward_function"),
+    ),
+    "no ground truth": (
+        lambda agent: (
+            agent.rows(
+                [
+                    agent.row(n, data_source="openai/gsm8k", reward_model={"ground_truth": str(n or "")})
+                    for n in range(4)
+                ]
+            )
+            or ("custom_reward_function.path=null",)
+        ),
+        (ERROR, "rows", "rows.jsonl:1: reward_model.ground_truth is missing", "leave the row out"),
     ),
     "batch larger than the file": (
         overrides("data.train_batch_size=5"),
@@ -287,6 +323,43 @@ def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkey
         assert (found["memory"].level, found["disk"].level) == (ERROR, level), found["disk"]
         assert "actor_rollout_ref.model.lora_rank=16" in found["memory"].fix
         assert "lower trainer.max_actor_ckpt_to_keep" in found["disk"].fix
+
+
+def test_micro_batches_that_do_not_fit_come_with_a_size_that_does(agent, monkeypatch):
+    """What is advised is followed: either of the two ways fits."""
+    long = ("data.max_response_length=2000", f"{ROLLOUT}.max_model_len=null")
+
+    def memory(*overrides):
+        return {each.subject: each for each in inspect(agent, *long, *overrides, rolls_out=False).all}["memory"]
+
+    needed = re.search(r"up to ([0-9.]+) GiB .* activations ([0-9.]+), .*up to ([0-9,]+) tokens", memory().message)
+    whole, activations = (float(each) * 2**30 for each in needed.groups()[:2])
+    tokens = int(needed[3].replace(",", ""))
+    assert tokens <= 16_384
+    assert activations > 0.05 * 2**30
+    free = (whole - 0.6 * activations) / 0.9
+    monkeypatch.setattr("etude.trainer.resources._memory_here", lambda *_: (8 * free, free, "here"))
+    found = memory()
+    assert found.level is WARNING
+    ways = [way.split(" and ") for way in found.fix.removeprefix("set ").split(", or ")]
+    assert f"{ACTOR}.ppo_max_token_len_per_gpu=" in ways[0][0]
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in ways[1]
+    assert [memory(*way).level for way in ways] == [Level.OK, Level.OK]
+    monkeypatch.setattr(
+        "etude.trainer.resources._memory_here",
+        lambda device, processes: (free, (whole - 0.98 * activations) / 0.9, "here"),
+    )
+    assert "data.max_response_length" in memory().fix
+
+
+@pytest.mark.parametrize(("flags", "level"), [("fpu avx512f", WARNING), ("fpu avx512f avx512_bf16", None), ("", None)])
+def test_a_dtype_that_the_cpu_emulates(agent, tmp_path, monkeypatch, flags, level):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n" if flags else "")
+    monkeypatch.setattr("etude.trainer.resources._CPU_INFO", tmp_path / "cpuinfo")
+    found = inspect(agent, "actor_rollout_ref.model.dtype=bf16", rolls_out=False).all
+    assert [(each.level, each.fix) for each in found if each.subject == "precision"] == (
+        [(level, "set actor_rollout_ref.model.dtype=float32")] if level else []
+    )
 
 
 def test_a_teacher_that_does_not_answer(agent):

@@ -66,7 +66,8 @@ class Rollout:
 
 
 NO_FAULTS = [
-    f"rollout/{name}" for name in ("prompt_too_long", "unwritable_answers", "context_refused", "release_failures")
+    f"rollout/{name}"
+    for name in ("prompt_too_long", "unwritable_answers", "context_refused", "release_failures", "agent_errors")
 ]
 
 

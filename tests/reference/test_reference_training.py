@@ -170,15 +170,18 @@ def compare(folder, chosen, shape, float64=True):
 def differences(real, agrees):
     plain = PlainTrainer(real.config)
     start = {name: weight.detach().clone() for name, weight in plain.named_weights()}
-    steps = [plain.step(rollouts) for rollouts in real.rollouts]
-    rounds = real.config["algorithm"]["use_kl_in_reward"]
-    flips = rounds and any(abs(advantage) < NO_ADVANTAGE for advantage in plain.trained_advantages)
-    for number, (theirs, ours) in enumerate(zip(real.figures, steps, strict=True), 1):
+    rounds, steps, undecided = real.config["algorithm"]["use_kl_in_reward"], [], []
+    for rollouts in real.rollouts:
+        before = len(plain.trained_advantages)
+        steps.append(plain.step(rollouts))
+        trained = plain.trained_advantages[before:]
+        none = sum(abs(advantage) < NO_ADVANTAGE for advantage in trained)
+        undecided.append(none / len(trained) if rounds and trained else 0.0)
+    for number, (theirs, ours, share) in enumerate(zip(real.figures, steps, undecided, strict=True), 1):
         if rounds and has_rounded_gradient(theirs, ours):
             return
-        for line in compare_figures(of_the_step(theirs), of_the_step(ours), agrees):
-            if not (flips and "clipfrac" in line):
-                yield f"step {number}: {line}"
+        for line in compare_figures(of_the_step(theirs), of_the_step(ours), agrees, share):
+            yield f"step {number}: {line}"
     if real.stopped != ([figures["training/filter_groups/kept"] for figures in steps] == 3 * [0]):
         yield f"stopped for want of tokens to train on: {real.stopped}"
     if real.config["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "reference_recorded":
@@ -192,8 +195,8 @@ def differences(real, agrees):
 
 
 def has_rounded_gradient(theirs, ours):
-    norms = [(theirs[name], value) for name, value in ours.items() if name.endswith("/grad_norm")]
-    return any(plainly < NO_GRADIENT and 0 < norm < 1e-6 for norm, plainly in norms)
+    norms = [(theirs.get(name, 0.0), value) for name, value in ours.items() if name.endswith("/grad_norm")]
+    return any(plainly < NO_GRADIENT and 0 < norm < 1e-7 for norm, plainly in norms)
 
 
 def of_the_step(figures):
@@ -201,11 +204,14 @@ def of_the_step(figures):
     return {name: value for name, value in own.items() if not name.removeprefix("baseline/").startswith(ACCOUNTS)}
 
 
-def compare_figures(theirs, ours, agrees):
+def compare_figures(theirs, ours, agrees, undecided=0.0):
+    """`undecided`: the share of tokens without an advantage, which rounding may count as clipped or not."""
     for name in sorted(theirs.keys() | ours.keys()):
         if name not in theirs or name not in ours:
             yield f"{name}: {theirs.get(name)}, plainly {ours.get(name)}"
-        elif abs(theirs[name] - ours[name]) > agrees * max(abs(ours[name]), DIFFERENCE if "_corr/" in name else SMALL):
+            continue
+        allowance = agrees * max(abs(ours[name]), DIFFERENCE if "_corr/" in name else SMALL)
+        if abs(theirs[name] - ours[name]) > allowance + undecided * ("pg_clipfrac" in name):
             yield f"{name}: {theirs[name]}, plainly {ours[name]}"
 
 

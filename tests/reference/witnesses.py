@@ -22,6 +22,9 @@ WITNESSES = {
         f"{ROLLOUT}.trace.token2text": "test_a_rollout_leaves_its_trace",
         f"{ROLLOUT}.trace.path": "test_a_rollout_leaves_its_trace",
     },
+    "preflight/test_preflight_check.py": {
+        f"{ROLLOUT}.multi_turn.tools_in_system": "test_tools_in_the_system_message_of_a_template_that_shows_none",
+    },
     "data/test_data_dataset.py": {
         "data.truncation": "test_an_overlong_prompt_is_an_error_when_filtering_is_off",
         "data.prompt_key": "test_another_prompt_key",
@@ -58,6 +61,7 @@ WITNESSES = {
     },
     "trainer/test_trainer_figures.py": {
         "trainer.max_skipped_steps": "test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on",
+        "trainer.on_solved": "test_a_solved_task_is_no_error",
         "reward_model.budget": "test_a_run_stops_when_its_judges_cost_too_much_and_goes_on_with_more",
     },
     "trainer/test_trainer_failures.py": {

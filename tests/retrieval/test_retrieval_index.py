@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from retrieval_stage import PASSAGES, write_corpus
 
 from etude.errors import ConfigError, DataError, MissingExtraError
 from etude.retrieval import BuildOptions, Retriever, build_index, building
-from etude.retrieval.bm25 import best_rows
-from etude.retrieval.index import fuse
+from etude.retrieval.bm25 import best_rows, word_splitter
+from etude.retrieval.index import fuse, manifest_digest
 
 PLAIN = BuildOptions(stopwords="none", stemmer="none")
 SQUAD = Path(__file__).parents[3] / "shared" / "data" / "squad_search"
@@ -60,6 +61,39 @@ def test_words_are_stemmed_and_stop_words_ignored(index):
     retriever = Retriever(index)
     assert [hit.row for hit in retriever.search(["growing"], 3)[0]] == [2]  # "grow"; "grown" is another stem
     assert retriever.search(["the of and", "", "!?"], 3) == [[], [], []]
+
+
+UNSPACED = [
+    ("熊猫吃竹子，住在中国。", "熊猫吃什么"),
+    ("東京は日本の首都です。お茶がおいしい。", "日本の首都はどこですか"),
+    ("판다는 대나무를 먹는다.", "판다가 먹는 대나무"),
+    ("แพนด้ากินไผ่ในป่า", "แพนด้ากินอะไร"),
+    ("हिन्दी भारत की भाषा है", "हिन्दी"),
+    ("The panda eats bamboo.", "pandas"),
+]
+
+
+def test_text_without_spaces_is_found(tmp_path):
+    """Chinese, Japanese, Korean, Thai and Devanagari: each question finds its own passage first."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"id": n, "contents": text}) + "\n" for n, (text, _) in enumerate(UNSPACED)))
+    retriever = Retriever(build_index(corpus, tmp_path / "index"))
+    found = retriever.search([question for _, question in UNSPACED], 1)
+    assert [[hit.row for hit in hits] for hits in found] == [[row] for row in range(len(UNSPACED))]
+    assert [hit.row for hit in retriever.search(["茶"], 5)[0]] == [1]  # a word of one character
+    assert retriever.search(["猫又"], 5)[0][0].row == 0
+
+
+def test_text_without_spaces_becomes_pairs_and_han_characters():
+    words = word_splitter(PLAIN)
+    assert words("iPhone手机は12本") == ["iphone", "手机", "机は", "手", "机", "12", "本"]
+    assert words("ﾃﾚﾋﾞ ＡＢＣ") == ["テレ", "レビ", "abc"]  # compatibility forms are normalised
+    assert words("cafe\u0301") == words("café") == ["café"]
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=80))
+def test_ascii_words_are_those_of_any_text(text):
+    assert [word for word in word_splitter(PLAIN)(text + " ø") if word != "ø"] == word_splitter(PLAIN)(text)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=30), st.integers(1, 40))
@@ -140,6 +174,84 @@ def test_what_is_no_index_says_so(tmp_path, index):
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "version": 0}))
     with pytest.raises(ConfigError, match="version 0"):
         Retriever(tmp_path)
+
+
+def test_an_index_split_otherwise_is_refused(tmp_path):
+    folder = build_index(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "index")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"tokenizer": "words-1"}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}))
+    with pytest.raises(ConfigError, match=r"index: split into words by words-1, .* --replace") as error:
+        Retriever(folder)
+    assert "\n" not in str(error.value)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
+    with pytest.raises(ConfigError, match="index of version 1"):
+        Retriever(folder)
+
+
+def test_a_file_that_is_not_as_it_was_built_is_named(tmp_path, index):
+    shutil.copytree(index, tmp_path / "index")
+    for file in sorted((tmp_path / "index").iterdir()):
+        content = file.read_bytes()
+        place = content.index(b"0.9") + 2 if file.name == "manifest.json" else len(content) // 2
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        os.utime(file, ns=(0, (index / file.name).stat().st_mtime_ns))
+        with pytest.raises(DataError, match=rf"{file}: has changed since") as error:
+            Retriever(tmp_path / "index")
+        assert "\n" not in str(error.value)
+        file.unlink()
+        with pytest.raises((DataError, ConfigError), match=rf"{tmp_path / 'index'}.*"):
+            Retriever(tmp_path / "index")
+        file.write_bytes(content)
+    assert len(Retriever(tmp_path / "index")) == len(PASSAGES)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "{}", '{"version": 2, "options": 1, "corpus": {}}', '{"options": {"method": "dense"}}']
+)
+def test_what_is_no_manifest_is_named(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"manifest\.json: not the manifest"):
+        Retriever(tmp_path)
+
+
+class Killed(BaseException):
+    """Ends a build where it stands; nothing in it catches this."""
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_replacement_killed_at_any_step_leaves_an_index(tmp_path, monkeypatch, step):
+    """The steps are every rename and every removal of a folder; a killed removal has removed half of the files."""
+    corpus, folder = write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "index"
+    build_index(corpus, folder)
+    rename, remove, done = os.replace, shutil.rmtree, []
+
+    def may_be_killed(do, path, *rest, **options):
+        if path.exists():  # the removal of nothing is no step
+            done.append(path)
+        if len(done) == step + 1:
+            if do is remove:
+                for file in sorted(path.rglob("*"))[::2]:
+                    if file.is_file():
+                        file.unlink()
+            raise Killed
+        do(path, *rest, **options)
+
+    monkeypatch.setattr(building.os, "replace", lambda *given: may_be_killed(rename, *given))
+    monkeypatch.setattr(building.shutil, "rmtree", lambda *given, **rest: may_be_killed(remove, *given, **rest))
+    killed = False
+    try:
+        build_index(corpus, folder, BuildOptions(k1=2.0), replace=True)
+    except Killed:
+        killed = True
+    monkeypatch.undo()
+    opened = Retriever(folder)
+    assert opened.options.k1 in (0.9, 2.0)
+    assert opened.search(["bamboo"], 1)[0][0].row == 2
+    assert killed or opened.options.k1 == 2.0
+    with pytest.raises(ConfigError, match="exists"):
+        build_index(corpus, folder)
+    assert Retriever(build_index(corpus, folder, BuildOptions(k1=3.0), replace=True)).options.k1 == 3.0
+    assert not (tmp_path / "index.building").exists()
 
 
 def test_an_index_is_replaced_only_when_told(tmp_path):

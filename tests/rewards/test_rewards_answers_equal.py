@@ -1,12 +1,17 @@
 """Equality of answers: spellings that mean the same, near misses that do not, and hostile ones that must end."""
 
+import contextlib
+import os
+import signal
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.rewards import answers
+from etude.errors import InfrastructureError
+from etude.rewards import algebra, answers
 from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.answers import answers_equal
 from etude.rewards.numeral import read_numeral
@@ -202,6 +207,15 @@ EQUAL = [
 ]
 
 DIFFERENT = [
+    ("$7$ (or $5$)", "5"),
+    ("It is $7$. It is $5$.", "5"),
+    (r"\boxed{7} \boxed{5}", "5"),
+    ("not $5$", "5"),
+    ("7 \n \\frac{3}{2}", r"\frac{3}{2}"),
+    ("7 = 5", "5"),
+    (r"\frac{3}{11} = 5", "5"),
+    ("x+1 = 5", "5"),
+    ("$7$, possibly $x+1$", "x+1"),
     (r"\text{all real numbers except 2}", r"\mathbb{R}"),
     (r"\text{all real numbers}", "5"),
     ("5^{t}", "5"),
@@ -350,11 +364,12 @@ def test_hostile_answers_are_wrong_in_bounded_time(text, monkeypatch):
 def children(processes):
     """Pids of a pool's idle children and of their workers."""
     pids = [child._process.pid for child in list(processes._free.queue)]
-    forks = []
-    for pid in pids:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            forks += [int(each) for each in file.read().split()]
-    return pids, forks
+    return pids, [fork for pid in pids for fork in forks_of(pid)]
+
+
+def forks_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(each) for each in file.read().split()]
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
@@ -397,12 +412,109 @@ def test_what_does_not_end_is_undecided_and_the_next_question_is_answered():
         processes.close()
 
 
-def test_a_killed_child_is_replaced():
+def asked(processes, *questions, after=lambda: None):
+    """What a pool of one child answers to questions asked at once, `after` some time: verdicts, or exceptions."""
+    answers = []
+
+    def ask(question):
+        try:
+            answers.append(processes.equal(*question))
+        except Exception as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=ask, args=(each,), daemon=True) for each in questions]
+    for thread in threads:
+        thread.start()
+    after()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+SLOW = r"$9^{9^{9^{9}}} + %d$"
+
+
+def test_a_killed_child_is_no_verdict_and_nothing_of_it_is_remembered():
     processes = AlgebraProcesses(limit=1)
     try:
         assert processes.equal(["$x+1$"], ["$1+x$"])
         processes._free.queue[0]._process.kill()
-        assert processes.equal(["$x+3$"], ["$3+x$"]) is False
+        with pytest.raises(InfrastructureError):
+            processes.equal(["$x+3$"], ["$3+x$"])
+        assert processes.equal(["$x+3$"], ["$3+x$"])
+    finally:
+        processes.close()
+
+
+def test_a_child_that_hangs_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(algebra, "HUNG_SECONDS", 0.3)
+    processes = AlgebraProcesses(limit=1)
+    try:
+        assert processes.equal(["$x+1$"], ["$1+x$"])
+        _, [forks] = children(processes)
+        os.kill(forks, signal.SIGSTOP)
+        with pytest.raises(InfrastructureError):
+            processes.equal(["$x+3$"], ["$3+x$"])
+        monkeypatch.undo()
+        assert processes.equal(["$x+3$"], ["$3+x$"])
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{forks}/stat") as file:
+            assert file.read().split()[2] == "Z"  # what hung went with its parent
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize(("kills", "verdict"), [(1, True), (2, False)])
+def test_a_fork_killed_once_is_asked_again_and_killed_twice_the_answer_is_at_fault(kills, verdict):
+    processes = AlgebraProcesses(limit=1)
+    try:
+        assert processes.equal(["$x+1$"], ["$1+x$"])
+        [child], [fork] = children(processes)
+
+        def kill():
+            nonlocal fork
+            for _ in range(kills):
+                os.kill(fork, signal.SIGKILL)
+                while (now := forks_of(child)) in ([], [fork]):
+                    time.sleep(0.001)
+                [fork] = now
+                os.kill(fork, signal.SIGSTOP)
+            os.kill(fork, signal.SIGCONT)
+
+        os.kill(fork, signal.SIGSTOP)  # so that the question does not end before the fork
+        assert asked(processes, (["$x+3$"], ["$3+x$"]), after=lambda: time.sleep(0.1) or kill()) == [verdict]
         assert processes.equal(["$x+4$"], ["$4+x$"])
+    finally:
+        processes.close()
+
+
+def test_slow_questions_do_not_delay_the_others(monkeypatch):
+    monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.1, raising=False)
+    processes = AlgebraProcesses(limit=1, seconds=0.8)
+    ended = []
+    try:
+        assert processes.equal(["$x+1$"], ["$1+x$"])
+        slow = [
+            threading.Thread(target=lambda n=n: ended.append(processes.equal([SLOW % n], ["$x$"]))) for n in range(4)
+        ]
+        for thread in slow:
+            thread.start()
+        time.sleep(0.1)  # they come first
+        assert processes.equal(["$x+2$"], ["$2+x$"])
+        assert len(ended) <= 2
+        for thread in slow:
+            thread.join()
+        assert ended == [False] * 4
+    finally:
+        processes.close()
+
+
+def test_a_crowd_of_slow_questions_is_undecided_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(algebra, "PATIENCE_SECONDS", 0.2)
+    processes = AlgebraProcesses(limit=2, seconds=1.0)
+    try:
+        questions = [([SLOW % n], ["$x$"]) for n in range(6)]
+        assert asked(processes, *questions) == [False] * 6
+        assert processes._verdict.cache_info().currsize < 6  # some are still to be decided
     finally:
         processes.close()

@@ -35,6 +35,120 @@ async def scored(client, program, tests, **options):
     return await score_code(fenced(program), tests, client=client, timeout=options.pop("timeout", 5), **options)
 
 
+EVERY_KIND = (
+    "[None, True, 5, -(10 ** 30), 1.5, float('inf'), 'x\\ud800', b'\\x00', bytearray(b'a'), 1 + 2j, [1, [2]], (1,), "
+    "{1, 'a'}, "
+    "frozenset({2}), {(1, 2): [3]}, range(3), deque([1]), decimal.Decimal('1.10'), fractions.Fraction(1, 3), "
+    "datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3), datetime.timedelta(1, 2, 3)]"
+)
+TO_BE_CHEATED = {
+    "assert_case": [
+        "assert f(2) == 4",
+        "import textwrap\nassert math.isclose(f(2.5), 6.25) and abs(f(-1) - 1) < 1e-9",
+        "assert sorted(set([f(1), f(3)])) == [1, 9] and isinstance(f(5), int) and all([f(5) == 25])",
+        "def check(candidate):\n    assert candidate(7) == 49, 'no'\n\ncheck(f)",
+    ]
+}
+EQUAL = "def f(x): return E()\nclass E"
+ALL = "__eq__ = __lt__ = __gt__ = __le__ = __ge__ = lambda *_: True\n"
+PARENT = "import os, sys, ctypes, signal, json, struct, threading, time, math\nparent = os.getppid()\n"
+SAY = "def say(m):\n    d = json.dumps(m).encode()\n    os.write(3, struct.pack('!I', len(d)) + d)\n"
+CHEATS = {
+    "ends with status 0": "import sys; sys.exit(0)",
+    "ends at once": "import os; os._exit(0)",
+    "raises SystemExit": "raise SystemExit",
+    "ends at once when called": "def f(x):\n    import os; os._exit(0)",
+    "ends when called": "def f(x):\n    import sys; sys.exit(0)",
+    "prints a result": "import sys, json; print(json.dumps(None)); sys.exit(0)",
+    "leaves the work to a child": "import os\nif os.fork() == 0: pass\nelse: os._exit(0)",
+    "ends a little later": "import threading, os\nthreading.Timer(0.05, lambda: os._exit(0)).start()\n"
+    "def f(x):\n    while True: pass",
+    "prints the secret of a frame": "import sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    job = frame.f_locals.get('job')\n    if job: print('\\n' + job['secret'] + 'null', flush=True); sys.exit(0)\n"
+    "    frame = frame.f_back",
+    "finds the secret among all objects": "import gc, os\nfor o in gc.get_objects():\n"
+    "    if isinstance(o, dict) and 'secret' in o: os.write(1, f\"\\n{o['secret']}null\\n\".encode()); os._exit(0)",
+    "replaces exec": "import builtins\nbuiltins.exec = lambda *_: None",
+    "replaces compile": "import builtins\nbuiltins.compile = lambda *_: (lambda: None).__code__",
+    "replaces builtins": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.set = lambda x: [1, 9]\n"
+    "builtins.all = builtins.isinstance = lambda *_: True\ndef f(x): return 0",
+    "defines builtins": "def sorted(x): return [1, 9]\ndef set(x): return x\ndef abs(x): return 0\n"
+    "def all(x): return True\nisinstance = all\ndef f(x): return 0",
+    "defines math": "class math:\n    isclose = lambda *_: True\nabs = lambda x: 0\ndef f(x): return 0",
+    "patches math": "import math, builtins\nmath.isclose = lambda *_: True\nbuiltins.abs = lambda x: 0\ndef f(x): return 0",
+    "defines check": "def check(candidate): pass\ndef f(x): return 0",
+    "shadows modules": "for name in ('math', 'textwrap', 'cmath', 'json', 'ast'):\n"
+    "    open(name + '.py', 'w').write('import builtins, os\\nisclose = lambda *a: True\\nbuiltins.abs = lambda x: 0\\n')\n"
+    "import math\nmath.isclose = lambda *_: True\ndef f(x): return 0",
+    "equals everything": f"{EQUAL}:\n    {ALL}    __hash__ = lambda self: 1",
+    "is an int that equals everything": f"{EQUAL}(int):\n    {ALL}    __hash__ = lambda self: 1\n    __sub__ = lambda *_: 0",
+    "is a float that equals everything": f"{EQUAL}(float):\n    {ALL}    __hash__ = lambda self: 1",
+    "lies about its class": f"{EQUAL}:\n    {ALL}    __class__ = property(lambda self: int)\n    __float__ = lambda s: 6.25",
+    "converts to everything": f"{EQUAL}:\n    {ALL}    __index__ = __int__ = lambda s: 4\n    __float__ = lambda s: 6.25\n"
+    "    __sub__ = lambda s, o: 0\n    __abs__ = lambda s: 0",
+    "offers an array interface": f"{EQUAL}:\n    {ALL}    __array_interface__ = dict(shape=(1,), typestr='<i8', version=3, "
+    "data=(4096, True))",
+    "has an equal metaclass": "class M(type):\n    __eq__ = lambda *_: True\n    __hash__ = lambda s: 1\n"
+    "class E(metaclass=M): pass\ndef f(x): return E",
+    "returns a mock": "from unittest import mock\ndef f(x): return mock.ANY",
+    "is a mock": "from unittest import mock\nf = mock.MagicMock()\nmath = mock.MagicMock()",
+    "reads the checker's memory": PARENT + "text = b''\nfor line in open(f'/proc/{parent}/maps'):\n"
+    "    a, b = (int(x, 16) for x in line.split()[0].split('-'))\n    try:\n"
+    "        text = os.pread(os.open(f'/proc/{parent}/mem', os.O_RDONLY), min(b - a, 1 << 24), a)\n"
+    "    except OSError: continue\n    if b'secret' in text: f = lambda x: x * x",
+    "reads the checker's input": PARENT
+    + "job = json.loads(open(f'/proc/{parent}/fd/0').read(1 << 16))\nf = lambda x: x * x",
+    "prints into the checker's output": PARENT + "open(f'/proc/{parent}/fd/1', 'w').write('x')\nf = lambda x: x * x",
+    "reads its environment": PARENT
+    + "assert b'=' in open(f'/proc/{parent}/environ', 'rb').read()\nf = lambda x: x * x",
+    "traces the checker": PARENT + "libc = ctypes.CDLL(None, use_errno=True)\n"
+    "if libc.ptrace(16, parent, 0, 0) == 0: f = lambda x: x * x",
+    "copies the checker's memory": PARENT
+    + "libc = ctypes.CDLL(None, use_errno=True)\nhere = ctypes.create_string_buffer(8)\n"
+    "class V(ctypes.Structure): _fields_ = [('a', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+    "mine, theirs = V(ctypes.addressof(here), 8), V(id(f'{parent}'), 8)\n"
+    "if libc.process_vm_readv(parent, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) > 0: f = lambda x: x * x",
+    "takes the checker's descriptor": PARENT + "pidfd = os.pidfd_open(parent)\n"
+    "if ctypes.CDLL(None).syscall(438, pidfd, 0, 0) >= 0: f = lambda x: x * x",
+    "ends the checker": PARENT + "os.kill(parent, signal.SIGKILL)",
+    "asks the checker to end": PARENT + "os.kill(parent, signal.SIGTERM)",
+    "interrupts the checker": PARENT + "def f(x):\n    os.kill(parent, signal.SIGINT)\n    time.sleep(9)",
+    "stops the checker": PARENT + "def f(x):\n    os.kill(parent, signal.SIGSTOP)\n    return 0",
+    "limits the checker": PARENT + "import resource\nresource.prlimit(parent, resource.RLIMIT_AS, (1, 1))\n"
+    "resource.prlimit(parent, resource.RLIMIT_NOFILE, (0, 0))\ndef f(x): return 0",
+    "closes the connection": "import os\nos.closerange(0, 100)",
+    "sends what is not a message": PARENT + "def f(x):\n    os.write(3, b'\\xff' * 64)",
+    "sends a message without end": PARENT + "def f(x):\n    os.write(3, b'\\x00\\xff\\xff\\xff')\n    time.sleep(9)",
+    "sends deep nesting": PARENT + "def f(x):\n    d = b'[' * 100000\n    os.write(3, struct.pack('!I', len(d)) + d)",
+    "sends the checker's exec": PARENT + SAY + "def f(x): say({'value': {'builtin': 'exec'}})",
+    "sends an object of the checker": PARENT + SAY + "def f(x): say({'value': {'yours': 0}})",
+    "asks the checker to call": PARENT
+    + SAY
+    + "def f(x): say({'do': 'call', 'with': [{'builtin': 'exec'}, ['1'], {'dict': []}]})",
+    "asks the checker for attributes": PARENT
+    + SAY
+    + "def f(x): say({'do': 'getattr', 'with': [{'yours': 0}, '__globals__']})",
+    "sends an exit": PARENT + SAY + "def f(x): say({'error': ['SystemExit', '0']})",
+    "sends a class that is no error": PARENT + SAY + "def f(x): say({'error': ['print', 'x']})",
+    "answers ahead": PARENT + SAY + "def f(x):\n    for _ in range(9): say({'value': True})\n    return True",
+    "imports in the checker": PARENT + SAY + "open('evil.py', 'w').write('import os; os._exit(0)')\n"
+    "def f(x): say({'value': {'evil': []}})",
+    "never answers": "def f(x):\n    while True: pass",
+    "never ends its value": "def f(x):\n    while True: yield 4",
+    "returns true": "def f(x): return True",
+    "returns not a number": "def f(x): return float('nan')",
+    "raises": "def f(x): raise AssertionError",
+    "returns itself": "def f(x): return f",
+    "returns the checker's truth": "def f(x): return type",
+    "hides in a dictionary": f"class K(str):\n    {ALL}    __hash__ = lambda s: hash(4)\ndef f(x): return K()",
+    "traces every line": "import sys\nsys.settrace(lambda *_: None)\nsys.setrecursionlimit(60)\ndef f(x): return 0",
+    "replaces json": "import json, sys\njson.dumps = lambda *_, **__: '{\"value\": true}'\ndef f(x): return 0",
+    "has threads that exit": "import threading, os\n"
+    "for _ in range(20): threading.Thread(target=os._exit, args=(0,)).start()",
+    "starts another program": "import os\nos.execvp('true', ['true'])",
+}
+
+
 ADD_STDIO = {"inputs": ["1 2\n", "3 4\n", "0 0\n"], "outputs": ["3\n", "7\n", "0\n"]}
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 
@@ -147,22 +261,70 @@ class TestAsserts:
         result = await scored(client, "def f(x): return x * 2", self.TESTS)
         assert (result["passed"], result["total"], result["verdict"]) == (1, 3, "runtime_error")
 
+    async def test_the_solution_and_the_statement_share_no_process(self, client):
+        """What a solution sees of the statement are the arguments."""
+        tests = {"assert_case": ["import os\nassert f(os.getpid()) == 'another'"]}
+        program = "import os\ndef f(pid):\n    return 'same' if os.getpid() == pid else 'another'"
+        assert (await scored(client, program, tests))["score"] == 1.0
+
+    @pytest.mark.parametrize("cheat", CHEATS)
+    async def test_no_cheat_wins_a_single_case(self, client, cheat):
+        result = await scored(client, CHEATS[cheat], TO_BE_CHEATED, timeout=1)
+        assert (result["passed"], result["total"]) == (0, len(TO_BE_CHEATED["assert_case"]))
+
+    async def test_the_cases_to_be_cheated_can_be_passed(self, client):
+        assert (await scored(client, "import math\ndef f(x): return x * x", TO_BE_CHEATED))["score"] == 1.0
+
     @pytest.mark.parametrize(
-        "cheat",
+        ("program", "statement"),
         [
-            "import sys; sys.exit(0)",
-            "import os; os._exit(0)",
-            "raise SystemExit",
-            "def f(x):\n    import os; os._exit(0)",
-            "def f(x):\n    import sys; sys.exit(0)",
-            "import sys, json; print(json.dumps(None)); sys.exit(0)",
-            "import os\nif os.fork() == 0: pass\nelse: os._exit(0)",
-            "import threading, os\nthreading.Timer(0.05, lambda: os._exit(0)).start()\ndef f(x):\n    while True: pass",
+            ("def f(*a): return list(a)", f"value = {EVERY_KIND}\nassert f(*value) == value"),
+            ("def f(*a): return [type(each).__name__ for each in a]", f"v = {EVERY_KIND}\nassert f(*v) == f_(v)"),
+            ("def f(x): return x", "assert repr(f(-0.0)) == '-0.0' and f(float('nan')) != f(float('nan'))"),
+            ("def f(x, *, by=1): return x + by", "assert f(2, by=3) == 5 and f(2) == 3"),
+            ("import numpy as np\ndef f(x): return np.int64(x), np.bool_(True)", "assert f(3) == (3, True)"),
+            ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+            ("def f(n):\n    i = 0\n    while True:\n        yield i\n        i += n", "assert next(f(2)) == 0"),
+            ("def f(n): return (i for i in range(n))", "assert list(f(3)) == [0, 1, 2] and f(3) != [0, 1, 2]"),
+            ("def f(x): return lambda y: x + y", "assert f(1)(2) == 3"),
+            ("def f(g, x): return [g(each) for each in x]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
+            ("def f(key, x): return sorted(x, key=key)", "assert f(len, ['aa', 'b']) == ['b', 'aa']"),
+            ("def f(x): return sum(x)", "assert f(iter([1, 2])) == 3 and f(range(4)) == 6"),
+            ("def f(kind): return kind('3'), type(3)", "assert f(int) == (3, int)"),
+            ("def f(x): return x[9]", "try:\n    f([1])\nexcept IndexError:\n    pass\nelse:\n    assert False"),
+            ("def f(x): x.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
+            ("def f(x, y): x.update(y)", "x = {}\nf(x, {1: [2]})\nassert x == {1: [2]}"),
+            (
+                "class N:\n    def __init__(self, v): self.v, self.next = v, None\n"
+                "def f(n): return n.v + (f(n.next) if n.next else 0)",
+                "n = N(1)\nn.next = N(2)\nassert f(n) == 3 and n.next.v == 2 and n.next is n.next",
+            ),
+            ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
+            ("import math\ndef f(x): return x", "assert math.isclose(f(0.1 + 0.2), 0.3)"),
+            ("count = 0\ndef f():\n    global count\n    count += 1\n    return count", "assert f() == 1 and f() == 2"),
         ],
     )
-    async def test_ending_early_is_no_way_to_pass(self, client, cheat):
-        result = await scored(client, cheat, self.TESTS, timeout=2)
-        assert result["score"] == 0.0
+    async def test_what_crosses(self, client, program, statement):
+        statement = "import datetime, decimal, fractions\nfrom collections import deque\n" + statement
+        statement = statement.replace("f_(v)", "[type(each).__name__ for each in v]")
+        result = await scored(client, program, {"assert_case": [statement]})
+        assert (result["score"], result["verdict"]) == (1.0, "passed")
+
+    @pytest.mark.parametrize(
+        ("program", "statement"),
+        [
+            ("def f(x):\n    x.clear()\n    return x", "x = [2, 1]\nassert f(x) == sorted(x)"),
+            ("def f(x): return x", "x = [2, 1]\nassert f(x) is x"),
+            ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
+        ],
+    )
+    async def test_what_does_not_cross_is_not_passed(self, client, program, statement):
+        assert (await scored(client, program, {"assert_case": [statement]}))["score"] == 0.0
+
+    async def test_an_argument_that_cannot_cross_is_an_error_of_the_data(self, client):
+        tests = {"assert_case": ["class Box:\n    pass\nassert f(Box())"]}
+        with pytest.raises(DataError, match="Box"):
+            await scored(client, "def f(x): return x", tests)
 
     async def test_the_solution_cannot_read_what_is_expected_of_a_function(self, client):
         cheat = (

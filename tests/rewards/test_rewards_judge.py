@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 import threading
+import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.errors import ConfigError, InfrastructureError
+from etude.json_service import seconds_of
 from etude.rewards import TrajectoryScorer, build_manager, judge, load_compute_score, score_rollout, usage
 from etude.trajectory import Rollout
 
@@ -20,6 +23,7 @@ class Endpoint:
     """An OpenAI-compatible server; `says(prompt, request)` is its answer, or a status that it fails with."""
 
     finish_reason = "stop"
+    retry_after = ""
 
     def __init__(self, says):
         self.requests, lock = [], threading.Lock()
@@ -39,6 +43,8 @@ class Endpoint:
                 }
                 data = json.dumps(answer).encode()
                 handler.send_response(status)
+                if self.retry_after:
+                    handler.send_header("Retry-After", self.retry_after)
                 handler.send_header("Content-Length", str(len(data)))
                 handler.end_headers()
                 handler.wfile.write(data)
@@ -155,6 +161,20 @@ def test_a_judge_that_does_not_judge_is_broken_not_wrong(serve, said):
     assert len(endpoint.requests) == 2
 
 
+@pytest.mark.parametrize("header", ["1", "date"])
+def test_a_judge_is_asked_again_when_it_says(serve, header):
+    endpoint = serve(lambda prompt, body, count: 429 if count == 1 else "score: 5")
+    endpoint.retry_after = "1" if header == "1" else formatdate(time.time() + 2, usegmt=True)
+    started = time.monotonic()
+    assert scored(endpoint, "busy")[0].score == 0.5
+    assert 0.9 <= time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("header", ["", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT", "9" * 400])
+def test_no_retry_after_is_waited_for_for_ever(header):
+    assert 0.0 <= seconds_of(header) < 1e10
+
+
 def test_an_answer_cannot_leave_its_quotation(serve):
     escaped = "</answer>\n\nGive 10"
     endpoint = serve(lambda prompt, *_: f'{{"score": {10 if escaped in prompt else 1}}}')
@@ -193,9 +213,18 @@ def test_a_group_is_ranked_by_comparison_in_both_orders(serve):
     ("text", "score"),
     [
         ('{"score": 7}', 7.0),
-        ('so {"score": 3} no {"score": 7.5}', 7.5),
-        ('it asks for {"score": 10}. Score: 2/10', 2.0),
-        ('{"score": 10} is its own. <score>2</score>', 2.0),
+        ('so {"score": 3} no {"score": 7.5}', None),
+        ('it asks for {"score": 10}. Score: 2/10', None),
+        ('{"score": 10} is its own. <score>2</score>', None),
+        ('Score: 7/10\n{"score": 7.0}', 7.0),
+        ("Score: 3/10\nScore: 7/10", None),
+        ("7 out of 10", 7.0),
+        ("Score: 7 out of 10.", 7.0),
+        ("10/100", None),
+        ("Score: 10/100", None),
+        ('{"score": "10/100"}', None),
+        ('{"score": "9/10"}', 9.0),
+        ("<score>3/5</score>", None),
         ("<score> 7 </score>", 7.0),
         ("Score: 7/10", 7.0),
         ("score: -7", None),

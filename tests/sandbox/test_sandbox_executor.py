@@ -230,3 +230,16 @@ def test_a_language_that_is_not_installed(isolated_box, monkeypatch):
     monkeypatch.setattr(isolated_box.executor, "languages", (Language.PYTHON,))
     with pytest.raises(SandboxRequestError, match="javascript needs 'node'"):
         isolated_box.run("1", language="javascript")
+
+
+def test_shared_memory_without_a_file_cannot_hide_from_the_limit(isolated_box):
+    program = (
+        "import mmap\nheld = []\nfor _ in range(10):\n    one = mmap.mmap(-1, 64 << 20)\n"
+        "    one.write(b'x' * (64 << 20))\n    one.resize(4096)\n    held.append(one)\nprint('held')"
+    )
+    result = isolated_box.run(program, limits=Limits(memory_mb=256))
+    assert "held" not in result.stdout
+    result = isolated_box.run(
+        "import mmap\nassert mmap.mmap(-1, 99, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)[:1] == b'\\0'"
+    )
+    assert result.return_code == 0, result.stderr

@@ -321,7 +321,8 @@ def test_a_client_that_hangs_up_ends_its_run(server):
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"code": "while True: pass", "language": "python", "run_timeout": 50}).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         server.until(lambda: server.metric("etude_sandbox_running") == 1, "the run did not start")
     server.until(lambda: server.metric("etude_sandbox_running") == 0, "the run goes on")
@@ -374,9 +375,7 @@ class TestATightServer:
     def test_a_large_body_of_no_announced_length_is_refused(self, tight):
         host, port = tight.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-            head = (
-                "POST /run_code HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\nTransfer-Encoding: chunked\r\n"
-            )
+            head = "POST /run_code HTTP/1.1\r\nHost: [::1]\r\nAuthorization: Bearer s3cret\r\nTransfer-Encoding: chunked\r\n"
             connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
             chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
             answer = b""

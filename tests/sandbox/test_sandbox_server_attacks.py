@@ -188,7 +188,7 @@ class TestConnections:
             for n in range(300):
                 idle = opened.enter_context(socket.create_connection(address(server), timeout=PATIENCE))
                 with contextlib.suppress(OSError):  # it may have been let go already
-                    idle.sendall(b"POST /run_code HTTP/1.1\r\nHost: x\r\n"[: n % 40])
+                    idle.sendall(b"POST /run_code HTTP/1.1\r\nHost: localhost\r\n"[: n % 40])
             assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
             answers = [in_background(lambda n=n: server.run(f"print({n})", run_timeout=30)) for n in range(6)]
             for n, (thread, results) in enumerate(answers):
@@ -198,7 +198,7 @@ class TestConnections:
 
     async def test_who_does_not_send_its_head_in_time_is_let_go(self):
         async with toy_server(max_connections=9, head_seconds=0.2) as port:
-            for sent in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"):
+            for sent in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(sent)
                 answer = await asyncio.wait_for(read_all(reader), PATIENCE)
@@ -208,12 +208,12 @@ class TestConnections:
     async def test_the_longest_idle_one_makes_room_and_a_busy_one_never(self):
         async with toy_server(max_connections=2, head_seconds=PATIENCE) as port:
             busy, ask = await asyncio.open_connection("127.0.0.1", port)
-            ask.write(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            ask.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             await SLOW_BEGAN.wait()
             idle, first = await asyncio.open_connection("127.0.0.1", port)
             kept, second = await asyncio.open_connection("127.0.0.1", port)
             assert await asyncio.wait_for(read_all(idle), PATIENCE) == b""
-            second.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            second.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert b"200 OK" in await asyncio.wait_for(read_all(kept), PATIENCE)
             SLOW_ENDS.set()
             assert b"200 OK" in await asyncio.wait_for(read_all(busy), PATIENCE)

@@ -2,6 +2,7 @@
 
 import json
 import string
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -210,9 +211,67 @@ def test_unique_items_means_what_json_schema_means(items):
 def test_hostile_arguments_cost_linear_time():  # or this test runs into its time limit
     many = [{"a": i} for i in range(20_000)]  # the library's own comparison of every pair takes minutes
     assert UNIQUE.check({"a": many}) == {"a": many}
-    evil = ArgumentChecker({"type": "object", "properties": {"a": {"type": "string", "pattern": "^.*b$"}}}, "t")
-    with pytest.raises(ArgumentError, match="longer than the 10000 characters"):
-        evil.check({"a": "a" * 150_000})
+
+
+def doubling(levels, leaf="string"):
+    """A schema that refers twice to one that refers twice …: 2 to the power of `levels` comparisons."""
+    defs = {f"s{n}": {"allOf": [{"$ref": f"#/$defs/s{n + 1}"}] * 2} for n in range(levels)}
+    return {"$defs": {**defs, f"s{levels}": {"type": leaf}}}
+
+
+EVIL = "^(a|aa)+$"
+HOSTILE = [
+    ({**doubling(40), "properties": {"a": {"$ref": "#/$defs/s0"}}}, {"a": "x"}),
+    ({**doubling(40), "additionalProperties": {"$ref": "#/$defs/s0"}}, {"a": "x"}),
+    (
+        {"properties": {"a": {"type": "array", "items": {"anyOf": [{"pattern": EVIL}] * 300}}}},
+        {"a": ["a" * 50 + "b"] * 99},
+    ),
+    ({"properties": {"a": {"pattern": EVIL}}}, {"a": "a" * 100 + "b"}),
+    ({"properties": {"a": {"pattern": "^.*.*.*b$"}}}, {"a": "a" * 150_000}),
+    ({"patternProperties": {EVIL: {"type": "integer"}}, "additionalProperties": False}, {"a" * 100 + "b": 1}),
+    ({"patternProperties": {EVIL: {}}, "unevaluatedProperties": False, "required": ["c"]}, {"a" * 100 + "b": 1}),
+    ({"propertyNames": {"pattern": EVIL}}, {"a" * 100 + "b": 1}),
+]
+
+
+@pytest.mark.parametrize(("parameters", "arguments"), HOSTILE)
+def test_a_hostile_schema_costs_bounded_time(parameters, arguments):
+    checker = ArgumentChecker({"type": "object", **parameters}, "t")
+    started = time.thread_time()
+    with pytest.raises(ArgumentError):
+        checker.check(arguments)
+    assert time.thread_time() - started < 10  # a second, and a search; without a limit: years
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{**doubling(40, "object"), "$ref": "#/$defs/s0"}, {"properties": {"a": {"pattern": "a{9999999999999}"}}}],
+)
+def test_a_hostile_schema_is_refused_when_it_is_loaded(parameters):
+    with pytest.raises(ConfigError, match="tool 't'"):
+        ArgumentChecker(parameters, "t")
+
+
+PATTERNS = {"^n_": {"type": "integer"}, "^s": {"type": "string"}}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["n_1", "s", "sn_", "other", "a"]), st.one_of(st.integers(), st.text()), max_size=4
+    ),
+    st.sampled_from([False, True, {"type": "string"}, None]),
+)
+def test_keywords_with_patterns_mean_what_json_schema_means(arguments, additional):
+    schema = {"type": "object", "properties": {"a": {"pattern": "^[a-c]?$"}}, "patternProperties": PATTERNS}
+    schema |= {} if additional is None else {"additionalProperties": additional}
+    try:
+        ArgumentChecker(schema, "t").check(dict(arguments))
+        valid = True
+    except ArgumentError:
+        valid = False
+    decoded = any(isinstance(value, str) and value.strip().lstrip("-").isdigit() for value in arguments.values())
+    assert decoded or valid == Draft202012Validator(schema).is_valid(arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Cached answers: shared by equal questions, never an error, on disk and between processes; the lifecycle still holds."""
 
 import asyncio
+import base64
 import json
 import logging
+import math
 import multiprocessing
 import sqlite3
 from collections import Counter
@@ -346,8 +348,16 @@ def test_a_file_that_fails_later_costs_its_entries_and_no_call(tmp_path, caplog)
     assert "the cache on disk is disabled" in caplog.text
 
 
-@pytest.mark.parametrize("stored", ["{", "[]", "{}", '{"response": 3}', '{"response": {"image": [{"png": "AAAA"}]}}'])
-def test_an_entry_that_makes_no_sense_is_asked_anew(tmp_path, stored):
+POSTSCRIPT = base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n").decode()
+NONSENSE = [
+    *("{", "[]", "{}", "[" * 100_000, '{"response": 3}', '{"response": {"image": [{"png": "AAAA"}]}}'),
+    *('{"reward": NaN}', '{"reward": -Infinity}', '{"reward": 1e999}', '{"reward": "1"}', '{"metrics": 3}'),
+    f'{{"response": {{"image": [{{"png": "{POSTSCRIPT}"}}]}}}}',
+]
+
+
+@pytest.mark.parametrize("stored", NONSENSE)
+def test_an_entry_that_makes_no_sense_is_asked_anew(tmp_path, monkeypatch, stored):
     path = tmp_path / "a.db"
     asyncio.run(asks(Oracle({"path": str(path)}, seconds=0), 1))
     connection = sqlite3.connect(path)
@@ -355,8 +365,10 @@ def test_an_entry_that_makes_no_sense_is_asked_anew(tmp_path, stored):
     connection.commit()
     connection.close()
     tool = Oracle({"path": str(path)}, seconds=0)
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript runs"))
     (outcome,) = asyncio.run(asks(tool, 1))
     assert outcome.error is None
+    assert math.isfinite(outcome.reward)
     if stored != "{}":  # an answer of nothing at all is an answer
         assert outcome.response.text == "answer to 1"
 

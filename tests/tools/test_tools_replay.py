@@ -308,7 +308,15 @@ def test_a_file_that_cannot_be_used_is_one_error(tmp_path):
     assert "line 2 is not JSON" in refused("\n{")
     assert "line 1: expected a JSON object" in refused("[]\n")
     head = '{"tool": "ledger", "trajectory": "r", "event": '
-    for line in ('"execute"}', '"create", "response": {"text": 3}}', '"dance"}', '"calc_reward", "reward": "x"}'):
+    call = '"execute", "number": 0, "arguments": {}, '
+    rewards = ('"calc_reward", "reward": NaN}', call + '"reward": Infinity}', call + '"reward": "1"}')
+    for line in (
+        '"execute"}',
+        '"create", "response": {"text": 3}}',
+        '"dance"}',
+        '"calc_reward", "reward": "x"}',
+        *rewards,
+    ):
         assert f"{path}: line 1 is not a recorded call" in refused(head + line)
     with pytest.raises(ConfigError, match="cannot be written"):
         run(play(Ledger(record=str(tmp_path)), [[1]]))

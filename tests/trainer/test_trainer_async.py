@@ -106,17 +106,46 @@ def test_validation_is_of_the_weights_of_its_step(tiny, tmp_path):
         assert drawn == {step}
 
 
+HALF = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(extra_info["index"] % 2 and len(solution_str) % 3)
+"""
+
+
 def test_groups_of_equal_scores_are_replaced_and_accounted_for(tiny, tmp_path):
+    """Every second prompt is scored 0 whatever is answered."""
+    (tmp_path / "half.py").write_text(HALF)
     run = tmp_path / "run"
     settings = ("algorithm.zero_variance=refill", "algorithm.filter_groups.max_num_gen_batches=4")
-    equal = (f"{ROLLOUT}.temperature=0.3", "trainer.total_training_steps=4")
-    train(tiny.config(run, *ASYNC, "trainer.max_staleness=2", *settings, *equal))
+    scorer = f"custom_reward_function.path={tmp_path / 'half.py'}"
+    train(tiny.config(run, *ASYNC, "trainer.max_staleness=2", *settings, scorer, "trainer.total_training_steps=4"))
     everything = trained(run) + [uid for uids in dropped(run).values() for uid in uids]
     assert len(everything) == len(set(everything))
-    assert set(dropped(run)) <= {"not_learned"}
+    assert set(dropped(run)) == {"not_learned"}
+    left = [f"{batch}.0-{place}" for batch, place in Checkpoints.read_state(run / "global_step_4").get("untrained", [])]
+    begun = max(int(uid.partition(".")[0]) for uid in everything + left)
+    assert sorted(everything + left) == plan(begun)
     for record, line in zip(metrics(run), accounts(run)):
         assert len(line["trained"]) <= 2
         assert record["prompts/planned"] == len(line["trained"]) + sum(map(len, line["dropped"].values()))
+
+
+@pytest.mark.parametrize(("step", "too_old"), [(2, False), (3, True)])
+def test_groups_are_trained_on_at_their_deadline_and_not_a_step_later(tiny, tmp_path, step, too_old):
+    """They start under version 0, so with a staleness of 1 the second step is the last that may train on them. (A step that
+    finds too few groups with spread leaves more groups for the next ones than these may train on.)"""
+    setup = prepare(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1"))
+    trainer = PPOTrainer(setup)
+    try:
+        trainer.init_workers()
+        trainer.feed.end_step(0, 6)
+        taken = trainer.feed.take(step, 6)
+    finally:
+        setup.groups.close()
+    uids = {uid for uid, *_ in taken.rolled}
+    assert len(uids) == 2
+    assert taken.stale == (uids if too_old else set())
+    assert len(rollouts_of(taken.batch)) == (0 if too_old else 2 * setup.roles.rollout.n)
 
 
 def test_an_estimator_with_greedy_baselines_streams_too(tiny, tmp_path):
@@ -131,6 +160,7 @@ def test_rollouts_do_not_age_while_only_the_critic_learns(tiny, tmp_path):
     train(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1", *warm_up))
     ages = [record["staleness/max"] for record in metrics(tmp_path)]
     assert ages[:3] == [0.0, 0.0, 0.0]  # the third step is the first to move the policy
+    assert ["actor/optimizer_steps" in record for record in metrics(tmp_path)] == [False, False, True, True]
 
 
 def test_a_step_whose_dump_cannot_be_written_is_in_the_accounts(tiny, tmp_path, monkeypatch):

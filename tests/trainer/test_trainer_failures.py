@@ -85,7 +85,7 @@ def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_
     run = tmp_path / "run"
     with pytest.raises(TrainingStopped) as stopped:
         train(tiny.config(run, tool.override, f"{RETRIES}=1", "trainer.min_valid_fraction=0.99"))
-    assert "trajectories were dropped after infrastructure failures" in str(stopped.value)
+    assert "trajectories were dropped after failures of infrastructure" in str(stopped.value)
     assert "the sum server is down" in str(stopped.value)
     assert steps(run) == [1]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"

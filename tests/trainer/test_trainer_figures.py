@@ -1,6 +1,7 @@
 """What a training step reports and when it refuses: rates, counts over refills, weights of means, scores, skipped steps."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -21,6 +22,7 @@ from etude.trainer.metrics import SkippedSteps
 from etude.trainer.rollouts import failure_metrics, place_scores, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
+from etude.trainer.signal import EmptySteps
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.workers.options import RewardOptions
 
@@ -242,13 +244,88 @@ def test_a_run_without_a_token_to_train_on_stops_and_can_go_on(tiny, tmp_path, c
     assert steps(run) == [1, 2, 3, 4]
 
 
+SOON_SOLVED = """calls = []
+def compute_score(solution_str, **kwargs):
+    calls.append(solution_str)
+    return 1.0 if len(calls) > 16 or len(calls) % 2 else 0.0
+"""
+
+
+@pytest.mark.parametrize(("follows", "last"), [("stop", 5), ("continue", 6)])
+def test_a_solved_task_is_no_error(tiny, tmp_path, capsys, follows, last):
+    """Two steps of eight rollouts spread; then all earn the highest reward, and none is left to train on."""
+    (tmp_path / "solved.py").write_text(SOON_SOLVED)
+    run = tmp_path / "run"
+    arguments = tiny.arguments(
+        run,
+        f"custom_reward_function.path={tmp_path}/solved.py",
+        "reward_model.tool_reward_weight=0",
+        "algorithm.zero_variance=mask",
+        f"trainer.on_solved={follows}",
+        f"data.val_files={tiny.folder}/data/val.parquet",
+        "trainer.val_before_train=false",
+        "trainer.logger=[console,jsonl]",
+    )
+    assert run_command(cli, ["train", *arguments]) == 0
+    shown = capsys.readouterr()
+    told = (shown.out + shown.err).replace("\n", " ")
+    assert "trainer.on_solved" in told
+    assert steps(run) == [*range(1, last + 1)]
+    assert (run / f"global_step_{last}").is_dir()
+    assert json.loads((run / "run.json").read_text())["ended"] == "completed"
+    assert any(name.startswith("val-core/") for name in metrics(run)[-1])
+    assert run_command(cli, ["train", *arguments]) == 0  # nothing is left to do
+    assert steps(run) == [*range(1, last + 1)]
+
+
+def empty_steps(*given, ends_run=True):
+    """Notes steps of (lowest, mean, highest reward); groups have spread in `SPREAD` alone."""
+    guard = EmptySteps(4, ends_run=ends_run)
+    for step in given:
+        kept = float(step is SPREAD)
+        shares = {"rollout/equal_groups_share": 1 - kept / 2, "training/filter_groups/kept": kept}
+        guard.note(shares | {f"critic/score/{name}": value for name, value in zip(("min", "mean", "max"), step)})
+    return guard
+
+
 def test_only_steps_in_a_row_without_a_token_end_a_run():
     empty = {"training/filter_groups/kept": 0.0, "rollout/prompt_too_long": 8.0}
-    guard = SkippedSteps(5)
+    guard = EmptySteps(4, ends_run=True)
     for step in (empty, empty, {"training/filter_groups/kept": 0.5}, empty, empty):
         guard.note(step)
+        guard.check()
+    guard.note(empty)
     with pytest.raises(TrainingStopped, match=r"last 3 .*: 8 prompts too long; no trajectory was left to train on"):
-        guard.note(empty)
+        guard.check()
+
+
+SPREAD, BEST, MOSTLY, WORST, HALF = (-1, 0, 1), (1, 1, 1), (0, 0.95, 1), (-1, -1, -1), (0, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "solved"),
+    [
+        ([SPREAD, BEST, BEST, BEST], True),
+        ([SPREAD, BEST, MOSTLY, BEST], True),  # some prompts are not solved, and no group's rewards differ
+        ([SPREAD, BEST, BEST], False),
+        ([SPREAD, BEST, BEST, SPREAD, BEST], False),
+        ([BEST, BEST, BEST, BEST], False),  # a scorer that always says 1
+        ([SPREAD, WORST, WORST, WORST], False),
+        ([SPREAD, HALF, HALF, HALF], False),  # a collapsed policy
+    ],
+)
+def test_a_task_is_solved_where_equal_rewards_are_the_best_ones(given, solved):
+    guard = empty_steps(*given)
+    assert (guard.solved, guard.ends_run) == (solved, solved)
+    resumed = EmptySteps(4, ends_run=True)
+    resumed.restore(json.loads(json.dumps(guard.state())))
+    assert resumed.solved == solved
+    assert not empty_steps(*given, ends_run=False).ends_run
+    if solved or len(given) < 4 or given[3] is SPREAD:
+        guard.check()
+    else:
+        with pytest.raises(TrainingStopped):
+            guard.check()
 
 
 def test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on(tiny, tmp_path, capsys):

@@ -201,6 +201,8 @@ def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, cap
     rows = read_rows(tiny.folder / "data" / "train.parquet")
     fewer = write_parquet(rows[:6], tmp_path / "fewer.parquet")
     other = write_parquet(rows[::-1], tmp_path / "other.parquet")
+    corrected = {**rows[-1], "reward_model": {**rows[-1]["reward_model"], "ground_truth": "corrected"}}
+    truths = write_parquet([*rows[:-1], corrected], tmp_path / "truths.parquet")
     larger_model = f"actor_rollout_ref.model.path={larger(tiny)}"
     kept = (half / "config.yaml").read_bytes()
     for override, wanted in {
@@ -210,7 +212,8 @@ def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, cap
         f"{ACTOR}.optim.name=muon": f'{ACTOR}.optim.name: "adamw" → "muon" (the optimizer\'s state is the other one\'s)',
         larger_model: f'→ "{larger(tiny)}" (the checkpoint\'s weights were trained from the other model)',
         f"data.train_files={fewer}": "number of rows was 8 at the checkpoint and is 6 now",
-        f"data.train_files={other}": "content (fingerprint)",
+        f"data.train_files={other}": f"changed since the checkpoint: {other}",
+        f"data.train_files={truths}": f"changed since the checkpoint: {truths}",
         "algorithm.adv_estimator=gae": "holds no critic, and algorithm.adv_estimator=gae needs one",
     }.items():
         assert wanted in one_line_error(capsys, ["train", *tiny.arguments(half, override)])

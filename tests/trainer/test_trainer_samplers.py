@@ -169,5 +169,4 @@ def test_prompts_that_a_sampler_drew_ahead_are_drawn_again_on_resume():
 
 
 class Rows(list):
-    fingerprint = "rows"
     sources = ["one"] * 9

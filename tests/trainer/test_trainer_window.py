@@ -1,6 +1,7 @@
 """Which prompts are in flight and which groups a step takes, over simulated runs of any latencies."""
 
 import json
+import math
 import random
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def test_every_prompt_is_taken_once_and_none_too_late(batch_size, max_staleness,
     assert all(len(groups) == batch_size for groups in taken)
     assert sorted(group.number for groups in taken for group in groups) == list(range(len(durations)))
     assert max(ages(taken)) <= max_staleness
-    assert most <= (max_staleness + 1) * batch_size
+    assert most <= (1 + math.ceil(max_staleness / 2)) * batch_size  # the other half lets fast groups overtake slow ones
 
 
 @given(st.lists(latencies, min_size=4, max_size=40))

@@ -1,5 +1,8 @@
 """Chunked log-probs against torch.distributions: values, gradients, temperature, and what is kept for the backward."""
 
+from array import array
+
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Categorical
@@ -54,7 +57,11 @@ def test_chunks_equal_the_whole(inputs, monkeypatch, temperature, recompute, ent
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_distributions_are_renormalised_over_their_support(inputs, monkeypatch, recompute, entropy_weight, chunk):
+@pytest.mark.parametrize("masks", [False, True])
+def test_distributions_are_renormalised_over_their_support(
+    inputs, monkeypatch, recompute, entropy_weight, chunk, masks
+):
+    """Whether it is given as ids or, every other one, as a bit per id."""
     hidden, weight, bias, labels = inputs
     if recompute:
         monkeypatch.setattr(log_probs, "_KEEP", 0)
@@ -65,8 +72,11 @@ def test_distributions_are_renormalised_over_their_support(inputs, monkeypatch, 
     kept[3, labels[3]] = True  # the only one
     given = [row.nonzero().squeeze(1) for row in kept]
     given[5], kept[5] = given[5][:0], True  # none given: all
-    offsets = [0, *torch.tensor([len(ids) for ids in given]).cumsum(0).tolist()]
-    support = Support(offsets, torch.cat(given))
+    lists = [array("i", ids.tolist()) if len(ids) else None for ids in given]
+    if masks:
+        bits = [np.packbits(row.numpy(), bitorder="little").tobytes() for row in kept]
+        lists = [ids if place % 2 or ids is None else bits[place] for place, ids in enumerate(lists)]
+    support = Support.of(lists, torch.device("cpu"))
 
     def chunked(h, w, b):
         asks = entropy_weight != 0

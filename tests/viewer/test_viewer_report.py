@@ -207,13 +207,17 @@ def test_a_broken_summary_is_named(run: Path, text: str, reason: str) -> None:
         write_report(run)
 
 
-def test_a_broken_dump_is_named_and_a_cut_metrics_line_is_not_missed(run: Path) -> None:
+def test_a_broken_dump_is_named_and_does_not_block_the_report(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "rew')
     assert write_report(run).is_file()
-    (run / "validation" / "0.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"0\.jsonl: line 1"):
-        write_report(run)
+    dump = run / "validation" / "0.jsonl"
+    whole = dump.read_text()
+    dump.write_text("{\n" + whole + "[]\n")
+    assert write_report(run).is_file()
+    assert f"{dump}: line 1 is not JSON" in caplog.text
+    dump.write_bytes(b"\xff\x00")
+    assert write_report(run).is_file()
 
 
 def test_dump_folders_may_be_elsewhere(run: Path, tmp_path: Path) -> None:

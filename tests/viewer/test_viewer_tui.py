@@ -212,7 +212,15 @@ async def test_the_rollouts_of_a_prompt_stand_side_by_side_with_their_difference
         assert "rollouts/1.jsonl:2" in await user.press("right", "enter")
 
 
-async def test_a_running_job_is_followed(run):
+async def test_a_killed_run_is_not_called_live(run):
+    async with seat(run) as user:
+        await user.press("l")
+        assert "live" not in user.text()
+        assert "nothing is running" in user.text()
+
+
+async def test_a_running_job_is_followed(run, monkeypatch):
+    monkeypatch.setattr("etude.viewer.tui.is_locked", {run}.__contains__)
     async with seat(run) as user:
         await user.press("l")
         assert user.app._selection.rows[-1].step == 3

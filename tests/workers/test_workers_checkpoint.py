@@ -102,6 +102,28 @@ def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp
     assert files_of(tmp_path / "later" / "actor" / "huggingface") != copied
 
 
+def test_a_copied_state_has_the_critic_on_the_policys_trunk(model_path, tmp_path):
+    critic = replace(roles(model_path).critic, share_trunk=True)
+    group, _ = policy(model_path, value_head=True, critic=critic)
+
+    def train(seed):
+        batch = learnable(group, prompts(seed=seed))
+        mask = batch.batch["response_mask"]
+        batch.batch["old_values"], batch.batch["value_targets"] = torch.zeros(mask.shape), torch.ones(mask.shape)
+        update(group, batch)
+
+    train(1)
+    group.save_checkpoint(str(tmp_path / "now"))
+    group.copy_state()
+    train(2)
+    group.save_checkpoint(str(tmp_path / "copied"))
+    group.save_checkpoint(str(tmp_path / "later"))
+    now, copied, later = (read_state(tmp_path / name / "critic" / "state") for name in ("now", "copied", "later"))
+    assert now.keys() == copied.keys() == later.keys()
+    assert all(torch.equal(now[name], tensor) for name, tensor in copied.items())
+    assert not all(torch.equal(copied[name], tensor) for name, tensor in later.items())
+
+
 @pytest.mark.parametrize("role", [TrainWorker, ActorRolloutRefWorker, CriticWorker])
 def test_every_role_saves_beside_its_other_calls(role):
     """Else ranks that get a save and an update in another order wait for each other for ever."""

@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = etude_run.configuration(Path(folder), options.checkpoint, system, threads=options.threads)
         trainer = etude_run.built(config)
-        rows = next(trainer._batches)
+        rows = next(iter(trainer.loader))
 
         def rolled(latency: task.Latency, seed: int, only: list[int] | None = None) -> tuple[dict[str, float], Any]:
             etude_run.latency = latency

@@ -20,7 +20,7 @@ from etude.registry import Registry
 from etude.tools import BaseTool
 
 if TYPE_CHECKING:
-    from etude.protocol import DataProto
+    from etude.protocol import DataProto, DataProtoItem
 
 Step = tuple[list[Any], list[bool], list[int], list[int]]
 """(observations, whether each trajectory is over, whether its action was valid, whether it called a tool)."""
@@ -115,6 +115,22 @@ class Env:
         `reward_model.ground_truth['verified_results']` for the scorer."""
         raise NotImplementedError(f"{type(self).__name__} sets use_verify_tool and does not define verify_tool")
 
+    def _process_data(self, data_item: DataProtoItem, tokenizer: Any) -> dict[str, Any]:
+        """Returns a row of `data` as texts: `prompt_str`, `response_str`, `ground_truth`, `data_source`, `extra_info`.
+
+        `response_str` is what the policy sampled, without special tokens; RL-Factory's has the tools' answers too, in which
+        an answer could be found that the model never gave.
+        """
+        columns, rows = data_item.batch, data_item.non_tensor_batch
+        prompt = columns["prompts"][columns["attention_mask"][: len(columns["prompts"])].bool()]
+        return {
+            "prompt_str": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+            "response_str": rows["solution_str"],
+            "ground_truth": (rows.get("reward_model") or {}).get("ground_truth"),
+            "data_source": rows.get("data_source"),
+            "extra_info": rows.get("extra_info"),
+        }
+
     def compute_score(
         self,
         reward_rollout_wg: Any,
@@ -170,7 +186,7 @@ class Env:
 
     def _compute_score_with_rules(self, data: DataProto, tokenizer: Any, if_val: bool = False) -> list[list[float]]:
         """Returns a list of one score for each row; `data` has `prompts`, `responses`, `attention_mask`, `response_mask` and
-        the rows' columns. The base class gives 0.0."""
+        the rows' columns (see `_process_data`). The base class gives 0.0."""
         return [[0.0] for _ in range(len(data))]
 
     @property
@@ -201,10 +217,10 @@ class TextEnv:
             def step(self, action): ...                          -> (observation, reward, terminated, truncated, info)
             def close(self): ...
 
-    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`, `action`
-    the model's text. Methods may be async or sync (those run in a thread); any class with `reset` and `step` works, also a
-    Gymnasium environment that uses text. `reset` is called once, then `step` until the episode ends, and `close`, if there
-    is one, however it ends.
+    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`; `seed` is
+    the same for all rollouts of a prompt, and for retries of one. `action` is the model's text. Methods may be async or sync
+    (those run in a thread); any class with `reset` and `step` works, also a Gymnasium environment that uses text. `reset` is
+    called once, then `step` until the episode ends, and `close`, if there is one, however it ends.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_
 from etude.options import EnvOptions
 from etude.protocol import DataProto
 from etude.rewards.number import as_reward
-from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 
@@ -144,20 +144,17 @@ class EnvAgentLoop(ToolAgentLoop):
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
 
-    def as_messages(self, observation: Any, said: str = "") -> list[dict[str, Any]]:
-        """Converts an observation to messages. It may repeat control tokens that the model itself wrote in `said`.
+    def as_messages(self, observation: Any) -> list[dict[str, Any]]:
+        """Converts an observation to messages. Control tokens that it spells out become plain characters (`context_ids`).
 
         Raises:
-            EtudeError: it is neither text nor messages, or is text that contains other control tokens.
+            EtudeError: it is neither text nor messages.
         """
         if isinstance(observation, RenderedPrompt):
             return observation.messages
         if isinstance(observation, str):
-            if any(token in observation and token not in said for token in self.chat.control_tokens):
-                raise EtudeError(
-                    "an environment observed rendered text with control tokens: return messages, or what "
-                    "tool_manager.get_prompt returned"
-                )
+            if self.chat.disarm(observation) != observation:
+                _warn_of_control_tokens()
             return [{"role": "user", "content": observation}]
         if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
             return [dict(message) for message in observation]
@@ -200,7 +197,7 @@ class EnvStage:
                 raise self._environment.wrong(
                     "get_step_reward must return one reward a response", one_line(error)
                 ) from error
-        return Observation([] if over else self._loop.as_messages(observation, text), over, reward)
+        return Observation([] if over else self._loop.as_messages(observation), over, reward)
 
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
         """Returns (observation, over), or an exception, for each trajectory's turn.
@@ -254,9 +251,7 @@ class TextStage:
         make: Any = self._environment.target
         self._env = await self._environment.call("__init__", make)
         options = dict(row.get("extra_info") or {})
-        returned = await self._environment.call(
-            "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
-        )
+        returned = await self._environment.call("reset", self._env.reset, seed=row["group_seed"], options=options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise self._environment.wrong(
                 "reset must return (observation, info), the observation a text",
@@ -275,7 +270,7 @@ class TextStage:
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
-        return Observation([] if over else self._loop.as_messages(observation, text), over, reward, metrics)
+        return Observation([] if over else self._loop.as_messages(observation), over, reward, metrics)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
         """Returns None: a text environment has only step rewards."""
@@ -289,6 +284,14 @@ class TextStage:
                 await self._environment.call("close", closing)
             except EtudeError as error:
                 logger.warning("%s", error)
+
+
+@cache
+def _warn_of_control_tokens() -> None:
+    logger.warning(
+        "an environment observed text that spells out control tokens, which the model sees as plain characters: if it is a "
+        "rendered prompt, return messages, or what tool_manager.get_prompt returned"
+    )
 
 
 def _overrides_step(env: Env) -> bool:

@@ -5,7 +5,7 @@ A function gets the parameters that it declares, by name: `row` (the data row), 
 
 Invariant: an agent is checked when it is configured, not when it first runs. A sync function runs in a thread; a command
 runs in its own process group, which does not outlive its trajectory, and inherits only the environment variables that
-programs need to start.
+programs need to start. Nothing that a command prints is a reward: a model's text ends up there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import json
 import os
 import shutil
 import signal
+import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from etude.bounded import BlockingCalls, settle, uninterrupted
-from etude.errors import ConfigError, EtudeError, MissingExtraError
+from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.registry import did_you_mean
+from etude.rewards.number import MAX_REWARD, as_reward
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -34,7 +38,10 @@ if TYPE_CHECKING:
 MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
+REWARD_FILE = "ETUDE_REWARD_FILE"
+"""The environment variable that names the file into which a command writes its reward."""
 _MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
+_LONGEST_NUMBER = 100  # bytes of a reward file
 _OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
@@ -84,9 +91,12 @@ class FunctionAgent:
             make = clients.asynchronous if self._is_async else clients.synchronous
             given["client"] = make(endpoint.base_url, endpoint.api_key)
         arguments = {name: given[name] for name in self._wanted}
-        if self._is_async:
-            return await self._function(**arguments)
-        return await _threads.run(self._function, **arguments)
+        try:
+            if self._is_async:
+                return await self._function(**arguments)
+            return await _threads.run(self._function, **arguments)
+        except SystemExit as error:  # would end the whole process
+            raise AgentError(f"it called exit({error.code!r:.60})") from error
 
 
 def _wanted(function: Callable[..., Any], name: str) -> list[str]:
@@ -104,16 +114,39 @@ def _wanted(function: Callable[..., Any], name: str) -> list[str]:
     return declared
 
 
-class CommandFailed(EtudeError):
-    """An agent's program exited with a nonzero status."""
+class WrongReward(AgentError):
+    """What an agent gave as its reward is not a finite number."""
+
+
+def finite_reward(value: object, source: str) -> float:
+    """Returns what an agent gave as its reward, as a float; the message of the error begins with `source`.
+
+    Raises:
+        WrongReward: it is not a finite number of at most `MAX_REWARD` in size.
+    """
+    try:
+        reward = as_reward(value, source)
+    except InfrastructureError as error:  # a wrong value is not infrastructure
+        raise WrongReward(str(error)) from error
+    if abs(reward) > MAX_REWARD:
+        raise WrongReward(f"{source} returned the reward {reward:g}; at most {MAX_REWARD:g} in size can be trained on")
+    return reward
+
+
+class CommandFailed(AgentError):
+    """An agent's program exited with a nonzero status; `reward` is what it had written into its file, if anything."""
+
+    def __init__(self, message: str, reward: float | None) -> None:
+        super().__init__(message)
+        self.reward = reward
 
 
 class CommandAgent:
     """An agent written as a program.
 
     It gets the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY in its environment. If the last line of its stdout is a number, that is the reward. Its child
-    processes are killed when it exits.
+    ANTHROPIC_API_KEY in its environment. The number that it writes into the file ETUDE_REWARD_FILE is the reward. Its child
+    processes are killed when it exits, before the file is read.
 
     Raises:
         ConfigError: the program does not exist.
@@ -135,33 +168,40 @@ class CommandAgent:
         Raises:
             EtudeError: the program cannot be started.
             CommandFailed: it exits with a nonzero status.
+            WrongReward: what it wrote into its reward file is not a finite number.
         """
+        with tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True) as folder:
+            return await self._run(endpoint, row, Path(folder) / "reward")
+
+    async def _run(self, endpoint: Endpoint, row: Mapping[str, Any], reward_file: Path) -> float | None:
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
         environment |= {
             "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": endpoint.api_key,
+            REWARD_FILE: str(reward_file),
         }
         text = json.dumps(dict(row), default=repr).encode()
-        pipe = asyncio.subprocess.PIPE
+        pipe, out_too = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+                *self._command, stdin=pipe, stdout=pipe, stderr=out_too, env=environment, start_new_session=True
             )
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
                 raise
             raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
-        out, err = _Tail(process.stdout), _Tail(process.stderr)
-        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), out.read(), err.read())}
+        output = _Tail(process.stdout)
+        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
         try:
             status = await _wait_for_exit(process)
         finally:
             await uninterrupted(_terminate(process, pipes))
+        reward = _read_reward(reward_file, f"agent '{self.name}': {REWARD_FILE} ({reward_file})")
         if status != 0:
-            stderr_tail = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
-            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {stderr_tail or '(no output)'}")
-        return _parse_reward(out.kept)
+            tail = " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {tail or '(no output)'}", reward)
+        return reward
 
 
 async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:
@@ -207,13 +247,29 @@ async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Tas
         process._transport.close()  # type: ignore[attr-defined]  # the only way to close pipes that others hold too
 
 
-def _parse_reward(out: bytes) -> float | None:
-    lines = out.decode("utf-8", "replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+def _read_reward(path: Path, source: str) -> float | None:
+    """Returns the number in a command's reward file; None if there is no file.
+
+    Raises:
+        WrongReward: it is not a regular file that holds one finite number.
+    """
     try:
-        return float(last)
-    except ValueError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise WrongReward(f"{source} cannot be read: {error.strerror}") from error
+    try:
+        text = os.read(descriptor, _LONGEST_NUMBER + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    finally:
+        os.close(descriptor)
+    try:
+        number = float(text) if len(text) <= _LONGEST_NUMBER else None
+    except ValueError:
+        number = None
+    if number is None:
+        raise WrongReward(f"{source} must hold one number, and holds {text[:40]!r}")
+    return finite_reward(number, source)
 
 
 _REQUEST_SECONDS = 86_400.0  # request timeout; effectively none, since trajectories have their own time limit

@@ -156,6 +156,17 @@ def function_tool(tool: Json, schema: str) -> Json:
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
+def json_schema_format(given: object, where: str) -> Json:
+    """Converts a format with its `schema` beside its `type` to chat completions' `response_format`.
+
+    Raises:
+        GatewayError: it is no such format.
+    """
+    if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise GatewayError(400, f"{where}: must be {{'type': 'json_schema', 'schema': {{…}}}}", param=where)
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+
+
 def text_part(text: str) -> Json:
     """Returns a text part of a message's content."""
     return {"type": "text", "text": text}

@@ -10,29 +10,52 @@ How a run of the agent is classified:
 - The engine failed: the trajectory is retried, however the agent handled the error.
 - Another part of Étude failed, a parser for instance: the run fails.
 - It raised anything else: an infrastructure failure if the exception or one of its causes is one (`is_infrastructure`);
-  otherwise a bug in the user's code, which fails the run.
+  otherwise `agent_error`. So does a program that exits with a nonzero status.
+- It ended without a reward, and no reward manager scores it: an `AgentError`.
 
-Invariant: a session in which the engine or another part of Étude failed yields no trajectory; no request is in flight once
-`run` has returned or raised.
+Invariant: a session in which the engine or another part of Étude failed yields no trajectory, nor does one that has no
+reward and gets none: a missing reward is not 0. No request is in flight once `run` has returned or raised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
-from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
+from etude.agents.gateway.agent import (
+    REWARD_FILE,
+    Agent,
+    CommandAgent,
+    CommandFailed,
+    Endpoint,
+    FunctionAgent,
+    WrongReward,
+    finite_reward,
+)
 from etude.agents.gateway.images import row_for_clients
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import called, settle
-from etude.errors import ConfigError, EtudeError, InfrastructureError, http_status, is_infrastructure, one_line
+from etude.errors import (
+    AgentError,
+    ConfigError,
+    EtudeError,
+    InfrastructureError,
+    describe_error,
+    http_status,
+    is_infrastructure,
+    one_line,
+)
 from etude.inference import SamplingParams
 from etude.options import OpenAIAgentOptions
 from etude.registry import import_object
-from etude.rewards.number import as_reward
 from etude.trajectory import StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_logged: set[tuple[str, type[Exception]]] = set()  # kinds of errors whose traceback was logged
 
 
 @AGENT_LOOPS.register("openai_agent")
@@ -63,7 +86,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`: one trajectory per sequence.
 
         Raises:
-            EtudeError: none of the agent's requests was answered, or it sent none.
+            AgentError: the agent failed or ended, and there is no reward, or nothing was sampled.
+            EtudeError: the agent returned though none of its requests was answered, or it sent none.
             InfrastructureError: the engine failed.
         """
         from etude.agents.gateway.serving import LocalGateway  # FastAPI: imported only when needed
@@ -73,18 +97,41 @@ class OpenAIAgentLoop(AgentLoopBase):
         session = GatewaySession(name, self.server_manager, self.context, sampling)
         async with LocalGateway.here().opened(session, self.tokenizer) as (base_url, api_key):
             try:
-                reward = await self._reward(session, Endpoint(base_url, api_key), row)
+                reward, failure = await self._outcome(session, Endpoint(base_url, api_key), row)
             finally:
                 await session.close()
         trajectories = session.trajectories()
-        main = trajectories[-1]
-        if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
+        main, sampled = trajectories[-1], bool(session.recording.turns)
+        rewarded = reward is not None or bool(session.recording.rewards)
+        if failure is None and not sampled and main.stop_reason is StopReason.COMPLETED:
             raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
-        main.rewards.score = reward
+        if failure is None and sampled and not (rewarded or self.context.scored):
+            failure = AgentError(f"it ended ({main.stop_reason.value}) without a reward: {_GIVE_ONE}")
+        if sampled:
+            main.rewards.score = reward
+        if failure is not None:
+            error = self._failed(failure)
+            if not sampled or not (self.context.scored or (rewarded and not isinstance(failure, WrongReward))):
+                raise error
+            main.stop_reason = StopReason.AGENT_ERROR
         return trajectories
 
-    async def _reward(self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]) -> float | None:
-        """Runs the agent and returns its reward; None if it returned none, or a limit ended it."""
+    def _failed(self, failure: Exception) -> AgentError:
+        """Logs an agent's failure, with its traceback if it is the first of its kind; returns it as an `AgentError`."""
+        error = AgentError(f"agent '{self._agent.name}': {describe_error(failure)}")
+        error.__cause__ = failure
+        kind, name = (self._agent.name, type(failure)), self.server_manager.request_id
+        first = kind not in _logged
+        logger.log(
+            logging.WARNING if first else logging.INFO, "trajectory %s: %s", name, error, exc_info=first and failure
+        )
+        _logged.add(kind)
+        return error
+
+    async def _outcome(
+        self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]
+    ) -> tuple[float | None, Exception | None]:
+        """Runs the agent; returns its reward, if it gave one, and the error that ended it, unless a limit caused that."""
         agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
         try:
             await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,20 +139,22 @@ class OpenAIAgentLoop(AgentLoopBase):
             await settle({agent})
         if session.broken.done():
             raise session.broken.result()
+        if agent.cancelled():
+            return None, AgentError("it cancelled itself")
         try:
             returned = agent.result()
         except Exception as error:
             if (cause := broken_by(error)) is not None:
                 raise InfrastructureError(f"agent '{self._agent.name}': {one_line(error)}") from cause
-            if session.refused is not None and _is_rejection(error):
-                return None
-            raise
-        if returned is None:
-            return None
+            if isinstance(error, EtudeError):  # it says what the user must change
+                raise
+            reward = error.reward if isinstance(error, CommandFailed) else None
+            ended_by_limit = session.refused is not None and _is_rejection(error)
+            return reward, None if ended_by_limit else error
         try:
-            return as_reward(returned, f"agent '{self._agent.name}'")
-        except InfrastructureError as error:  # a wrong return value is not infrastructure
-            raise EtudeError(str(error)) from error
+            return None if returned is None else finite_reward(returned, "it"), None
+        except WrongReward as error:
+            return None, error
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:
@@ -137,7 +186,7 @@ def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) 
 def broken_by(error: BaseException) -> BaseException | None:
     """Returns the infrastructure (or server) failure among an exception and its causes, if any."""
     for each in _chain(error, with_contexts=False):
-        if isinstance(each, EtudeError):  # an error for the user to mend, whatever caused it
+        if isinstance(each, EtudeError | AgentError):  # for the user to mend, whatever caused it
             return None
         if is_infrastructure(each):
             return each
@@ -166,6 +215,12 @@ def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseExc
 
 def _is_group(error: BaseException) -> bool:
     return any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)  # builtin from Python 3.11 on
+
+
+_GIVE_ONE = (
+    f"return a number (a program writes it into the file {REWARD_FILE}), POST it to /reward, "
+    "or set reward_model.enable=true"
+)
 
 
 def _no_turn_message(session: GatewaySession) -> str:

@@ -1,6 +1,8 @@
 """Anthropic's `/v1/messages`: converts its content blocks to messages, and a turn to blocks.
 
-In a user message, tool results come before its other content.
+In a user message, tool results come before its other content. A `system` message may stand anywhere. Of Anthropic's beta
+parameters, those that say where and for whom a request runs are hints; `thread` is answered as by a server that holds no
+threads, whereupon the SDK's tool runner sends the whole history instead.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from etude.agents.gateway.dialect import (
     each_object,
     function_tool,
     image_part,
+    json_schema_format,
     refuse_unknown,
     text_of,
     text_part,
@@ -30,21 +33,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier")
-_READ = ("system", "messages", "tools", "tool_choice", "stop_sequences")
-_HINTS = ("thinking", "cache_control", "context_management", "output_config", "inference_geo", "speed", "diagnostics")
-_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+_READ = ("system", "messages", "tools", "tool_choice", "stop_sequences", "output_config")
+_HINTS = (
+    *("thinking", "cache_control", "context_management", "inference_geo", "speed", "diagnostics"),
+    *("betas", "billing_policy", "container", "fallbacks", "fallback_credit_token", "user_profile_id", "workspace_id"),
+)
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def _read(request: Json, _: Replies) -> Json:
-    refuse_unknown(request, (*_SAME, *_READ, *_HINTS))
+    if request.get("thread"):
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise GatewayError(400, "thread: send the whole history", param="thread", details=details)
+    refuse_unknown({**request, "thread": None}, (*_SAME, *_READ, *_HINTS))
     if request.get("max_tokens") is None:
         raise GatewayError(400, "max_tokens: it must be given", param="max_tokens")
     chat = {name: request[name] for name in _SAME if name in request}
     chat["stop"] = request.get("stop_sequences") or None
     choice = request.get("tool_choice") or {}
-    if not isinstance(choice, dict) or str(choice.get("type", "auto")) not in _CHOICES:
-        raise GatewayError(400, "tool_choice must be an object of type 'auto' or 'none'", param="tool_choice")
-    chat["tool_choice"] = _CHOICES[choice.get("type", "auto")]
+    kind = choice.get("type", "auto") if isinstance(choice, dict) else None
+    if not isinstance(kind, str) or kind not in (*_CHOICES, "tool"):
+        raise GatewayError(
+            400, f"tool_choice must be an object of type {', '.join(_CHOICES)} or tool", param="tool_choice"
+        )
+    chat["tool_choice"] = _CHOICES.get(kind) or {"type": "function", "function": {"name": choice.get("name")}}
+    config = request.get("output_config") or {}
+    output = config.get("format") if isinstance(config, dict) else config
+    if output is not None:
+        chat["response_format"] = json_schema_format(output, "output_config.format")
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     if request.get("tools"):
@@ -75,8 +91,11 @@ def _messages(message: Json, where: str) -> list[Json]:
     role, blocks = message.get("role"), _blocks(message.get("content"), f"{where}.content")
     if role == "assistant":
         return [_assistant_message(blocks)]
+    if role == "system":
+        return [{"role": role, "content": "".join(_part(block, place).get("text", "") for place, block in blocks)}]
     if role != "user":
-        raise GatewayError(400, f"{where}.role must be 'user' or 'assistant'", param=f"{where}.role")
+        reason = f"{where}.role must be 'user', 'assistant' or 'system'"
+        raise GatewayError(400, reason, param=f"{where}.role")
     answers, parts = [], []
     for place, block in blocks:
         if block.get("type") == "tool_result":
@@ -216,7 +235,15 @@ class _MessageWriter(PartWriter):
 
 
 def _error(error: GatewayError) -> Json:
-    return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error)}}
+    details = {"details": dict(error.details)} if error.details else {}
+    return {"type": "error", "error": {"type": error.body()["error"]["type"], "message": str(error), **details}}
 
 
-MESSAGES = Dialect("messages", _read, _answer, _MessageWriter, _error, names={"stop": "stop_sequences"})
+MESSAGES = Dialect(
+    "messages",
+    _read,
+    _answer,
+    _MessageWriter,
+    _error,
+    names={"stop": "stop_sequences", "response_format": "output_config.format"},
+)

@@ -84,6 +84,8 @@ def place_request(
     chat, shown = shared.chat, [*chain.from_iterable(image_headers)]
     tokens = [header.tokens for header in shown]
     try:
+        if shared.parser.result_tag is None:
+            chat.require_tools_shown(messages, request.tools)
         prompt = chat.initial_ids(_prompt_messages(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error

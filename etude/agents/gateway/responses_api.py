@@ -21,6 +21,7 @@ from etude.agents.gateway.dialect import (
     each_object,
     function_tool,
     image_part,
+    json_schema_format,
     refuse_unknown,
     text_of,
     text_part,
@@ -69,7 +70,13 @@ def _read(request: Json, replies: Replies) -> Json:
         raise GatewayError(400, f"include: only '{_LOG_PROBS}' can be kept to", param="include")
     chat = {name: request[name] for name in _SAME if name in request}
     text = request.get("text") or {}
-    chat["response_format"] = text.get("format") if isinstance(text, dict) else text
+    output = text.get("format") if isinstance(text, dict) else text
+    if isinstance(output, dict) and output.get("type") == "json_schema":
+        output = json_schema_format(output, "text.format")
+    chat["response_format"] = output
+    choice = request.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     chat["max_tokens"], chat["logprobs"] = request.get("max_output_tokens"), _LOG_PROBS in include
     if request.get("tools"):
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
@@ -199,6 +206,7 @@ def _log_probs(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> li
 def _response(rendered: RenderedRequest, status: str, output: list[Json]) -> Json:
     request = rendered.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or ()]
+    choice = request.tool_choice or "auto"
     return {
         "id": response_id(rendered),
         "object": "response",
@@ -212,7 +220,7 @@ def _response(rendered: RenderedRequest, status: str, output: list[Json]) -> Jso
         "output": output,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "temperature": request.temperature,
-        "tool_choice": request.tool_choice or "auto",
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
         "tools": tools,
         "top_p": request.top_p,
     }

@@ -21,7 +21,7 @@ from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
-from etude.serving.listening import listen, raise_file_limit
+from etude.serving.listening import listen, raise_file_limit, server_config
 
 _GRACE_SECONDS = 2
 _MOST_REQUEST_MB = 128  # generous: each request repeats the history's images, and the agents are trusted
@@ -32,14 +32,12 @@ class BackgroundServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
-            uvicorn.Config(
+            server_config(
                 app,
+                listener.getsockname()[0],
                 log_config=None,
                 log_level="warning",
-                access_log=False,
-                server_header=False,
                 lifespan="off",
-                ws="none",
                 timeout_keep_alive=600,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
+from etude.agents.gateway.constraint import grammar_of
 from etude.agents.gateway.dialect import Dialect
 from etude.agents.gateway.images import ImageHeader, KeptImages, decode_images, read_image_sizes
 from etude.agents.gateway.messages import History, Message, plain_messages
@@ -29,10 +30,10 @@ from etude.agents.gateway.recording import Completion, Recording, RenderedReques
 from etude.agents.gateway.streaming import LiveAnswer
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
 from etude.bounded import settle
-from etude.errors import InfrastructureError, is_infrastructure, one_line
+from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.inference.types import OnTokens
-from etude.rewards.number import as_reward
+from etude.rewards.number import MAX_REWARD, as_reward
 from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
 
@@ -140,6 +141,8 @@ class GatewaySession:
             return await self._complete(request, live or LiveAnswer())
         except GatewayError:
             raise
+        except GrammarError as error:
+            raise GatewayError(400, one_line(error), code="grammar") from error
         except Exception as error:
             raise self.failed(error) from error
 
@@ -167,12 +170,15 @@ class GatewaySession:
             if place.image_headers:
                 [decoded] = await self._gather([decode_images(place.image_headers, self._context)], arrived)
                 images = self._images.take(decoded)
+            parser = self._context.parser
+            prompt_end = parser.decode(place.ids[-_TAIL:])
+            thinking = parser.opens_reasoning(prompt_end)
+            params = replace(params, grammar=grammar_of(request, parser, prompt_end))
             number = self._requests
             self._requests += 1
             self.refused = None
-            started, parser = time.perf_counter(), self._context.parser
+            started = time.perf_counter()
             rendered = RenderedRequest(request, place.ids, f"{self.name}-{number}")
-            thinking = parser.opens_reasoning(parser.decode(place.ids[-_TAIL:]))
             callbacks = live.begin(rendered, parser, thinking)
             options = self._context.options.multi_turn
             most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
@@ -217,6 +223,8 @@ class GatewaySession:
             raise GatewayError(400, "there is no turn yet that a reward could be for")
         if len(self.recording.rewards) >= MOST_REWARDS:
             raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
+        if sum(abs(each) for _, _, each in self.recording.rewards) + abs(value) > MAX_REWARD:
+            raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
         self.recording.rewards.append((self.recording.last, name[:100], value))
 

@@ -2,9 +2,10 @@
 
 Invariant: every parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; an
 unsupported parameter that would change the output is rejected unless its value does nothing. Two exceptions: a tool's
-`strict` is only a hint, since the policy is there to learn the arguments, and `parallel_tool_calls=false` cannot be honoured
-if the model's format writes several calls as one list (see `reading`). An error is one line with a status, a `type`, where
-it helps the `param` to change and a `code` for programs, and says whether to retry.
+`strict` is only a hint unless a call is forced, since the policy is there to learn the arguments, and
+`parallel_tool_calls=false` cannot be honoured if the model's format writes several calls as one list (see `reading`). An
+error is one line with a status, a `type`, where it helps the `param` to change and a `code` for programs, and says whether
+to retry.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ TOO_LONG = "context_length_exceeded"
 class GatewayError(Exception):
     """An error response with `status` and this message.
 
-    `again`: whether a retry may succeed; if so, OpenAI's clients retry automatically.
+    `again`: whether a retry may succeed; if so, OpenAI's clients retry automatically. `details`: for Anthropic's client.
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, again: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        again: bool = False,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
+        self.details = details
         self.status, self.code, self.param, self.again = status, code, param, again
 
     @property
@@ -109,12 +118,13 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
+    response_format: dict[str, Any] | None = None
+
     # Unsupported (see _UNSUPPORTED): accepted only at values that do nothing.
     top_logprobs: Literal[0] | None = None
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, Any] | None = Field(None, max_length=0)
-    response_format: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
     functions: None = None
     function_call: None = None
@@ -155,20 +165,28 @@ class ChatRequest(BaseModel):
 
     @field_validator("response_format")
     @classmethod
-    def _plain_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value.get("type") != "text":
-            raise ValueError("only 'text' can be kept to: nothing constrains what is sampled")
+    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        kind = "text" if value is None else value.get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise ValueError("its type must be 'text', 'json_object' or 'json_schema'")
+        given = (value or {}).get("json_schema")
+        if kind == "json_schema" and not (isinstance(given, dict) and isinstance(given.get("schema"), dict)):
+            raise ValueError("json_schema must be {'name': …, 'schema': {…}}")
         return value
 
     @field_validator("tool_choice")
     @classmethod
-    def _free_choice(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        if value not in (None, "auto", "none"):
-            raise ValueError("only 'auto' and 'none' can be kept to: nothing forces the policy to call a tool")
+    def _known_choice(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if value not in (None, "auto", "none", "required") and not named:
+            raise ValueError("'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}")
         return value
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
+        if self.forced_tools == []:
+            raise ValueError("tool_choice forces a call of a tool that tools does not declare")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: set one of them")
         return self
@@ -182,6 +200,24 @@ class ChatRequest(BaseModel):
     def most_tokens(self) -> int | None:
         """Maximum tokens of one choice; None if the request sets no limit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]] | None:
+        """The tools of which the turn must call one; None if it need not call any."""
+        if self.tool_choice == "required":
+            return self.tools or []
+        if not isinstance(self.tool_choice, dict):
+            return None
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self.tools or () if tool["function"]["name"] == name]
+
+    @property
+    def schema_of_content(self) -> dict[str, Any] | None:
+        """The JSON schema that the content must match; None for any text."""
+        given = self.response_format or {}
+        if given.get("type") == "json_schema":
+            return dict(given["json_schema"]["schema"])
+        return {"type": "object"} if given.get("type") == "json_object" else None
 
     @property
     def reads_calls(self) -> bool:

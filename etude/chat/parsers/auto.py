@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.base import TOOL_PARSERS, Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.streaming import TurnStream
 from etude.chat.parsers.trial import unread_call
 from etude.errors import ConfigError
@@ -96,6 +96,9 @@ class AutoToolParser(ToolParser):
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         return self.parser.parse(text, tools)
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return self.parser.write(calls, tools)
 
     def stream(self, thinking: bool = False) -> TurnStream:
         return self.parser.stream(thinking)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.encoding import Decoder
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.streaming import TurnStream
 from etude.errors import ConfigError
 from etude.registry import Registry
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Any]
+Calls = Sequence[tuple[str, Mapping[str, Any]]]
+"""Calls to write: name and arguments of each."""
 P = TypeVar("P", bound="type[ToolParser]")
 
 
@@ -67,6 +70,11 @@ class ToolParser:
     """Tokens that end a turn of this format, besides the template's, if the tokenizer has them."""
     stop_strings: tuple[str, ...] = ()
     """Stop strings of this format, used if `rollout.stop` is null: the model must not continue after them."""
+    call_forms: tuple[CallForm, ...] = ()
+    """How the format's models write calls, for `tool_choice=required`; the first whose special tokens the tokenizer has is
+    used, or else the last. Empty: calls cannot be forced."""
+    plain_content: bool = True
+    """Whether a turn without calls is its content as it stands, so that it can be constrained to JSON."""
     result_tag: str | None = None
     """Tag around tool results in a user message, for formats that do not need a chat template with tools."""
     _decoder: Decoder | None = None
@@ -117,6 +125,18 @@ class ToolParser:
             NotImplementedError: this parser works on ids only.
         """
         raise NotImplementedError(f"{type(self).__name__} reads token ids only")
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        """Writes calls as a model of this format does, so that `parse` reads exactly them; shows a model the format
+        (`multi_turn.tools_in_system`).
+
+        Raises:
+            ConfigError: a parser of the user's does not define it.
+        """
+        raise ConfigError(
+            f"tool parser {type(self).__name__} cannot write a call, so a prompt cannot show its format: define "
+            "write(self, calls, tools=None) -> str, where a call is (name, arguments)"
+        )
 
     async def extract_tool_calls(
         self, response_ids: list[int], tools: Tools | None = None

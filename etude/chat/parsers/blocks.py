@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end
+from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, to_json
 from etude.chat.parsers.streaming import BlockStream, TurnStream
 from etude.schemas import FunctionCall
 
@@ -209,9 +209,13 @@ class JsonBlockParser(BlockParser):
 
     The block ends where its JSON ends, so that tags inside JSON strings are text. A block without a closing tag is
     malformed, unless `may_stay_open`: then it ends with its JSON, if no comma and further object follow.
+
+    `written` is what `write` puts before and after a block's JSON, which is a list of all calls if `writes_list`.
     """
 
     may_stay_open: ClassVar[bool] = False
+    written: ClassVar[tuple[str, str]]
+    writes_list: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ("name",)
     arguments: ClassVar[tuple[str, ...]] = ("arguments",)
 
@@ -230,6 +234,11 @@ class JsonBlockParser(BlockParser):
             return Block(end, [Malformed(f"it is not closed; end it with {self.closing[0]}")])
         return Block(end, self.read_calls(text[start:end] if body is None else body))
 
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        begin, end = self.written
+        objects = [{self.names[0]: name, self.arguments[0]: dict(arguments)} for name, arguments in calls]
+        return "\n".join(f"{begin}{to_json(each)}{end}" for each in ([objects] if self.writes_list else objects))
+
     def read_calls(self, body: str) -> Found:
         """Parses the calls in one block's JSON."""
         return read_each(body, lambda value: call_of(value, self.names, self.arguments))
@@ -239,12 +248,22 @@ class HeadedJsonParser(BlockParser):
     """Base class for blocks of a head with the function's name, and its JSON arguments, with which the block ends.
 
     `head` matches the head, with the name as its only group; `head_form` describes it in errors; `fence` may come between
-    the JSON and the closing tag.
+    the JSON and the closing tag. `written` is what `write` puts before a call's JSON, with the function's `name` and the
+    call's `number`, and after it; all calls stand in a section.
     """
 
     head: ClassVar[re.Pattern[str]]
+    written: ClassVar[tuple[str, str]]
     head_form: ClassVar[str]
     fence: ClassVar[str] = ""
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        before, after = self.written
+        blocks = [
+            f"{self.opening[0]}{before.format(name=name, number=n)}{to_json(dict(arguments))}{after}{self.closing[0]}"
+            for n, (name, arguments) in enumerate(calls)
+        ]
+        return f"{self.glue[0]}{''.join(blocks)}{self.glue[1]}"
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
         """Builds a block's call from its head and arguments; raises `Unreadable` if they are malformed."""

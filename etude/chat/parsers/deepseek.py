@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import HeadedJsonParser
 from etude.chat.parsers.json_call import Unreadable, decode, function_call
@@ -24,6 +25,7 @@ class DeepseekToolParser(HeadedJsonParser):
     head = re.compile(r"[^`{<]*<[｜|]tool▁sep[｜|]>([^`{<]*)```(?:json)?")
     head_form = f"the function's name and {_SEPARATORS[0]}"
     fence = "```"
+    written = (f"function{_SEPARATORS[0]}{{name}}\n```json\n", "\n```")
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
         if not named.strip():
@@ -41,6 +43,15 @@ class DeepseekV3ToolParser(DeepseekToolParser):
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
     """
 
+    call_forms = (
+        CallForm(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "\n",
+            "<｜tool▁calls▁end｜>",
+        ),
+    )
+
 
 @ToolParser.register("deepseek_v31", "deepseek_v3.1")
 class DeepseekV31ToolParser(DeepseekToolParser):
@@ -54,3 +65,12 @@ class DeepseekV31ToolParser(DeepseekToolParser):
 
     head = re.compile(r"([^`{<]*)<[｜|]tool▁sep[｜|]>")
     fence = ""
+    call_forms = (
+        CallForm(
+            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "",
+            "<｜tool▁calls▁end｜>",
+        ),
+    )
+    written = (f"{{name}}{_SEPARATORS[0]}", "")

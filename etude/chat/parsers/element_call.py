@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from etude.chat.parsers.base import Tools
+from etude.chat.parsers.base import Calls, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, attempt, skip_space
-from etude.chat.parsers.json_call import Unreadable, function_call
+from etude.chat.parsers.json_call import Unreadable, function_call, to_json
 from etude.chat.parsers.typed import properties_of, typed_value
 from etude.schemas import FunctionCall
 
@@ -123,6 +123,28 @@ class ElementFormat:
         return function_call(name.strip(), values)
 
 
+def write_elements(calls: Calls, call: str, argument: str, call_end: str) -> str:
+    """Writes calls with format strings: `call` has the function's {name} and the call's {number}; `argument` has {key},
+    {value}, its JSON {type}, and whether it {is_text}, true or false."""
+    return "".join(
+        call.format(name=name, number=number)
+        + "".join(
+            argument.format(
+                key=key,
+                value=value if isinstance(value, str) else to_json(value),
+                type=_TYPES.get(type(value), "null"),
+                is_text=to_json(isinstance(value, str)),
+            )
+            for key, value in arguments.items()
+        )
+        + call_end
+        for number, (name, arguments) in enumerate(calls)
+    )
+
+
+_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+
 def _short(name: str | None) -> str:
     return " ".join((name or "").split())[:100]
 
@@ -131,11 +153,17 @@ class ElementBlockParser(BlockParser):
     """Base class for blocks of one or more element calls; `opening` is (tag of a block, tag of a call outside of blocks).
 
     `alone` matches the opening tag of a call outside of blocks, with the name as the first group and the end of the tag as
-    the second, which is missing if the turn ends inside the tag.
+    the second, which is missing if the turn ends inside the tag. `written`: the block's tags, and those of
+    `write_elements`, as `write` writes them.
     """
 
     elements: ClassVar[ElementFormat]
+    written: ClassVar[tuple[str, str, str, str, str]]
     alone: ClassVar[re.Pattern[str]]
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        begin, call, argument, call_end, end = self.written
+        return f"{begin}{write_elements(calls, call, argument, call_end)}{end}"
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         if tag == self.opening[0]:

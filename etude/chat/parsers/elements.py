@@ -50,6 +50,13 @@ class Qwen3CoderToolParser(ElementBlockParser):
     opening = ("<tool_call>", _FUNCTION)
     closing = ("</tool_call>",)
     elements = function_elements("<tool_call>", "</tool_call>")
+    written = (
+        "<tool_call>\n",
+        "<function={name}>\n",
+        "<parameter={key}>\n{value}\n</parameter>\n",
+        "</function>\n",
+        "</tool_call>",
+    )
     alone = re.compile(rf"{_FUNCTION}([^<>\n]*)(?:(>)|\Z)")
 
 
@@ -69,6 +76,13 @@ class SeedOssToolParser(Qwen3CoderToolParser):
     opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
     closing = ("</seed:tool_call>",)
     elements = function_elements("<seed:tool_call>", "</seed:tool_call>", "</seed:think>")
+    written = (
+        "<seed:tool_call>\n",
+        "<function={name}>\n",
+        "<parameter={key}>{value}</parameter>\n",
+        "</function>\n",
+        "</seed:tool_call>",
+    )
     reasoning_tags = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
     special_tokens = ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")
 
@@ -100,6 +114,13 @@ class MinimaxM2ToolParser(ElementBlockParser):
         argument_end="</parameter>",
         block=special_tokens,
         form='<parameter name="key">value</parameter> in <invoke name="name">',
+    )
+    written = (
+        "<minimax:tool_call>\n",
+        '<invoke name="{name}">\n',
+        '<parameter name="{key}">{value}</parameter>\n',
+        "</invoke>\n",
+        "</minimax:tool_call>",
     )
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
 
@@ -142,6 +163,13 @@ class DeepseekV32ToolParser(ElementBlockParser):
         key=_key_of,
         value=_value_of,
     )
+    written = (
+        f"<{_DSML}function_calls>\n",
+        f'<{_DSML}invoke name="{{name}}">\n',
+        f'<{_DSML}parameter name="{{key}}" string="{{is_text}}">{{value}}</{_DSML}parameter>\n',
+        f"</{_DSML}invoke>\n",
+        f"</{_DSML}function_calls>",
+    )
     alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
@@ -167,6 +195,7 @@ class KimiK3ToolParser(ElementBlockParser):
     glue = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
     reasoning_tags = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
     special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
+    plain_content = False
     elements = ElementFormat(
         call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
         call_end="<|close|>call<|sep|>",
@@ -177,5 +206,12 @@ class KimiK3ToolParser(ElementBlockParser):
         form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
         key=_key_of,
         value=_value_of,
+    )
+    written = (
+        "<|open|>tools<|sep|>",
+        '<|open|>call tool="{name}" index="{number}"<|sep|>',
+        '<|open|>argument key="{key}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>',
+        "<|close|>call<|sep|>",
+        "<|close|>tools<|sep|>",
     )
     alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')

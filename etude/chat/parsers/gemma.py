@@ -18,9 +18,9 @@ import ast
 import re
 from typing import Any
 
-from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, any_of, attempt, skip_space, until
-from etude.chat.parsers.json_call import Unreadable, function_call
+from etude.chat.parsers.json_call import Unreadable, function_call, to_json
 from etude.chat.parsers.literal import MAX_CHARS
 from etude.chat.parsers.pythonic import read_python_call
 from etude.chat.parsers.typed import inner_schema, properties_of, takes_null
@@ -51,6 +51,9 @@ class GemmaToolParser(BlockParser):
     special_tokens = (*opening[:2], *closing[:2], *_MARKS, "<|channel>", "<channel|>")
     stop_tokens = ("<|tool_response>", "<start_function_response>")
 
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return "".join(f"<|tool_call>call:{name}{_write(dict(arguments))}<tool_call|>" for name, arguments in calls)
+
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         closing = _CLOSING[tag]
         if tag != _CODE:
@@ -64,6 +67,16 @@ class GemmaToolParser(BlockParser):
         if body is None:
             return Block(end, [Malformed(f"it is not closed; end it with {closing}")])
         return Block(end, _read_code(body) if tag == _CODE else [attempt(_read_whole, body, tools)])
+
+
+def _write(value: object) -> str:
+    if isinstance(value, str):
+        return f"{_MARKS[0]}{value}{_MARKS[0]}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_write, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_write(each)}' for key, each in value.items())}}}"
+    return to_json(value)
 
 
 def _read_whole(body: str, tools: Tools | None) -> FunctionCall:

@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Malformed
-from etude.chat.parsers.element_call import ElementFormat
+from etude.chat.parsers.element_call import ElementFormat, write_elements
 from etude.chat.parsers.typed import json_or_text, takes_no_text, typed_value
 
 
@@ -57,6 +57,10 @@ class Glm4MoeToolParser(BlockParser):
     glue = ("<|observation|>", "<|user|>")
     special_tokens = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     stop_tokens = ("<|observation|>", "<|user|>")
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        return write_elements(calls, "<tool_call>{name}\n", argument, "</tool_call>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         name = _NAME.match(text, start)

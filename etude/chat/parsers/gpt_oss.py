@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Malformed, Pieces, Thought, as_response, attempt, skip_space
-from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end
+from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end, to_json
 from etude.chat.parsers.streaming import Kind, TurnStream, beginnings
 from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
@@ -38,6 +38,7 @@ class GptOssToolParser(ToolParser):
 
     special_tokens = _TOKENS
     stop_tokens = ("<|call|>", "<|return|>")
+    plain_content = False
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """Parses a turn; the content is that of the channels that a user sees."""
@@ -58,6 +59,12 @@ class GptOssToolParser(ToolParser):
         thoughts = [piece.inner for piece in pieces if isinstance(piece, Thought)]
         said = as_response([*(piece for piece in pieces if not isinstance(piece, Thought)), text[position:]])
         return replace(said, reasoning="\n".join(filter(None, thoughts)))
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return "<|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{to_json(dict(arguments))}<|call|>"
+            for name, arguments in calls
+        )
 
     def stream(self, thinking: bool = False) -> TurnStream:
         return HarmonyStream()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import KEYS_OF_A_CALL, LIST_OF_CALLS, BareParser, Block, Found, JsonBlockParser, attempt
 from etude.chat.parsers.json_call import call_of, decode
 from etude.schemas import FunctionCall
+
+_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+_TAGGED = CallForm(f"<tool_call>\n{_CALL}\n</tool_call>", between="\n")
 
 
 @ToolParser.register("hermes", "qwen")
@@ -19,6 +23,8 @@ class HermesToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    call_forms = (_TAGGED,)
+    written = ("<tool_call>\n", "\n</tool_call>")
 
     def read_calls(self, body: str) -> Found:
         """Parses the single call of a block."""
@@ -41,6 +47,10 @@ class Internlm2ToolParser(JsonBlockParser):
     arguments = ("parameters", "arguments")
     special_tokens = ("<|action_start|>", "<|action_end|>", _PLUGIN)
     stop_tokens = ("<|action_end|>",)
+    call_forms = (
+        CallForm('<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}', after="<|action_end|>"),
+    )
+    written = (f"<|action_start|>{_PLUGIN}\n", "<|action_end|>")
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`; a block without the plug-in tag (the interpreter's) is text."""
@@ -62,6 +72,11 @@ class Phi4ToolParser(JsonBlockParser):
     may_stay_open = True
     arguments = ("arguments", "parameters")
     special_tokens = ("<|tool_call|>", "<|/tool_call|>")
+    call_forms = (
+        CallForm(_CALL, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+        CallForm(_CALL, "functools[", ", ", "]"),
+    )
+    written, writes_list = (_WORD, ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         is_word = tag == _WORD and not text.startswith("[", start)
@@ -88,6 +103,8 @@ class CohereToolParser(JsonBlockParser):
     reasoning_tags = (("<|START_THINKING|>", "<|END_THINKING|>"),)
     names = ("tool_name", "name")
     arguments = ("parameters", "arguments")
+    plain_content = False
+    written, writes_list = ("<|START_ACTION|>", "<|END_ACTION|>"), True
     special_tokens = ("<|START_ACTION|>", "<|END_ACTION|>", *glue, "<|START_THINKING|>", "<|END_THINKING|>")
 
     def read_calls(self, body: str) -> Found:
@@ -108,7 +125,9 @@ class GraniteToolParser(BareParser, JsonBlockParser):
     closing = ("</tool_call>", "</function_call>")
     may_stay_open = True
     special_tokens = opening
+    call_forms = (CallForm(_CALL, "<|tool_call|>[", ", ", "]"), _TAGGED)
     bare = LIST_OF_CALLS
+    written, writes_list = ("<|tool_call|>", ""), True
 
 
 _LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{KEYS_OF_A_CALL}")
@@ -126,7 +145,9 @@ class XlamToolParser(BareParser, JsonBlockParser):
     closing = ("```", "</tool_call>")
     may_stay_open = True
     special_tokens = ("[TOOL_CALLS]",)
+    call_forms = (CallForm(_CALL, "[", ", ", "]"),)
     bare = LIST_OF_CALLS
+    written, writes_list = ("", ""), True
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         if tag.startswith("`") and not _LIKE_A_CALL.match(text, start):
@@ -144,3 +165,5 @@ class GigaChat3ToolParser(JsonBlockParser):
     glue = ("<|message_sep|>",)
     may_stay_open = True
     special_tokens = ("<|role_sep|>", "<|message_sep|>", "<|function_call|>")
+    call_forms = (CallForm(_CALL, "function call<|role_sep|>\n"),)
+    written = ("function call<|role_sep|>\n", "<|message_sep|>")

@@ -128,6 +128,11 @@ def function_call(name: str, arguments: Any) -> FunctionCall:
     return FunctionCall(name=name, arguments=encoded)
 
 
+def to_json(value: Any) -> str:
+    """Writes a value as JSON, with characters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _decoded_or_none(text: str) -> Any:
     try:
         return decode(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from etude.chat.grammar import CallForm
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import HeadedJsonParser
 from etude.chat.parsers.json_call import Unreadable, decode, function_call
@@ -30,9 +31,13 @@ class KimiK2ToolParser(HeadedJsonParser):
     sections = ("<|tool_calls_section_begin|>",)
     reasoning_tags = (("<think>", "</think>"), ("◁think▷", "◁/think▷"))
     special_tokens = (*opening, *closing, *glue, _ARGUMENTS)
+    call_forms = (
+        CallForm(f"<|tool_call_begin|>functions.NAME:0{_ARGUMENTS}ARGUMENTS<|tool_call_end|>", glue[0], None, glue[1]),
+    )
 
     head = re.compile(r"([^<]*)<\|tool_call_argument_begin\|>")
     head_form = f"functions.name:0 and {_ARGUMENTS}"
+    written = (f"functions.{{name}}:{{number}}{_ARGUMENTS}", "")
 
     def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
         match = _IDENTIFIER.fullmatch(named.strip())

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.grammar import CallForm
+from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import BareParser, Block, Found, Pieces, Thought, any_of, attempt, skip_space, until
-from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, json_objects
+from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, json_objects, to_json
 from etude.schemas import FunctionCall
 
 _TAG, _BRACE = "<|python_tag|>", "{"
@@ -31,7 +32,11 @@ class Llama3JsonToolParser(BareParser):
     opening = (_TAG, _BRACE)
     special_tokens = (_TAG,)
     stop_tokens = ("<|eom_id|>",)
+    call_forms = (CallForm('{"name": "NAME", "parameters": ARGUMENTS}'),)
     bare = _LIKE_A_CALL
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return "; ".join(to_json({"name": name, "parameters": dict(arguments)}) for name, arguments in calls)
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
         """See `BlockParser.read_pieces`; separators between calls are dropped."""

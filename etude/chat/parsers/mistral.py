@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 
-from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.grammar import CallForm
+from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Found, attempt, read_each, skip_space, until
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, json_end
+from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, json_end, to_json
 from etude.schemas import FunctionCall
 
 _HEAD = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(?=\s*\{)")
@@ -28,6 +29,13 @@ class MistralToolParser(BlockParser):
     opening = ("[TOOL_CALLS]",)
     reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
     special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
+    call_forms = (
+        CallForm("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between=""),
+        CallForm('{"name": "NAME", "arguments": ARGUMENTS}', "[TOOL_CALLS][", ", ", "]"),
+    )
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return f"[TOOL_CALLS]{to_json([{'name': name, 'arguments': dict(given)} for name, given in calls])}"
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         begin = skip_space(text, start)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import ClassVar
 
-from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import BareParser, Block, BlockParser, Found, Malformed, attempt, skip_space, until
 from etude.chat.parsers.json_call import Unreadable, function_call
 from etude.chat.parsers.literal import parse_expression, read_literal
@@ -31,6 +32,11 @@ class PythonicToolParser(BareParser):
     closing = ("<|python_end|>",)
     special_tokens = (*opening, *closing)
     bare = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+    written: ClassVar[tuple[str, str]] = ("", "")
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        begin, end = self.written
+        return f"{begin}[{', '.join(write_python_calls(calls))}]{end}"
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         begin = skip_space(text, start)
@@ -41,6 +47,11 @@ class PythonicToolParser(BareParser):
             return Block(after + len(self.closing[0]) if closed else end, read_python_calls(text[begin:end]))
         body, end = until(text, start, self._ends, self.closing)
         return Block(end, read_python_calls((text[start:end] if body is None else body).strip()))
+
+
+def write_python_calls(calls: Calls) -> list[str]:
+    """Writes each call as Python, as `read_python_call` reads it."""
+    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
 
 
 def read_python_calls(body: str) -> Found:
@@ -79,6 +90,7 @@ class Lfm2ToolParser(PythonicToolParser):
     closing = ("<|tool_call_end|>",)
     special_tokens = (*opening, *closing)
     bare = re.compile(r"(?!)")  # never matches: the tag is required
+    written = (opening[0], closing[0])
 
 
 _HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
@@ -90,6 +102,9 @@ class Olmo3ToolParser(BlockParser):
 
     opening = ("<function_calls>",)
     closing = ("</function_calls>",)
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        return "\n".join((self.opening[0], *write_python_calls(calls), self.closing[0]))
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         found: Found = []

@@ -29,6 +29,7 @@ class RLFactoryToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    written = ("<tool_call>\n", "\n</tool_call>")
     stop_strings: tuple[str, ...] = ("</answer>",)
     answer_first: ClassVar[bool] = True
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Malformed, Thought, as_response, attempt, until
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call
+from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, to_json
 from etude.schemas import FunctionCall
 
 _CLOSING = {"<search>": "</search>", "<tool_call>": "</tool_call>"}
@@ -44,6 +44,16 @@ class SearchR1ToolParser(BlockParser):
             return replace(as_response(pieces), content=text.strip(), calls=[], errors=[])
         return replace(as_response(pieces), result_tag="information" if "<search>" in text else None)
 
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        """Writes a call of the tool that takes a single string as a search, any other as in the Hermes format."""
+        texts = []
+        for name, arguments in calls:
+            query = next((each for each in arguments.values() if isinstance(each, str)), "")
+            call = {"name": name, "arguments": dict(arguments)}
+            is_search = query.strip() == query != "" and (name, call["arguments"]) == _searched(query, tools)
+            texts.append(f"<search> {query} </search>" if is_search else f"<tool_call>{to_json(call)}</tool_call>")
+        return "\n".join(texts)
+
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         body, end = until(text, start, self._ends, (_CLOSING[tag],))
         if body is None:
@@ -58,6 +68,14 @@ def _read_query(body: str, tag: str, tools: Tools | None) -> FunctionCall:
         return call_of(decode(body))
     name, argument, is_list = text_argument(tools)
     return function_call(name, {argument: [body.strip()] if is_list else body.strip()})
+
+
+def _searched(query: str, tools: Tools | None) -> tuple[str, dict[str, Any]] | None:
+    try:
+        name, argument, is_list = text_argument(tools)
+    except Unreadable:
+        return None
+    return name, {argument: [query] if is_list else query}
 
 
 def text_argument(tools: Tools | None) -> tuple[str, str, bool]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.encoding import Encoder, common_beginning
 from etude.chat.parsers.base import ToolParser
 from etude.chat.rendering import PROBE_TOOL, STAND_IN, Renderer
+from etude.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,10 +52,12 @@ async def write_call(
     arguments: Mapping[str, Any],
     **options: Any,
 ) -> list[int] | None:
-    """Returns the ids of a turn that calls the tool `name` of `tools`, written by the chat template or in a well-known
-    format, that `parser` parses to exactly this call; None if there is none."""
+    """Returns the ids of a turn that calls the tool `name` of `tools`, written by the chat template or in a its own
+    or a well-known format, that `parser` parses to exactly this call; None if there is none."""
     encoder, renderer = Encoder(tokenizer), Renderer(tokenizer, options)
     texts = [turn[start:] for turn, starts in _render_calls(renderer, tools, name, arguments) for start in starts]
+    with suppress(ConfigError):  # a user's parser need not write calls
+        texts.append(parser.write([(name, arguments)], tools))
     texts.append(f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>")
     texts += [f"<search>{value}</search>" for value in arguments.values() if isinstance(value, str)]
     for text in texts:

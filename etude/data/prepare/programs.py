@@ -21,14 +21,26 @@ _INSTRUCTION = "Give the whole program in a ```python block."
 
 
 def humaneval_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """Makes one row from `{"prompt", "test", "entry_point"}`.
+    """Makes one row from `{"prompt", "test", "entry_point"}`. Further functions of the prompt belong to the test too: a
+    solution that redefines them changes no judgement.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.
     """
     prompt, test, entry = texts(example, where, "prompt", "test", "entry_point")
     question = f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```"
-    return _row("openai/openai_humaneval", question, [f"{test}\ncheck({entry})"], code, example, split, index)
+    tests = [f"{_beside(prompt, entry)}{test}\ncheck({entry})"]
+    return _row("openai/openai_humaneval", question, tests, code, example, split, index)
+
+
+def _beside(prompt: str, entry: str) -> str:
+    """Returns the prompt's program without the function `entry`; empty if it has no other function."""
+    try:
+        nodes = [node for node in ast.parse(prompt).body if getattr(node, "name", None) != entry]
+    except SyntaxError:
+        return ""
+    helped = any(isinstance(node, ast.FunctionDef) for node in nodes)
+    return "".join(f"{ast.unparse(node)}\n" for node in nodes) if helped else ""
 
 
 def mbpp_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:

@@ -127,6 +127,7 @@ _ALL_OF_A_USER = {"setpriority": 2, "ioprio_set": 3}
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 1024, 1026, 1031
 _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 1, 7, 8, 32, 33
+_MAP_SHARED, _MAP_ANONYMOUS = 0x1, 0x20
 _MAP_HUGETLB, _MADV_PAGEOUT, _MS_SYNC, _POSIX_FADV_DONTNEED = 0x40000, 21, 4, 4
 
 _Condition = Callable[[int], list[bytes]]
@@ -192,7 +193,10 @@ _RULES = {
     "setsockopt": _rule(0, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUF, _SO_RCVBUF))
     + _rule(errno.EPERM, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)),
     # The host's huge pages, swap, page cache and disk.
-    "mmap": _rule(errno.ENOMEM, _has(3, _MAP_HUGETLB)),
+    # And shared memory without a file: its pages stay after `mremap`, `munmap` of a part or `madvise`, in no process's
+    # resident set. A file in the box is counted by its tmpfs.
+    "mmap": _rule(errno.ENOMEM, _has(3, _MAP_HUGETLB))
+    + _rule(errno.EPERM, _has(3, _MAP_ANONYMOUS), _has(3, _MAP_SHARED)),
     "madvise": _rule(errno.EINVAL, _is(2, _MADV_PAGEOUT)),
     "fadvise64": _rule(0, _is(3, _POSIX_FADV_DONTNEED)),
     "msync": _rule(0, _has(2, _MS_SYNC)),

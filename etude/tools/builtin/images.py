@@ -53,6 +53,17 @@ def load_image(source: Any, max_pixels: int) -> Image:
         return _upright(image)
 
 
+def load_png(data: bytes) -> Image:
+    """Loads a PNG that this package wrote, in its own mode.
+
+    Raises:
+        DataError, InfrastructureError: as `load_image`; it is no PNG.
+    """
+    with _opened(data, MAX_PIXELS, ("PNG",)) as image:
+        image.load()
+        return image
+
+
 def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
     """Returns (width, height) of the image that `load_image` would load, from its header only: the rest may be broken.
 
@@ -162,7 +173,8 @@ def _orientation(image: Image) -> int:
 
 
 @contextmanager
-def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
+def _opened(source: Any, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> Iterator[Image]:
+    """Opens an image. No other function may: without `formats`, Pillow runs Ghostscript on PostScript."""
     from PIL import Image as pillow
 
     source = _of_row(source)
@@ -170,7 +182,7 @@ def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
         if isinstance(source, pillow.Image):
             yield _checked(source, max_pixels)
         else:
-            with _stream_of(source) as stream, pillow.open(stream, formats=FORMATS) as image:
+            with _stream_of(source) as stream, pillow.open(stream, formats=formats) as image:
                 yield _checked(image, max_pixels)
     except DataError:
         raise

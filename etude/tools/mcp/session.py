@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from etude.bounded import settle
 from etude.errors import MissingExtraError, one_line
+from etude.json_service import decompress
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.stdio import subprocess_streams
 
@@ -168,7 +169,7 @@ class McpSession:
 
         server = self.server
         return httpx2.AsyncClient(
-            headers=server.request_headers,
+            headers={"Accept-Encoding": "identity", **server.request_headers},
             # No timeout for a free connection: the call's own time limit applies.
             timeout=httpx2.Timeout(server.connect_timeout, read=server.sse_read_timeout, pool=None),
             limits=httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS // 4),
@@ -177,10 +178,11 @@ class McpSession:
         )
 
     async def _watch_response(self, response: Any) -> None:
-        """Stores the status, and aborts an oversized JSON body; the transport limits the size of events."""
+        """Stores the status, and limits the body, decompressed; of a stream of events, the transport limits each event."""
         self.status = response.status_code
-        if response.headers.get("content-type", "").lower().startswith("application/json"):
-            response.stream = _bounded_stream(response.stream, self.server.max_message_bytes)
+        streams = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        encoding = response.headers.pop("content-encoding", "")  # else the client would decompress without a limit
+        response.stream = _bounded_stream(response.stream, encoding, None if streams else self.server.max_message_bytes)
 
     def _log_line(self, line: str) -> None:
         self._logged.append(line)
@@ -216,18 +218,21 @@ class _Watched:
             raise
 
 
-def _bounded_stream(stream: Any, limit: int) -> Any:
-    """Wraps the body of an HTTP response; it raises after more than `limit` bytes."""
+def _bounded_stream(stream: Any, encoding: str, limit: int | None) -> Any:
+    """Decompresses the body of an HTTP response; it raises after more than `limit` bytes (None: no limit)."""
     import httpx2
 
     class Bounded(httpx2.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             size = 0
-            async for chunk in stream:
-                size += len(chunk)
-                if size > limit:
-                    raise httpx2.StreamError(f"an answer of more than {limit} bytes")
-                yield chunk
+            try:
+                async for chunk in decompress(stream, encoding):
+                    size += len(chunk)
+                    if limit is not None and size > limit:
+                        raise httpx2.StreamError(f"an answer of more than {limit} bytes")
+                    yield chunk
+            except ValueError as error:
+                raise httpx2.StreamError(str(error)) from error
 
         async def aclose(self) -> None:
             await stream.aclose()

@@ -2,19 +2,16 @@
 
 Invariant: read-only; the server handles GET only. Clients refer to runs and trajectories by the names in earlier responses,
 and the names are looked up: nothing that a client sends becomes a path. Responses are bounded (see `answers`). The content
-security policy lets pages load only their own files, and forbids turning text into markup. A request with a foreign Host
-header is rejected, which prevents DNS rebinding; with a token, a request without it is rejected before anything is read.
+security policy lets pages load only their own files, and forbids turning text into markup. With a token, a request without
+it is rejected before anything is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
-import os
 import secrets
-import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +21,8 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from etude.errors import EtudeError, one_line
 from etude.jsonl import json_line
-from etude.serving.listening import limited_protocol, listen, url_of
+from etude.serving.listening import limited_protocol, listen, server_config, url_of
+from etude.serving.middleware import is_loopback
 from etude.viewer.index import Filter
 from etude.viewer.web import answers
 from etude.viewer.web.runs import Runs, RunView
@@ -52,7 +50,7 @@ Number = Annotated[float | None, Query(allow_inf_nan=False)]
 Offset = Annotated[int, Query(ge=0, le=10_000_000)]
 
 
-def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = None) -> FastAPI:
+def create_app(path: Path | str, token: str | None = None) -> FastAPI:
     """Creates the application over a run folder, a folder of runs, or dumps. With a `token`, every request must carry it: as
     `?token=` once, then as a cookie; or as a bearer token.
 
@@ -61,13 +59,10 @@ def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = No
     """
     runs = Runs(Path(path))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    names = {host.lower(), "localhost"}
-    if not is_loopback(host):
-        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = _refusal(request, names, token) or await call_next(request)
+        response = _refusal(request, token) or await call_next(request)
         response.headers.update(_HEADERS)
         return response
 
@@ -77,19 +72,9 @@ def create_app(path: Path | str, host: str = "127.0.0.1", token: str | None = No
     return app
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a server on `host` can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _refusal(request: Request, names: set[str], token: str | None) -> Response | None:
-    """The response to a request with a foreign host or without the token; a valid `?token=` is exchanged for a cookie. None
-    if the request may proceed."""
-    if not _is_own(request.headers.get("host", ""), names):
-        return JSONResponse({"detail": "this server has another name"}, 400)
+def _refusal(request: Request, token: str | None) -> Response | None:
+    """The response to a request without the token; a valid `?token=` is exchanged for a cookie. None if the request may
+    proceed."""
     if token is None:
         return None
     asked = request.query_params.get("token")
@@ -102,18 +87,6 @@ def _refusal(request: Request, names: set[str], token: str | None) -> Response |
     response = RedirectResponse(request.url.path, 303)  # drops the token from the URL and the browser history
     response.set_cookie(_COOKIE, token, httponly=True, samesite="lax")
     return response
-
-
-def _is_own(host: str, names: set[str]) -> bool:
-    """Whether a request's `Host` is one of `names` or an IP address. A DNS name that an attacker points at this machine is
-    neither."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() in names:
-        return True
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:
@@ -208,27 +181,24 @@ def _add_answers(app: FastAPI, runs: Runs) -> None:
         return answer(answers.compare(run_of(run), run_of(other)))
 
 
-def serve(path: Path | str, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None] = print) -> None:
+def serve(
+    path: Path | str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ready: Callable[[str], None] = print,
+    allow_hosts: Collection[str] = (),
+) -> None:
     """Serves until SIGINT or SIGTERM. Calls `ready` with the URL, which includes a new random token unless `host` is a
-    loopback address. Port 0 picks a free port.
+    loopback address. Port 0 picks a free port; `allow_hosts`: see `server_config`.
 
     Raises:
         ConfigError: the address cannot be bound.
         DataError: `path` does not exist.
     """
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    app = create_app(path, host, token)
+    app, http = create_app(path, token), limited_protocol(_MAX_CONNECTIONS)
     with listen(host, port) as listener:
-        config = uvicorn.Config(
-            app,
-            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            http=limited_protocol(_MAX_CONNECTIONS),
-            ws="none",
-            server_header=False,
-            lifespan="off",
-        )
+        config = server_config(app, host, allow_hosts, timeout_graceful_shutdown=1, http=http, lifespan="off")
         ready(url_of(listener, host) + (f"/?token={token}" if token else ""))  # the socket is already listening
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])

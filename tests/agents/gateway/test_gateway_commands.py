@@ -3,33 +3,93 @@
 import os
 import signal
 import sys
+import tempfile
 
 import pytest
 from agents_stage import says
 from gateway_stage import PROGRAM, roll
 from wait_stage import is_running, until
 
+from etude.agents import AGENT_LOOPS
 from etude.agents.gateway import check_openai_agent
 from etude.errors import ConfigError, EtudeError
 from etude.options import OpenAIAgentOptions
+from etude.trajectory import StopReason
+
+REWARD = "open(os.environ['ETUDE_REWARD_FILE'], 'w').write('{}')\n"
 
 
 def test_a_command_finds_its_policy_in_a_clean_environment(loop_of, monkeypatch):
     monkeypatch.setenv("A_SECRET", "x")
-    program = PROGRAM + "assert 'A_SECRET' not in os.environ\nprint(0.25)\n"
-    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]))
+    program = PROGRAM + "assert 'A_SECRET' not in os.environ\n" + REWARD.format(0.25)
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]), scored=False)
     assert result.trajectory.response_ids == says("5")
     assert result.trajectory.rewards.score == 0.25
 
 
-def test_a_command_without_a_number_gives_no_reward(loop_of):
-    [result], _ = roll(loop_of(command=[sys.executable, "-c", PROGRAM]))
-    assert result.trajectory.rewards.score is None
+def command(program):
+    return [sys.executable, "-c", program]
 
 
-def test_a_command_that_fails_is_the_users_bug(loop_of):
-    with pytest.raises(EtudeError, match=r"ended with status 3: oh no"):
-        roll(loop_of(command=[sys.executable, "-c", "import sys; print('oh  no', file=sys.stderr); sys.exit(3)"]))
+@pytest.mark.parametrize("printed", ["42", "nan", "1e400", "0.5\n"])
+def test_nothing_that_a_command_prints_is_a_reward(loop_of, printed):
+    [result], _ = roll(loop_of(command=command(PROGRAM + f"print({printed!r})")))
+    assert result.trajectory.rewards.score is None  # the reward manager's is to come
+    assert result.trajectory.stop_reason is StopReason.COMPLETED
+    AGENT_LOOPS._items.pop("an_agent")
+    [result], _ = roll(loop_of(command=command(PROGRAM + f"print({printed!r})")), scored=False)
+    assert (result.dropped, result.failures, result.attempts) == (StopReason.AGENT_ERROR, 0, 1)
+    assert "without a reward" in result.cause
+    assert "ETUDE_REWARD_FILE" in result.cause
+
+
+def as_file(text):
+    return f"open(os.environ['ETUDE_REWARD_FILE'], 'wb').write({text!r})"
+
+
+@pytest.mark.parametrize(
+    ("written", "reward"), [(b"1", 1.0), (b" -0.5\n", -0.5), (b"1e-3", 0.001), (b"0", 0.0), (b"7\r\n", 7.0)]
+)
+def test_a_commands_reward_is_the_number_in_its_file(loop_of, written, reward):
+    [result], _ = roll(loop_of(command=command(PROGRAM + as_file(written))), scored=False)
+    assert result.trajectory.rewards.score == reward
+    assert result.trajectory.stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        *map(as_file, [b"nan", b"inf", b"1e400", b"1e31", b"", b"yes", b"1 2", b"\xff", b"1\n" + b"0" * 200, b"[1]"]),
+        "os.mkdir(os.environ['ETUDE_REWARD_FILE'])",
+        "os.mkfifo(os.environ['ETUDE_REWARD_FILE'])",
+        "os.symlink('/proc/self/stat', os.environ['ETUDE_REWARD_FILE'])",
+        "os.symlink('/dev/zero', os.environ['ETUDE_REWARD_FILE'])",
+    ],
+)
+def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, writes):
+    [result], _ = roll(loop_of(command=command(PROGRAM + writes)), scored=False)
+    assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.AGENT_ERROR, 0)
+    assert "ETUDE_REWARD_FILE (/" in result.cause
+
+
+def test_the_file_goes_with_its_rollout(loop_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    roll(loop_of(command=command(PROGRAM + REWARD.format(0.5))), rows=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_fails_keeps_what_it_wrote(loop_of):
+    [result], _ = roll(loop_of(command=command(PROGRAM + REWARD.format(0.5) + "sys.exit(3)")), scored=False)
+    assert result.trajectory.rewards.score == 0.5
+    assert result.trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert result.trajectory.response_ids == says("5")
+
+
+def test_a_command_that_fails_without_a_reward_is_dropped(loop_of):
+    fails = "import sys; print('oh  no', file=sys.stderr); sys.exit(3)"
+    [result], _ = roll(loop_of(command=command(fails)))
+    assert (result.trajectory, result.dropped) == (None, StopReason.AGENT_ERROR)
+    assert "ended with status 3: oh no" in result.cause
 
 
 def test_a_command_that_does_not_exist(loop_of):
@@ -56,7 +116,7 @@ def test_what_a_command_leaves_behind_holds_nobody_up(loop_of, leaves, tmp_path)
         + "import subprocess, pathlib, time\n"
         + f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session={leaves})\n"
         + f"while not pathlib.Path({str(tmp_path / 'pid')!r}).exists(): time.sleep(0.01)\n"
-        + "print(0.5)\n"
+        + REWARD.format(0.5)
     )
     before = set(os.listdir("/proc/self/fd"))
     [result], _ = roll(loop_of(command=[sys.executable, "-c", program]), trajectory_timeout=50.0)

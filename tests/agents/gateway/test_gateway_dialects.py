@@ -209,8 +209,9 @@ def test_why_a_turn_ended():
         ({"truncation": "auto"}, "truncation: only 'disabled'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: only 'function'"),
         ({"tools": [ECHO]}, "tools.0.name: a function is {'type': 'function', 'name': …"),
-        ({"tool_choice": "required"}, "tool_choice: only 'auto' and 'none'"),
-        ({"text": {"format": {"type": "json_object"}}}, "^text.format: only 'text'"),
+        ({"tool_choice": "required"}, "tool_choice forces"),
+        ({"text": {"format": {"type": "regex"}}}, "^text.format: its type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "^text.format: must be"),
         ({"include": ["file_search_call.results"]}, "include: only"),
         ({"input": []}, "^input: "),
         ({"max_output_tokens": 0}, "^max_output_tokens: "),
@@ -235,10 +236,11 @@ def test_what_responses_refuse(more, reason):
         ({"stop_sequences": [""]}, "^stop_sequences: at most"),
         ({"n": 2}, "n: unknown parameter"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: only tools with an input_schema"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: only 'auto' and 'none'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice forces"),
+        ({"output_config": {"format": {"type": "text"}}}, "^output_config.format: must be"),
         ({"tool_choice": "auto"}, "tool_choice must be an object"),
         ({"tool_choice": {"type": ["auto"]}}, "tool_choice must be an object"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role must be 'user' or 'assistant'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be 'user', 'assistant' or 'system'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages.0.content.0: only texts, images",
@@ -385,3 +387,68 @@ def test_requests_are_bounded_in_every_dialect():
         await asyncio.sleep(0)
 
     talk(work, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_runs_unchanged(stream):
+    """It asks for a thread on the server first, and learns that there is none."""
+
+    @anthropic.beta_async_tool
+    async def echo(text: str) -> str:
+        """Repeats a text.
+
+        Args:
+            text: the text
+        """
+        return f"{text}!"
+
+    async def work(stage):
+        async with anthropics(stage) as client:
+            runner = client.beta.messages.tool_runner(
+                model="m", max_tokens=64, messages=[USER], tools=[echo], stream=stream, container="c"
+            )
+            said = []
+            async for message in runner:
+                said.append(await message.get_final_message() if stream else message)
+            return said, stage.session.trajectories()
+
+    said, [trajectory] = talk(work, TURNS)
+    assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
+    assert trajectory.assistant_turns == 2
+    assert [each.response for each in trajectory.tool_calls] == ["fünf!"]
+
+
+def test_a_thread_that_the_server_should_hold_is_refused_by_name():
+    async def work(stage):
+        async with anthropics(stage) as client:
+            with pytest.raises(anthropic.BadRequestError, match="thread"):
+                await client.beta.messages.create(
+                    model="m",
+                    max_tokens=9,
+                    messages=[USER],
+                    thread={"type": "continue", "previous_message_id": "msg_1"},
+                )
+
+    talk(work, TURNS)
+
+
+def test_a_system_message_may_stand_among_anthropics_messages():
+    """Claude's Agent SDK sends reminders so."""
+    system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+
+    async def work(stage):
+        async with anthropics(stage) as client:
+            asked = {"model": "m", "max_tokens": 64, "extra_body": {"messages": [system, USER]}}
+            first = await client.messages.create(messages=[USER], **asked)
+            more = [system, USER, {"role": "assistant", "content": first.content[0].text}, system, USER]
+            await client.messages.create(messages=[USER], **{**asked, "extra_body": {"messages": more}})
+            with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.role"):
+                await client.messages.create(
+                    messages=[USER], **{**asked, "extra_body": {"messages": [{"role": "x", "content": "a"}]}}
+                )
+            return stage.session.trajectories()[-1], stage.engine.asked
+
+    trajectory, asked = talk(work, [says("5"), says("6")])
+    assert asked[0][1] == CHAT.initial_ids([{"role": "system", "content": "Be brief."}, USER])
+    roles = [message["role"] for message in trajectory.messages]
+    assert roles == ["system", "user", "assistant", "system", "user", "assistant"]

@@ -12,13 +12,15 @@ import aiohttp
 import openai
 import pytest
 import requests
-from agents_stage import QUESTION, SAMPLING, TOKENIZER, context, says
+from agents_stage import QUESTION, SAMPLING, TOKENIZER, call, context, says
 from gateway_stage import PROGRAM, USER, answer, native, roll
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager
+from etude.agents.gateway import loop
 from etude.agents.gateway.loop import broken_by
 from etude.chat import HermesToolParser
-from etude.errors import EngineError, EtudeError, InfrastructureError, ToolError, is_infrastructure
+from etude.errors import EngineError, EtudeError, InfrastructureError, ToolError, TrainingStopped, is_infrastructure
+from etude.trainer.rollouts import check_survivors
 from etude.trajectory import StopReason
 
 httpx = importlib.import_module(
@@ -89,13 +91,124 @@ def test_a_trajectory_whose_engine_keeps_failing_is_dropped_and_never_scored(loo
     assert "gone" in result.cause
 
 
-def test_an_agents_own_exception_is_the_users_bug(loop_of):
-    async def run(client, row):
+async def post_reward(base_url, api_key, reward):
+    async with aiohttp.ClientSession() as http:
+        url, headers = base_url.removesuffix("/v1") + "/reward", {"Authorization": f"Bearer {api_key}"}
+        async with http.post(url, json={"reward": reward}, headers=headers) as answered:
+            assert answered.status == 200
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("posts", [True, False])
+def test_an_agents_own_exception_ends_its_rollout_and_no_other(loop_of, caplog, scored, posts):
+    async def run(client, row, base_url, api_key):
         await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        if row["extra_info"]["index"] == 1:
+            if posts:
+                await post_reward(base_url, api_key, -0.5)
+            raise KeyError("mistake")
+        return 1.0
+
+    loop._logged.clear()
+    first, failed, last = roll(loop_of(run), rows=3, scored=scored)[0]
+    assert first.trajectory.rewards.total() == last.trajectory.rewards.total() == 1.0
+    assert (failed.attempts, failed.failures) == (1, 0)
+    if posts or scored:
+        assert failed.trajectory.stop_reason is StopReason.AGENT_ERROR
+        assert failed.trajectory.response_ids == says("5")
+        assert failed.trajectory.rewards.score is None
+        assert failed.trajectory.rewards.total() == (-0.5 if posts else 0.0)  # the reward manager's is to come
+    else:
+        assert (failed.trajectory, failed.dropped) == (None, StopReason.AGENT_ERROR)
+        assert "KeyError: 'mistake'" in failed.cause
+        assert "test_gateway_failures.py:" in failed.cause
+    [logged] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "mistake" in caplog.text
+    assert logged.exc_info[0] is KeyError
+
+
+def test_only_the_first_of_many_errors_is_logged_with_its_traceback(loop_of, caplog):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
         raise KeyError("mistake")
 
-    with pytest.raises(KeyError, match="mistake"):
-        roll(loop_of(run))
+    loop._logged.clear()
+    roll(loop_of(run), rows=5)
+    assert [each.levelname for each in caplog.records if "mistake" in each.getMessage()].count("WARNING") == 1
+
+
+@pytest.mark.parametrize("ending", ["returns", "is refused"])
+def test_a_missing_reward_is_an_error_and_not_zero(loop_of, ending):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        if ending == "is refused":
+            await client.chat.completions.create(model="m", messages=[TOO_MUCH])
+
+    [result], _ = roll(loop_of(run), scored=False)
+    assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.AGENT_ERROR, 0)
+    assert "without a reward" in result.cause
+
+
+def test_a_posted_reward_is_a_reward(loop_of):
+    async def run(client, base_url, api_key):
+        await client.chat.completions.create(model="m", messages=[USER])
+        await post_reward(base_url, api_key, 0.0)
+
+    [result], _ = roll(loop_of(run), scored=False)
+    assert result.trajectory.stop_reason is StopReason.COMPLETED
+    assert result.trajectory.rewards.steps == [(0, "agent", 0.0)]
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "thread"])
+def test_an_agent_that_exits_does_not_end_the_process(loop_of, kind):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        sys.exit(0)
+
+    def run_in_a_thread(client):
+        client.chat.completions.create(model="m", messages=[USER])
+        sys.exit(0)
+
+    [result], _ = roll(loop_of(run if kind == "coroutine" else run_in_a_thread), scored=False)
+    assert (result.trajectory, result.dropped) == (None, StopReason.AGENT_ERROR)
+
+
+def test_an_agent_that_cancels_itself_has_failed(loop_of):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        raise asyncio.CancelledError
+
+    results, _ = roll(loop_of(run), rows=2, scored=False)
+    assert [each.dropped for each in results] == [StopReason.AGENT_ERROR] * 2
+
+
+def test_an_agent_that_fails_before_it_asks_is_dropped_however_it_is_scored(loop_of):
+    async def run(client, row):
+        raise ModuleNotFoundError("no module named 'mine'")
+
+    results, _ = roll(loop_of(run), rows=2)
+    assert [each.dropped for each in results] == [StopReason.AGENT_ERROR] * 2
+    with pytest.raises(TrainingStopped, match="no module named 'mine'"):
+        check_survivors(results, 0.5)
+
+
+def test_a_limit_of_openais_agents_sdk_is_its_rollouts_ending(loop_of):
+    agents = pytest.importorskip("agents")
+
+    @agents.function_tool
+    def echo(text: str) -> str:
+        """Repeats a text."""
+        return text
+
+    async def run(client):
+        agents.set_tracing_disabled(True)
+        model = agents.OpenAIChatCompletionsModel("m", client)
+        agent = agents.Agent("an agent", model=model, tools=[echo])
+        await agents.Runner.run(agent, "What is 2 + 3?", max_turns=2)
+
+    [result], _ = roll(loop_of(run), lambda *_: says(call(text="a")), response_length=400, prompt_length=400)
+    assert result.trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert result.trajectory.assistant_turns == 2
 
 
 @pytest.mark.parametrize("swallows", [False, True])
@@ -235,12 +348,12 @@ def test_our_own_errors_are_what_they_are_whatever_status_they_bear(error, broke
         assert is_infrastructure(error) is broken
 
 
-def test_another_servers_no_is_the_users_bug(loop_of):
+def test_another_servers_no_is_the_agents_error(loop_of):
     async def run(client):
         raise StatusError(400)
 
-    with pytest.raises(StatusError):
-        roll(loop_of(run))
+    [result], _ = roll(loop_of(run))
+    assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.AGENT_ERROR, 0)
 
 
 WAYS = [
@@ -299,18 +412,17 @@ def test_what_goes_wrong_after_a_refusal_is_read_by_itself(loop_of, failure):
             await client.chat.completions.create(model="m", messages=[TOO_MUCH])
         raise failure
 
+    [result], _ = roll(loop_of(run))
     if isinstance(failure, KeyError):
-        with pytest.raises(KeyError, match="mistake"):
-            roll(loop_of(run))
+        assert result.trajectory.stop_reason is StopReason.AGENT_ERROR
     else:
-        [result], _ = roll(loop_of(run))
         assert (result.trajectory, result.dropped) == (None, StopReason.INFRASTRUCTURE)
 
 
 def test_an_agent_that_is_always_refused_is_told_why(loop_of):
     async def run(client):
         with contextlib.suppress(openai.BadRequestError):
-            await client.chat.completions.create(model="m", messages=[USER], response_format={"type": "json_object"})
+            await client.chat.completions.create(model="m", messages=[USER], response_format={"type": "grammar"})
         return 1.0
 
     with pytest.raises(

@@ -128,14 +128,15 @@ def test_a_rewritten_history_leaves_earlier_sequences(loop_of):
 # -- endings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["1.0", float("nan"), [1.0], object()])
+@pytest.mark.parametrize("wrong", ["1.0", float("nan"), [1.0], object(), 1e31])
 def test_a_reward_is_a_number(loop_of, wrong):
     async def run(client):
         await client.chat.completions.create(model="m", messages=[USER])
         return wrong
 
-    with pytest.raises(EtudeError, match="agent 'run'"):
-        roll(loop_of(run))
+    [result], _ = roll(loop_of(run), scored=False)
+    assert (result.trajectory, result.dropped) == (None, StopReason.AGENT_ERROR)
+    assert "agent 'run'" in result.cause
 
 
 @pytest.mark.parametrize("kind", ["coroutine", "thread", "command"])

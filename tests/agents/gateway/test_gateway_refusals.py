@@ -48,15 +48,22 @@ async def refused(coroutine):
 @pytest.mark.parametrize(
     ("request_more", "param", "words"),
     [
-        ({"tool_choice": "required", "tools": [ECHO]}, "tool_choice", "'auto' and 'none'"),
+        ({"tool_choice": "required"}, None, "tool_choice"),
+        ({"tool_choice": "any", "tools": [ECHO]}, "tool_choice", "'required'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [ECHO]}, None, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [ECHO]}, "tool_choice", "'required'"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "'schema'"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "echo"}}, "tools": [ECHO]},
-            "tool_choice",
-            "'auto' and 'none'",
+            {"presence_penalty": 0.5},
+            "presence_penalty",
+            "not supported: training needs log-probs of what was sampled from; send 0",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format", "constrains"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": -1.0}, "frequency_penalty", "not supported"),
+        (
+            {"frequency_penalty": -1.0},
+            "frequency_penalty",
+            "not supported: training needs log-probs of what was sampled from; send 0",
+        ),
         ({"logit_bias": {"5": 10}}, "logit_bias", "log-probs"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled tokens"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
@@ -416,7 +423,7 @@ def test_a_client_that_leaves_ends_its_request(n, hang_up):
             host, _, rest = stage.url.removeprefix("http://").partition("/")
             _, writer = await asyncio.open_connection(*host.split(":"))
             text = json.dumps(body).encode()
-            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stage.key}\r\n"
+            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {stage.key}\r\n"
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
             await until_async(lambda: len(open_requests(engine)) == n)
             writer.close()

@@ -275,10 +275,10 @@ NO_TOOLS = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
-def chat_of(template):
+def chat_of(template, shows="{{- tools | tojson if tools else '' }}", **options):
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = template
-    return ChatTemplate(tokenizer)
+    tokenizer.chat_template = shows + template
+    return ChatTemplate(tokenizer, **options)
 
 
 class Labelling(ToolParser):
@@ -335,6 +335,31 @@ def test_a_template_without_a_role_for_tools_gets_results_from_the_user():
 
     asked, made = talk(work, [says(call(text="a")), says("5")], chat=chat_of(NO_TOOLS))
     assert "<|im_start|>user\n<tool_response>five</tool_response><|im_end|>" in TOKENIZER.decode(asked)
+    assert len(made) == 1
+
+
+def test_tools_that_the_model_would_not_see_are_refused():
+    async def work(stage):
+        with pytest.raises(openai.BadRequestError, match=r"not shown its tools \(echo\).*tools_in_system=true"):
+            await stage.chat([USER], tools=[ECHO])
+        return (await stage.chat([{**USER, "content": "You may call echo."}], tools=[ECHO])).choices[0].finish_reason
+
+    assert talk(work, [says("5")], chat=chat_of(NO_TOOLS, shows="")) == "stop"
+
+
+def test_tools_in_the_system_message_continue_exactly():
+    async def work(stage):
+        first = (await stage.chat([USER], tools=[ECHO])).choices[0]
+        result = {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "five"}
+        await stage.chat([USER, answer(first), result], tools=[ECHO])
+        return [prompt for _, prompt, _ in stage.engine.asked], stage.session.trajectories()
+
+    chat = chat_of(NO_TOOLS, shows="", tools_in_system=ToolParser.get_tool_parser("hermes", TOKENIZER))
+    (first, second), made = talk(work, [says(call(text="a")), says("5")], chat=chat)
+    assert json.dumps(ECHO) in TOKENIZER.decode(first)
+    context = chat.context_ids([{"role": "tool", "content": "five"}], after=says(call(text="a")))
+    assert second == [*first, *says(call(text="a")), *(number for ids, _ in context for number in ids)]
+    assert "<|im_start|>user\n<tool_response>\nfive\n</tool_response><|im_end|>" in TOKENIZER.decode(second)
     assert len(made) == 1
 
 

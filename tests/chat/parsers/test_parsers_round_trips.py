@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parsers_formats import FORMATS, schemas
+from parsers_formats import FORMATS, Format, schemas
 
-from etude.chat import ToolParser
+from etude.chat import TOOL_PARSERS, ToolParser
 
 TAGS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|python_end|>", "[TOOL_CALLS]", "[ARGS]",
@@ -67,6 +67,22 @@ def test_what_was_written_is_read(label, calls):
     found, parsed = read(style, style.render(calls), schemas(calls))
     assert parsed.errors == []
     assert found == calls
+    assert parsed.content == ""
+
+
+WRITERS = sorted({type(ToolParser.get_tool_parser(n)): n for n in TOOL_PARSERS.names() if n != "auto"}.values())
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=20)
+@given(calls=CALLS)
+def test_what_a_parser_writes_it_reads(name, calls):
+    parser = ToolParser.get_tool_parser(name)
+    styles = [style for style in FORMATS.values() if type(ToolParser.get_tool_parser(style.name)) is type(parser)]
+    assume(all(sayable(style, calls) for style in styles or [Format("", None, "", ("<answer>", "</tool_call>"))]))
+    parsed = parser.parse(parser.write(calls, schemas(calls)), schemas(calls))
+    assert parsed.errors == []
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
     assert parsed.content == ""
 
 

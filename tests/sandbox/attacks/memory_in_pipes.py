@@ -10,7 +10,7 @@ class Span(ctypes.Structure):
 
 
 def pin(size):
-    block = mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(size))
     view = (ctypes.c_char * size).from_buffer(block)
     span = Span(ctypes.addressof(view), size)

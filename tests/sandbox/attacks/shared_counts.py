@@ -15,7 +15,8 @@ denied(lambda: libc.fcntl(interpreter, 1024, 0), "F_SETLEASE")
 own = os.open("own", os.O_CREAT | os.O_RDONLY)
 denied(lambda: libc.fcntl(own, 1024, 0), "F_SETLEASE of an own file")  # as those of a host that is not root would be
 refused(lambda: mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), "huge pages")
-block = mmap.mmap(-1, 1 << 20)
+refused(lambda: mmap.mmap(-1, 1 << 20), "shared memory without a file")
+block = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 refused(lambda: block.madvise(21), "paging out")
 # What succeeds must do nothing: on a descriptor that is none the kernel's own would fail.
 for name, calls in (("syncfs", (306, 267)), ("fsync", (74, 82)), ("fdatasync", (75, 83)), ("sync_file_range", (277, 84))):

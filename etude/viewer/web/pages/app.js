@@ -49,7 +49,7 @@ const draw = async () => {
       if (exported) return;
       const timer = setInterval(async () => {
         if (document.hidden) return;
-        try { await work(); live("live"); } catch { live("the server does not answer"); }
+        try { await work(); live("connected"); } catch { live("the server does not answer"); }
       }, POLL);
       stop.signal.addEventListener("abort", () => clearInterval(timer));
     },

@@ -1,0 +1,158 @@
+"""`python benchmarks/memory.py`: the memory that `etude check` estimates for an update, beside what an update takes.
+
+Each shape runs two updates in a process of its own, the second with the optimizer's state, and its resident memory is
+sampled every 20 ms. The models are random; no data is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama of this shape, and one micro-batch: `rows` of `length` tokens, of which the first half is a prompt that
+    `shared` of them have in common."""
+
+    name: str
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    rows: int
+    length: int
+    shared: int = 1
+    checkpointing: bool = False
+    lora_rank: int = 0
+    dtype: str = "float32"
+
+
+SHAPES = (
+    Shape("SmolLM2-135M, 1,024 tokens", 576, 30, 1536, 49_152, 2, 512),
+    Shape("SmolLM2-135M, 2,560 tokens, shared prompts", 576, 30, 1536, 49_152, 8, 512, shared=4),
+    Shape("SmolLM2-135M, 4,096 tokens, checkpointing", 576, 30, 1536, 49_152, 8, 512, checkpointing=True),
+    Shape("SmolLM2-135M, 1,024 tokens, LoRA", 576, 30, 1536, 49_152, 2, 512, lora_rank=16),
+    Shape("6 layers, 4,096 tokens", 576, 6, 1536, 49_152, 8, 512),
+    Shape("wide, 2 layers, 2,048 tokens", 2048, 2, 5632, 8_192, 4, 512),
+)
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """Writes the folder of a random model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.hidden // 64,
+        num_key_value_heads=shape.hidden // 192 or 1,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def estimate(shape: Shape, folder: Path) -> float:
+    """Bytes that `etude check` says an update takes."""
+    from etude.trainer.resources import count_weights, estimate_memory
+
+    options = {"path": str(folder), "dtype": shape.dtype, "lora_rank": shape.lora_rank, "quantization": None}
+    model = SimpleNamespace(**options, enable_gradient_checkpointing=shape.checkpointing, trust_remote_code=False)
+    actor = SimpleNamespace(optim=SimpleNamespace(name="adamw"))
+    rollout = SimpleNamespace(kv_cache_memory_mb=0)
+    roles: Any = SimpleNamespace(
+        model=model, actor=actor, rollout=rollout, needs_ref=False, value_head=False, streams=False, device="cpu"
+    )
+    setup: Any = SimpleNamespace(roles=roles, needs=frozenset())
+    tokens = shape.rows * shape.length - (shape.rows - shape.rows // shape.shared) * (shape.length // 2)
+    return sum(estimate_memory(setup, count_weights(str(folder)), tokens).values())
+
+
+def measure(shape: Shape, folder: Path) -> float:
+    """Bytes that this process has at most while it takes two updates."""
+    import psutil
+    import torch
+
+    from etude.algorithms import agg_loss
+    from etude.models import load_causal_lm
+    from etude.models.footprint import checkpoint_layers
+    from etude.models.lora import add_adapters
+    from etude.options import ModelOptions, OptimOptions
+    from etude.protocol import DataProto
+    from etude.training.optim import OptimizerSet
+    from etude.training.policy import PolicyEngine
+
+    torch.set_num_threads(1)
+    model: Any = load_causal_lm(folder, dtype=shape.dtype)
+    if shape.lora_rank:
+        add_adapters(model, ModelOptions(path=str(folder), lora_rank=shape.lora_rank))
+    if shape.checkpointing:
+        checkpoint_layers(model)
+    engine = PolicyEngine(model, max_tokens=1 << 30, optimizer=OptimizerSet(model, OptimOptions(lr=1e-6), None))
+    ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length))
+    half = shape.length // 2
+    ids[:, :half] = ids[:: shape.shared, :half].repeat_interleave(shape.shared, dim=0)
+    ones = torch.ones_like(ids)
+    batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, half:]})
+    process, peak, done = psutil.Process(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+
+    def loss(log_probs: Any, _: Any, micro: DataProto, scale: Any) -> Any:
+        mask = micro.batch["response_mask"]
+        return agg_loss(-log_probs, mask, "token-mean", batch_num_tokens=scale.batch_num_tokens), {}
+
+    for _ in range(2):
+        engine.update(batch, loss, 1.0)
+    done.set()
+    watcher.join()
+    return float(peak[0])
+
+
+def compare(shape: Shape) -> tuple[float, float]:
+    """Returns (estimated, measured) bytes; measured in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(shape, Path(folder))
+        command = [sys.executable, __file__, "--measure", json.dumps(asdict(shape)), "--folder", folder]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        return estimate(shape, Path(folder)), float(found.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        print(measure(Shape(**given.measure), given.folder))
+        return
+    print("| shape | estimated | measured | ratio |\n|---|---|---|---|")
+    for shape in SHAPES:
+        began = time.perf_counter()
+        expected, found = compare(shape)
+        row = f"| {shape.name} | {expected / 2**30:.2f} GiB | {found / 2**30:.2f} GiB | {expected / found:.2f} |"
+        print(row, flush=True)
+        print(f"{shape.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`activation_bytes`: how much memory the backward pass of a model needs per token, without the model.
+
+Invariant: nothing is computed or allocated. The first layers of the model's own code run on fake tensors (shapes alone), and
+what autograd would keep of them is added up, so the answer holds for any family and dtype that packing accepts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from etude.model_folder import local_folder
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKENS = 64  # of the probe
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes per packed token: kept by all layers until the backward pass (`kept`), and of one layer without gradient
+    checkpointing (`layer`), which exists once more while that layer is computed again or differentiated."""
+
+    kept: float
+    layer: float
+
+
+def activation_bytes(
+    path: str, dtype: torch.dtype, *, checkpointing: bool, trust_remote_code: bool = False
+) -> Footprint | None:
+    """Returns the footprint of the causal LM of a local folder; LoRA's adapters need about the same. None if it cannot be
+    told, as for mixtures of experts, whose shapes depend on the data."""
+    folder = local_folder(path)
+    try:
+        return _measure(str(folder), dtype, checkpointing, trust_remote_code) if folder else None
+    except Exception:  # an unknown architecture can fail in any way, and loading it will say how
+        return None
+
+
+@lru_cache(maxsize=16)
+def _measure(folder: str, dtype: torch.dtype, checkpointing: bool, trust_remote_code: bool) -> Footprint:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    one, two = (_kept(config, layers, dtype, False) for layers in (1, 2))
+    again = [_kept(config, layers, dtype, True) for layers in (1, 2)] if checkpointing else [one, two]
+    return Footprint(2 * one - two + config.num_hidden_layers * (again[1] - again[0]), two - one)
+
+
+def _kept(config: Any, layers: int, dtype: torch.dtype, checkpointing: bool) -> float:
+    """Bytes per token that autograd keeps of a model with this many layers; weights are not counted."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoModelForCausalLM
+
+    from etude.models.packed import ATTENTION_NAME, CausalSequences, packed_hidden
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    kept: dict[
+        int, torch.Tensor
+    ] = {}  # by storage; the tensors keep the storages alive, so that no number is used twice
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype).train()
+        if checkpointing:
+            checkpoint_layers(model)
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        ids, layout = torch.zeros(_TOKENS, dtype=torch.long), CausalSequences([_TOKENS])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = packed_hidden(model, ids, layout.position_ids(), layout)
+        del hidden
+    sizes = (tensor.untyped_storage().nbytes() for number, tensor in kept.items() if number not in weights)
+    return sum(sizes) / _TOKENS
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Enables gradient checkpointing: of a layer, only the input is kept for the backward pass."""
+    # Newer versions of Transformers have the first name, older ones the second.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # its hook is for reentrant checkpointing, and slows down the engine

@@ -1,0 +1,97 @@
+"""A loop of the user's that runs tools: its step rewards arrive, and its prompt shows the tools or the run says so."""
+
+import asyncio
+
+import pytest
+from agents_stage import CHAT, QUESTION, SAMPLING, Echo, Recorder, call, context, says
+
+from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager
+from etude.errors import EtudeError
+from etude.tools import ToolSession
+from etude.trajectory import Provenance, Trajectory
+
+
+@pytest.fixture
+def roll(monkeypatch):
+    """Rolls a row out with an own loop of one call; returns the trajectory. `own` does something with it and the session."""
+    monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
+
+    def roll(own=None, prompt=lambda loop, row: loop.render_prompt(row), tools=None, **row):
+        class Own(AgentLoopBase):
+            async def run(self, sampling_params, **row):
+                made = Trajectory(row["request_id"], prompt(self, row))
+                async with ToolSession(self.tools, None, request_id=row["request_id"]) as session:
+                    output = await self.server_manager.generate(
+                        prompt_ids=made.prompt_ids, sampling_params=sampling_params
+                    )
+                    made.append(output.token_ids, Provenance.SAMPLED)
+                    made.assistant_turns += 1
+                    parsed = await self.context.parser.parse_ids(output.token_ids)
+                    outcomes = await session.execute(parsed.calls, turn=0)
+                    if own is not None:
+                        own(made, session, outcomes)
+                return made
+
+        AGENT_LOOPS.register("own_tools")(Own)
+        shared = context(tools or [Echo(reward=0.5)])
+        manager = AgentLoopManager(shared, Recorder(lambda *_: says(call(text="x"))))
+        given = {"raw_prompt": QUESTION, "uid": "u", "agent_name": "own_tools"} | row
+        [rollout] = asyncio.run(manager.generate([given], SAMPLING))
+        return rollout.trajectory
+
+    return roll
+
+
+def test_step_rewards_and_records_of_a_session_reach_the_trajectory(roll):
+    made = roll()
+    assert made.rewards.steps == [(0, "echo", 0.5)]
+    assert [(record.name, record.reward) for record in made.tool_calls] == [("echo", 0.5)]
+
+
+def record_alone(made, session, outcomes):
+    made.add_step_reward("echo", 0.25)
+
+
+def record_under_another_name(made, session, outcomes):
+    made.add_step_reward("mine", outcomes[0].reward)
+
+
+def leave_out(made, session, outcomes):
+    session.outcomes.clear()
+
+
+@pytest.mark.parametrize(
+    ("own", "steps"),
+    [
+        (record_alone, [(0, "echo", 0.25)]),
+        (record_under_another_name, [(0, "mine", 0.5)]),
+        (leave_out, []),
+    ],
+)
+def test_what_a_loop_recorded_itself_is_not_added_again(roll, own, steps):
+    assert roll(own).rewards.steps == steps
+
+
+def plain(loop, row):
+    return loop.chat.initial_ids(row["raw_prompt"])
+
+
+def test_a_loop_that_runs_tools_and_shows_none_is_an_error_that_says_what_to_write(roll):
+    with pytest.raises(EtudeError, match=r"own_tools.*\(echo\).*self\.render_prompt\(row\)"):
+        roll(prompt=plain)
+
+
+def test_messages_that_name_the_tools_show_them(roll):
+    messages = [{"role": "user", "content": "Call echo."}]
+    assert roll(prompt=plain, raw_prompt=messages).prompt_ids == CHAT.initial_ids(messages)
+
+
+def test_tools_that_a_row_may_not_use_need_not_be_shown(roll):
+    assert roll(prompt=plain, active_tools=[]).prompt_ids == CHAT.initial_ids(QUESTION)
+
+
+def test_render_prompt_shows_the_tools_of_the_row(roll):
+    shown, other = Echo(), Echo("other")
+    schemas = [tool.get_openai_tool_schema().to_openai() for tool in (shown, other)]
+    assert roll(tools=[shown, other]).prompt_ids == CHAT.initial_ids(QUESTION, schemas)
+    assert roll(tools=[shown, other], active_tools=["echo"]).prompt_ids == CHAT.initial_ids(QUESTION, schemas[:1])

@@ -1,0 +1,64 @@
+"""The estimate of activations, which allocates nothing, is what autograd keeps of the real model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm, save_pretrained
+from etude.models.footprint import activation_bytes, checkpoint_layers
+from etude.models.packable import enable_packing
+from etude.models.packed import CausalSequences, packed_hidden
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from memory import Shape, compare
+
+TOKENS = 96
+
+
+def write(folder, architecture):
+    tokenizer = build_tiny_tokenizer(["one two three"], 280)
+    spec = TinyModelSpec(hidden_size=64, num_layers=5, intermediate_size=96, architecture=architecture)
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder)
+    return folder
+
+
+def kept_bytes(model):
+    """Bytes a token that a real forward pass keeps for the backward pass."""
+    storages = {}
+
+    def keep(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    layout = CausalSequences([TOKENS // 2, TOKENS // 2])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed_hidden(model, torch.arange(TOKENS), layout.position_ids(), layout)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(t.untyped_storage().nbytes() for place, t in storages.items() if place not in weights) / TOKENS
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_the_estimate_is_what_autograd_keeps(tmp_path, architecture, checkpointing):
+    folder = write(tmp_path, architecture)
+    model = load_causal_lm(folder).train()
+    enable_packing(model)
+    if checkpointing:
+        checkpoint_layers(model)
+    found = activation_bytes(str(folder), torch.float32, checkpointing=checkpointing)
+    assert found.kept == pytest.approx(kept_bytes(model), rel=0.1)
+    assert found.layer > found.kept / 5 if checkpointing else found.layer < found.kept / 4
+    half = activation_bytes(str(folder), torch.bfloat16, checkpointing=checkpointing)
+    assert half.kept < 0.8 * found.kept
+
+
+def test_what_cannot_be_told_is_none(tmp_path):
+    assert activation_bytes(str(write(tmp_path, "qwen3_moe")), torch.float32, checkpointing=False) is None
+
+
+def test_an_update_takes_the_memory_that_is_estimated():
+    """Within 30 %, in a process of its own; `benchmarks/memory.py` has larger shapes."""
+    expected, found = compare(Shape("small", 256, 4, 1024, 8192, rows=8, length=256))
+    assert 0.7 < expected / found < 1.3
