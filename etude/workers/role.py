@@ -6,10 +6,8 @@ it needs, each once.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -55,13 +53,6 @@ def start_process(
     if deterministic and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def trim_heap() -> None:
-    """Returns the heap's free pages to the system. Rollouts and updates take turns in other threads, each with a heap of its
-    own in glibc, and would otherwise hold on to their largest."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class RoleWorker(Worker):

