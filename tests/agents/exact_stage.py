@@ -141,7 +141,8 @@ class Policy:
         )
         rows = [
             {
-                "raw_prompt": messages,
+                # names the tool, which most of these templates do not show
+                "raw_prompt": [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']} (say)"}],
                 "extra_info": {},
                 "uid": f"u{i}",
                 "rollout_index": i * n + k,
