@@ -246,7 +246,8 @@ class _Batch:
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(returned, client, name, options.response_length)
-                if client.sessions:
+                is_ours = AGENT_LOOPS.get(name).__module__.startswith("etude.")  # checked when rows are loaded
+                if client.sessions and not is_ours:
                     check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)
             except AgentError as error:
                 rollout.cause = describe_error(error)

@@ -67,6 +67,7 @@ def format_option(options: Any, key: str) -> str:
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each of the user's `keys` without effect, and for settings that are valid but likely unintended."""
     yield from inert(options, keys, sources)
+    yield from _extreme(options, keys, sources)
     for key in keys:
         section, _, name = key.rpartition(".")
         if name == "betas" and value_of(options, section).name == "muon":
@@ -79,6 +80,31 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
             yield from _default_estimator(key, options, sources)
         elif name == "loss_agg_mode" and isinstance(options, TrainOptions) and section == f"{_POLICY}.actor":
             yield from _foreign_aggregation(key, options, sources)
+
+
+_EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("optim.lr", lambda value: value < 1e-8, "hardly moves the weights"),
+    ("optim.lr", lambda value: value >= 0.1, "moves weights by their own size in few steps"),
+    ("optim.clip_grad", lambda value: value < 1e-6, "leaves almost nothing of any gradient"),
+    ("actor.clip_ratio", lambda value: value == 0, "clips every token whose probability an update has moved"),
+    ("actor.clip_ratio_low", lambda value: value == 0, "clips every token that an update has made less likely"),
+    ("actor.clip_ratio_high", lambda value: value == 0, "clips every token that an update has made more likely"),
+    ("actor.kl_loss_coef", lambda value: value > 10, "lets the KL term outweigh the reward"),
+    ("kl_ctrl.kl_coef", lambda value: value > 10, "lets the KL penalty outweigh the reward"),
+)
+"""(end of a key, when its value stops learning, what it then does)."""
+
+
+def _extreme(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each of `keys` whose value is valid, but leaves weights where they are or takes them far away."""
+    for key in keys:
+        value = value_of(options, key) if key in declarations(type(options)) else None
+        for end, is_extreme, what in _EXTREME:
+            if value is None or not f".{key}".endswith(f".{end}") or not is_extreme(value):
+                continue
+            if not inert_reason(options, key):
+                usual = declarations(type(options))[key].default or 0.2  # clip ratios: null, the loss's own
+                yield f"{key}={value:g} ({sources[key]}) {what}: {usual:g} is usual"
 
 
 def _default_estimator(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 refused with the reason. There is no third kind, and no key of ours that is missing here."""
 
 import asyncio
+import copy
 import json
 import sys
 from dataclasses import replace
@@ -16,10 +17,12 @@ from etude.agents.interactions import load_interactions
 from etude.chat import ToolParser
 from etude.config import compose
 from etude.errors import ConfigError
-from etude.options import RolloutOptions
+from etude.models import TinyModelSpec, build_tiny_model, save_pretrained
+from etude.options import ModelOptions, RolloutOptions
 from etude.options.validate import to_options
 from etude.trajectory import StopReason
 from etude.workers.context import collect_tools
+from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LONG = " ".join(map(str, range(60)))
@@ -230,7 +233,7 @@ def openai_agent(folder):
         "import json, os, sys, urllib.request as web; body = json.dumps({'messages': json.load(sys.stdin)['raw_prompt']})"
         "; url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'"
         "; head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}"
-        "; web.urlopen(web.Request(url, body.encode(), head)); print(0.5)"
+        "; web.urlopen(web.Request(url, body.encode(), head)); open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0.5')"
     )
     command = json.dumps([sys.executable, "-c", program])
     named = ("agent.default_agent_loop=openai_agent", f"agent.openai_agent.function={folder}/agent.py:run")
@@ -240,6 +243,21 @@ def openai_agent(folder):
     for wrong in (named[:1], (*named, "agent.openai_agent.command=[a]")):
         with pytest.raises(ConfigError, match="openai_agent"):
             rollout_options(*wrong)
+
+
+def tools_in_system(folder):
+    tokenizer, schemas = copy.deepcopy(TOKENIZER), [Echo().get_openai_tool_schema().to_openai()]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), tokenizer, folder)
+    shown = {}
+    for value in ("true", "false"):
+        options = rollout_options(f"multi_turn.tools_in_system={value}", "multi_turn.format=hermes").multi_turn
+        chat = load_tokenizer_bundle(ModelOptions(path=str(folder)), {}, options).chat
+        shown[value] = "echo" in tokenizer.decode(chat.initial_ids(QUESTION, schemas))
+    assert shown == {"true": True, "false": False}
 
 
 WORKS = {
@@ -256,6 +274,7 @@ WORKS = {
         tool_response_length_unit,
         tool_response_truncate_side,
         format_,
+        tools_in_system,
         min_answer_tokens,
         max_seconds,
         malformed_calls,

@@ -551,6 +551,35 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
     assert notices(caplog, "data.train_batch_size=8") == []
 
 
+@pytest.mark.parametrize(
+    ("key", "extreme", "fine", "usual", "more"),
+    [
+        (f"{ACTOR}.optim.lr", ["0", "1e-9", "0.1", "1"], "1e-7", "1e-06", ()),
+        ("critic.optim.lr", ["0", "1"], "1e-3", "1e-05", ()),
+        (f"{ACTOR}.optim.clip_grad", ["1e-12"], "1e-3", "1", ()),
+        *((f"{ACTOR}.clip_ratio{which}", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)) for which in ("", "_low")),
+        (f"{ACTOR}.clip_ratio_high", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
+        (f"{ACTOR}.kl_loss_coef", ["1e4"], "10", "0.001", (f"{ACTOR}.use_kl_loss=true",)),
+        ("algorithm.kl_ctrl.kl_coef", ["1e4"], "10", "0.001", ("algorithm.use_kl_in_reward=true",)),
+    ],
+)
+def test_a_value_that_stops_learning_is_said_with_a_usual_one(caplog, key, extreme, fine, usual, more):
+    for value in extreme:
+        caplog.clear()
+        [line] = notices(caplog, f"{key}={value}", *more)
+        assert line.startswith(f"{key}={float(value):g} (command line) ")
+        assert line.endswith(f": {usual} is usual")
+        remarks = compose_with_sources("ppo_trainer", [f"{key}={value}", *more], collect=True).remarks
+        assert remarks == (line,)  # as `etude check` prints it
+    caplog.clear()
+    assert notices(caplog, f"{key}={fine}", *more) == []
+
+
+def test_the_rate_of_fine_tuning_is_said_too(caplog):
+    [line] = notices(caplog, "optim.lr=1", root="sft")
+    assert line.startswith("optim.lr=1 (command line) ")
+
+
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 

@@ -251,7 +251,7 @@ class TextStage:
         make: Any = self._environment.target
         self._env = await self._environment.call("__init__", make)
         options = dict(row.get("extra_info") or {})
-        returned = await self._environment.call("reset", self._env.reset, seed=row["group_seed"], options=options)
+        returned = await self._environment.call("reset", self._env.reset, seed=row.get("group_seed"), options=options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise self._environment.wrong(
                 "reset must return (observation, info), the observation a text",

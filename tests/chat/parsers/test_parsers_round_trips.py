@@ -70,7 +70,8 @@ def test_what_was_written_is_read(label, calls):
     assert parsed.content == ""
 
 
-WRITERS = sorted({type(ToolParser.get_tool_parser(n)): n for n in TOOL_PARSERS.names() if n != "auto"}.values())
+OWN = {type(ToolParser.get_tool_parser(name)): name for name in TOOL_PARSERS.names() if name != "auto"}
+WRITERS = sorted(name for parser, name in OWN.items() if parser.__module__.startswith("etude."))
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -79,7 +80,14 @@ WRITERS = sorted({type(ToolParser.get_tool_parser(n)): n for n in TOOL_PARSERS.n
 def test_what_a_parser_writes_it_reads(name, calls):
     parser = ToolParser.get_tool_parser(name)
     styles = [style for style in FORMATS.values() if type(ToolParser.get_tool_parser(style.name)) is type(parser)]
-    assume(all(sayable(style, calls) for style in styles or [Format("", None, "", ("<answer>", "</tool_call>"))]))
+    if name in ("rl_factory", "search_r1"):  # their prompts teach plain text, in which tags have no other spelling
+        tags = [
+            f"{begin}{tag}>"
+            for begin in ("<", "</")
+            for tag in ("answer", "tool_call", "search", "think", "information")
+        ]
+        styles = [Format("", None, "", tuple(tags))]
+    assume(all(sayable(style, calls) for style in styles))
     parsed = parser.parse(parser.write(calls, schemas(calls)), schemas(calls))
     assert parsed.errors == []
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
