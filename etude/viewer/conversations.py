@@ -110,8 +110,8 @@ def load_change(folder: Path) -> tuple[Conversation, Conversation] | None:
     steps = list_dump_steps(folder)
     if len(steps) < 2:
         return None
-    before = list(islice(read_rollouts(folder / f"{steps[0]}.jsonl"), MAX_SCANNED))
-    again = _same_prompts(read_rollouts(folder / f"{steps[-1]}.jsonl"), before)
+    before = list(islice(readable_rollouts(folder / f"{steps[0]}.jsonl"), MAX_SCANNED))
+    again = _same_prompts(readable_rollouts(folder / f"{steps[-1]}.jsonl"), before)
     for record in before:
         pair = parse_conversation(record), parse_conversation(again.get(_prompt_key(record)))
         if pair[0] and pair[1] and (pair[0].score or 0.0) < (pair[1].score or 0.0):
