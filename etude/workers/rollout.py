@@ -29,7 +29,7 @@ from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer, open_reward_model
-from etude.workers.role import RoleWorker
+from etude.workers.role import RoleWorker, trim_heap
 from etude.workers.stream import RolloutStream, Submission
 
 ROLLOUT_MESH = "rollout"  # every rank has its own engine, even if ranks share a model in training
@@ -200,6 +200,7 @@ class RolloutWorker(RoleWorker):
         self._run(self._link.ready())
         results = self._run(manager.generate(work.rows, work.sampling, least_group=work.least_group))
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        trim_heap()
         if self._thread is None:
             self._run(self._link.rest())
             batch.meta_info["metrics"] = manager.engine.metrics()

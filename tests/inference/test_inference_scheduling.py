@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -198,6 +200,29 @@ def test_a_context_that_cannot_be_held_fails_and_the_next_one_runs(model):
         asyncio.run(asyncio.wait_for(engine.generate("a", [1] * 250, SamplingParams(max_tokens=6)), 30))
     out = asyncio.run(asyncio.wait_for(engine.generate("b", [1] * 25, SamplingParams(max_tokens=6)), 30))
     assert len(out.token_ids) == 6
+
+
+def test_closed_trajectories_leave_no_memory_to_the_garbage_collector(model, monkeypatch):
+    """A rollout creates too few objects for a collection, and too many bytes to wait for one."""
+    slabs, add = [], SlabCache._add
+
+    def added(cache, capacity):
+        slab = add(cache, capacity)
+        slabs.append(weakref.ref(slab))
+        return slab
+
+    monkeypatch.setattr(SlabCache, "_add", added)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = NativeEngine(model, NativeEngineOptions(enable_prefix_caching=False))
+        conversations(engine, 3, max_tokens=20)
+        for tokens in (1, 1 << 40):  # each engine thread lets go of its last step
+            engine._threads.submit(tokens, int).result()
+        assert slabs
+        assert [slab() for slab in slabs] == [None] * len(slabs)
+    finally:
+        gc.enable()
 
 
 def test_memory_of_trajectories_between_turns_is_lent_out_and_computed_again(model):
