@@ -8,6 +8,7 @@ it stopped and gives the same result. Two processes never work in one folder at 
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import time
@@ -152,6 +153,7 @@ class Quickstart:
         self._note(text)
         wall, cpu = time.perf_counter(), cpu_seconds()
         work()
+        gc.collect()  # a stage's models and caches refer to each other: the next one needs their memory
         return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
     def _write_ledger(self) -> None:
