@@ -52,6 +52,8 @@ def main() -> int:
     _be_quiet()
     try:
         convert(file, folder)
+    except KeyboardInterrupt:
+        return 130
     except EtudeError as error:
         sys.stdout.write(f"{error}\n")
         return 2

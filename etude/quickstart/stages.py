@@ -72,6 +72,7 @@ class Quickstart:
 
     def run(self) -> dict[str, Any]:
         """Runs all stages; returns the summary, which is also written to `summary.json`."""
+        self.check_keys()
         self.get_model()
         with self._open(), self._serve():
             if self._teacher is not None:
@@ -82,13 +83,16 @@ class Quickstart:
             self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self.trained_model()))
         return self._summary()
 
+    def check_keys(self) -> None:
+        """Raises ConfigError if the overrides have an unknown key; invalid values are found before training."""
+        self._config()
+
     def get_model(self) -> None:
-        """Gets the pretrained model that the example starts from, if any, before anything else is written.
+        """Gets the pretrained model that the example starts from, if any and if it is not there.
 
         Raises:
-            ConfigError: the configuration is invalid, or the model cannot be downloaded, converted or written.
+            ConfigError: it cannot be downloaded, converted or written.
         """
-        self._config()
         name = self.example.options.model
         if name in NAMED_MODELS and not named_folder(name).is_dir():
             from etude.models.named import get_model
@@ -103,7 +107,7 @@ class Quickstart:
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Locks the folder and makes the data."""
-        self._config()  # reports an unknown key before anything is written; `_check` reports invalid values
+        self.check_keys()  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "quickstart.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
