@@ -95,8 +95,8 @@ class OptimOptions:
         default="adamw",
     )
     lr: NonNegative = key(
-        "Peak learning rate. The quickstart's pretrained model of 135 million parameters learns at 2e-5, with LoRA at 5e-4, and "
-        "not in so few steps at 1e-6.",
+        "Peak learning rate. The quickstart's pretrained model of 135 million parameters learns at 2e-5, with LoRA at "
+        "5e-4, and not in so few steps at 1e-6.",
         default=1e-6,
     )
     betas: tuple[BelowOne, BelowOne] = key(

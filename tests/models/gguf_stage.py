@@ -15,7 +15,8 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}
 
 
 def write_gguf(file: Path, seed: int = 1) -> dict[str, np.ndarray]:
-    """Writes a llama of two layers with random weights in half precision; returns some of them by their names in Hugging Face folders."""
+    """Writes a llama of two layers with random weights in half precision; returns some by their names in Hugging Face
+    folders."""
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(64)
