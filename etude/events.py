@@ -7,7 +7,7 @@ consumer. To inspect a run afterwards, read the files in its folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from etude.options import RunOptions
@@ -25,10 +25,12 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """`done` of `total` trajectories of the current rollout have finished."""
+    """`done` of `total` trajectories of the current rollout have finished. `tokens`: sampled since the run began; 0 if the
+    engine does not count them."""
 
     done: int
     total: int
+    tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Temporary folders that live as long as their process.
+"""Temporary folders that live as long as their process, and `write_whole`: folders that are complete or absent.
 
-Invariant: a folder is locked by the process that created it for as long as that process lives, so that the next process that
-creates one on the same host can remove those of killed processes. Folders of other hosts are left alone: on a shared file
-system, locks may be visible on one host only.
+Invariant: a temporary folder is locked by the process that created it for as long as that process lives, so that the next
+process that creates one on the same host can remove those of killed processes. Folders of other hosts are left alone: on a
+shared file system, locks may be visible on one host only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from etude.errors import CheckpointError, one_line
+
+INCOMPLETE = ".incomplete-"
+"""What the names of folders and files that are being written begin with."""
 
 _MAX_NAME_BYTES = 1024
 _STALE_SECONDS = 3600.0  # after which a folder without a lock file is stale: its process was killed
@@ -71,3 +77,61 @@ def sweep(base: Path, prefix: str) -> None:
 
 def _host() -> bytes:
     return socket.gethostname().encode()[:_MAX_NAME_BYTES]
+
+
+@contextlib.contextmanager
+def write_whole(target: Path, advice: str = "free space or set trainer.default_local_dir") -> Iterator[Path]:
+    """Yields a temporary folder that atomically replaces `target` if the block succeeds, and is removed otherwise.
+
+    Raises:
+        CheckpointError: the folder could not be written, for instance because the disk is full; an existing `target` stays
+            intact.
+    """
+    temporary, backup = target.with_name(f"{INCOMPLETE}{target.name}"), backup_path(target)
+    try:
+        for left in (temporary, backup):  # left by a run that was killed while writing
+            remove_path(left)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync_path(path)  # contents reach the disk before the rename
+        if target.exists():
+            os.replace(target, backup)
+        os.replace(temporary, target)
+        sync_path(target.parent)
+        shutil.rmtree(backup, ignore_errors=True)
+    except BaseException as error:
+        reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, (OSError, CheckpointError)):
+            raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
+        raise
+
+
+def backup_path(target: Path) -> Path:
+    """Where `write_whole` puts the folder that it replaces, until the new one is in its place."""
+    return target.with_name(f"{INCOMPLETE}replaced-{target.name}")
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
+    except OSError:
+        return "unknown space"
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file or folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Flushes a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

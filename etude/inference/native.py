@@ -138,7 +138,7 @@ class NativeEngine:
         self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
-        self.steps_done = 0
+        self.steps_done = self.tokens_done = 0
         self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
@@ -366,7 +366,7 @@ class NativeEngine:
         if loop is not self._loop:
             self._loop, self._wake = loop, None
             if self._stepping is not None:
-                self._deliver(self._stepping)
+                self._deliver(self._stepping.drawn)
 
     def _notify(self) -> None:
         """Schedules `_advance` after the callbacks that are already queued, so that concurrent requests share a step."""
@@ -401,29 +401,31 @@ class NativeEngine:
         self._steps_since_point += 1
         requests = {row: row.request for row in self._scheduler.active}
         self._stepping = _Step(plan, requests, self._threads.submit(plan.tokens, self._compute, plan))
-        self._deliver(self._stepping)
+        self._deliver(self._stepping.drawn)
 
-    def _deliver(self, step: _Step) -> None:
-        """Schedules `_finish` on the engine's event loop once the step is computed."""
+    def _deliver(self, drawn: Future[list[_Draw]]) -> None:
+        """Schedules `_finish` on the engine's event loop once the step is computed. The callback, which the future keeps,
+        must not hold the step: that cycle would keep the step's part of the cache until the next garbage collection."""
         loop = self._loop
         assert loop is not None
 
-        def deliver(_: object) -> None:
+        def deliver(drawn: Future[list[_Draw]]) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._finish, step)
+                loop.call_soon_threadsafe(self._finish, drawn)
 
-        step.drawn.add_done_callback(deliver)
+        drawn.add_done_callback(deliver)
 
-    def _finish(self, step: _Step) -> None:
-        if step is not self._stepping:  # already finished: it was scheduled on two event loops
+    def _finish(self, drawn: Future[list[_Draw]]) -> None:
+        step = self._stepping
+        if step is None or step.drawn is not drawn:  # already finished: it was scheduled on two event loops
             return
         self._stepping, scheduler = None, self._scheduler
         self.steps_done += 1
         try:
-            drawn = step.drawn.result()
+            draws = drawn.result()
             with self._metrics.timed("scheduling"):
                 scheduler.fed(step.plan)
-                for (row, _), draw in zip(step.plan.drawing, drawn):
+                for (row, _), draw in zip(step.plan.drawing, draws):
                     request = step.requests[row]
                     if request is not None and row.request is request:
                         self._append_token(row, request, draw)
@@ -445,6 +447,7 @@ class NativeEngine:
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
+        self.tokens_done += 1
         if request.on_tokens is not None:
             request.on_tokens([token])
         row.feed = [token]

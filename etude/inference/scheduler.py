@@ -286,7 +286,8 @@ class Scheduler:
         `max_num_batched_tokens`.
 
         The first of the rows that wait for a prefix computes it; rows with nothing to feed after it sample from its last
-        logits.
+        logits. Of prefixes that begin alike, such as prompts with one system message, the first computes the beginning, and
+        the others wait for it.
         """
         for row in list(self.active):  # a preempted row has no slot
             if row.slot is not None and not self._resize(row, len(row.own) + len(row.feed), evict_batch=True):
@@ -298,6 +299,8 @@ class Scheduler:
         carried: dict[Prefix, int | None] = {}  # prefixes in this step → index of the feed that completes it, if any
         for row in self.active:
             prefix = row.prefix if row.waiting else None
+            if prefix is not None and prefix not in carried and not self.prefixes.copy_beginning(prefix, carried):
+                carried[prefix] = None
             if prefix is None or prefix not in carried:
                 left = len(row.feed) if prefix is None else len(prefix.tokens) - prefix.filled
                 count = 1 if prefix is None and left == 1 else min(left, room)

@@ -131,7 +131,7 @@ def load_value_model(
     load = AutoModel.from_pretrained
     backbone = _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
     model = ValueModel(backbone)
-    head = Path(path).expanduser() / VALUE_HEAD_FILE
+    head = (local_folder(path) or Path(path)) / VALUE_HEAD_FILE
     if head.is_file():
         model.load_head(head)
     return model.eval()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import ConfigError, DataError, one_line
 from etude.images import ImageInput
+from etude.model_folder import local_folder
 from etude.models.loading import load_tokenizer, model_config
 from etude.models.vision import KINDS
 
@@ -39,7 +40,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 
     if model_config(path).get("model_type") not in KINDS:
         return None
-    name = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+    name = str(local_folder(path) or path)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     try:
         images = AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)

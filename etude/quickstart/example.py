@@ -24,9 +24,9 @@ from etude.options.declare import key, options
 from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
 
-CALCULATOR = "calculator"
-"""The quickstart's own example, shipped with the package."""
-_BUILT_IN = Path(__file__).parent / CALCULATOR
+STORIES, CALCULATOR = "stories", "calculator"
+"""The examples shipped with the package: `etude quickstart` runs the calculator unless told otherwise."""
+_BUILT_IN = Path(__file__).parent
 _GALLERY = Path(__file__).parents[2] / "examples"  # exists in a checkout only
 
 Tables: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -52,6 +52,10 @@ class ExampleOptions:
     rows: Rows = key("", default_factory=Rows)
     vocabulary: int = key("Tokens of the untrained model's tokenizer.", default=512)
     warm_up: tuple[str, ...] = key("Arguments of `etude sft` beside those of quickstart_sft.", default=())
+    model: str | None = key(
+        "Pretrained model that it starts from, as in model.path, in place of an untrained one and a warm-up.",
+        default=None,
+    )
     start: str | None = key(
         "Example whose warmed-up model it starts from, and whose rows it takes where it has no `prepare`.", default=None
     )
@@ -111,7 +115,7 @@ class Example:
     @property
     def root(self) -> str:
         """Name of its folder in `runs/`."""
-        return "quickstart" if self.folder == _BUILT_IN else self.name
+        return "quickstart" if self.folder == _BUILT_IN / CALCULATOR else self.name
 
     def run_folder(self, seed: int) -> Path:
         """Default run folder, where other examples look for its models."""
@@ -125,11 +129,11 @@ def find_example(given: str) -> Example:
         ConfigError: there is none.
     """
     names = [path.parent.name for path in sorted(_GALLERY.glob("*/example.yaml"))]
-    for folder in (Path(given).expanduser(), _BUILT_IN if given == CALCULATOR else _GALLERY / given):
+    for folder in (Path(given).expanduser(), (_BUILT_IN if given in (STORIES, CALCULATOR) else _GALLERY) / given):
         if (folder / "example.yaml").is_file():
             return Example.read(folder)
     if Path(given).is_dir():
         raise ConfigError(f"{given} holds no example.yaml")
-    known = [CALCULATOR, *names]
+    known = [STORIES, CALCULATOR, *names]
     where = "" if names else "; the others are in the folder examples/ of the repository: name one of its folders"
     raise ConfigError(f"no example '{given}'{did_you_mean(given, known)} (known: {', '.join(known)}){where}")

@@ -8,6 +8,7 @@ it stopped and gives the same result. Two processes never work in one folder at 
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.jsonl import json_safe, write_json
+from etude.model_folder import NAMED_MODELS, named_folder
 from etude.quickstart.example import Example, Rows, find_example
 from etude.quickstart.prepare import write_model, write_tables
 
@@ -47,6 +49,7 @@ class Quickstart:
         self._teacher = self._find_other(example.options.teacher)
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / "quickstart.json"
+        self._got: dict[str, dict[str, float]] = {}
         self._times = self._read_ledger()
 
     def _find_other(self, name: str | None) -> Quickstart | None:
@@ -69,6 +72,8 @@ class Quickstart:
 
     def run(self) -> dict[str, Any]:
         """Runs all stages; returns the summary, which is also written to `summary.json`."""
+        self.check_keys()
+        self.get_model()
         with self._open(), self._serve():
             if self._teacher is not None:
                 self._teacher.run()
@@ -78,6 +83,22 @@ class Quickstart:
             self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self.trained_model()))
         return self._summary()
 
+    def check_keys(self) -> None:
+        """Raises ConfigError if the overrides have an unknown key; invalid values are found before training."""
+        self._config()
+
+    def get_model(self) -> None:
+        """Gets the pretrained model that the example starts from, if any and if it is not there.
+
+        Raises:
+            ConfigError: it cannot be downloaded, converted or written.
+        """
+        name = self.example.options.model
+        if name in NAMED_MODELS and not named_folder(name).is_dir():
+            from etude.models.named import get_model
+
+            self._got["model"] = self._measure(f"getting the model {name}", lambda: get_model(name))
+
     def warm_up(self) -> None:
         """Runs the first stages only: data, and the warmed-up model that reinforcement learning starts from."""
         with self._open(), self._serve():
@@ -86,11 +107,11 @@ class Quickstart:
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Locks the folder and makes the data."""
-        self._config()  # reports an unknown key before anything is written; `_check` reports invalid values
+        self.check_keys()  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "quickstart.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._times = self._read_ledger()
+            self._times = self._read_ledger() | self._got
             if self.example.prepare is not None:
                 self._stage("data", "making tasks and demonstrations", self._make_data)
             yield
@@ -118,22 +139,26 @@ class Quickstart:
     def _warm_up_stages(self) -> None:
         if self._start is not None:
             self._start.warm_up()
-        else:
+        elif self.example.options.model is None:
             self._stage("model", "making an untrained model", self._make_model)
         if "train" not in self._times:
             self._check()
-        if self._start is None:
+        if self._start is None and self.example.options.model is None:
             self._stage("warm_up", "supervised warm-up: learns to talk, and mostly bad habits", self._warm_up)
 
-    def _stage(self, name: str, text: str, work: Callable[[], None]) -> None:
+    def _stage(self, name: str, text: str, work: Callable[[], object]) -> None:
         if name in self._times:
             self._note(f"{text}: done before")
             return
+        self._times[name] = self._measure(text, work)
+        self._write_ledger()
+
+    def _measure(self, text: str, work: Callable[[], object]) -> dict[str, float]:
         self._note(text)
         wall, cpu = time.perf_counter(), cpu_seconds()
         work()
-        self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
-        self._write_ledger()
+        gc.collect()  # a stage's models and caches refer to each other: the next one needs their memory
+        return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
     def _write_ledger(self) -> None:
         write_json(self._ledger, {"example": self.example.root, "seed": self.seed, "stages": self._times})
@@ -154,13 +179,16 @@ class Quickstart:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        model = self.folder / "model" if self._start is None else self._start._warm_model
+        own = self._start is None and self.example.options.model is None
+        model = self.folder / "model" if own else self._warm_model
         setup = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(setup.groups):
             PPOTrainer(setup)
 
     @property
     def _warm_model(self) -> Path:
+        if (name := self.example.options.model) is not None:
+            return named_folder(name) if name in NAMED_MODELS else Path(name)
         return self.folder / "warm_up" / "huggingface" if self._start is None else self._start._warm_model
 
     def _warm_up(self) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, one_line
+from etude.scratch import INCOMPLETE, backup_path, remove_path, sync_path, write_whole
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer.json"
-_TEMPORARY = ".incomplete-"
 
 
 class Checkpoints:
@@ -113,7 +113,7 @@ class Checkpoints:
             return None
         text = pointer.read_text().strip()
         target = self.folder / f"global_step_{text}"
-        backup = _backup_path(target)
+        backup = backup_path(target)
         if backup.exists() and not target.exists():  # killed while replacing this checkpoint
             os.replace(backup, target)
         if not text.isdigit() or not (target / _STATE).is_file():
@@ -140,75 +140,19 @@ class Checkpoints:
 
     def _name_latest(self, step: int) -> None:
         pointer = self.folder / LATEST
-        temporary = pointer.with_name(f"{_TEMPORARY}{LATEST}")
+        temporary = pointer.with_name(f"{INCOMPLETE}{LATEST}")
         temporary.write_text(str(step))
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, pointer)
-        _sync(self.folder)
+        sync_path(self.folder)
 
     def _prune(self, newest: int) -> None:
         """Removes all but the newest checkpoints, and partial ones left by killed runs."""
-        for left in self.folder.glob(f"{_TEMPORARY}*"):
-            _remove(left)
+        for left in self.folder.glob(f"{INCOMPLETE}*"):
+            remove_path(left)
         if self._keep is None:
             return
         numbers = [path.name.removeprefix("global_step_") for path in self.folder.glob("global_step_*")]
         steps = sorted(int(number) for number in numbers if number.isdecimal() and int(number) <= newest)
         for step in steps[: -max(self._keep, 1)]:
             shutil.rmtree(self.folder / f"global_step_{step}")
-
-
-@contextmanager
-def write_whole(target: Path, advice: str = "free space or set trainer.default_local_dir") -> Iterator[Path]:
-    """Yields a temporary folder that atomically replaces `target` if the block succeeds, and is removed otherwise.
-
-    Raises:
-        CheckpointError: the folder could not be written, for instance because the disk is full; an existing `target` stays
-            intact.
-    """
-    temporary, backup = target.with_name(f"{_TEMPORARY}{target.name}"), _backup_path(target)
-    try:
-        for left in (temporary, backup):  # left by a run that was killed while writing
-            _remove(left)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)  # contents reach the disk before the rename
-        if target.exists():
-            os.replace(target, backup)
-        os.replace(temporary, target)
-        _sync(target.parent)
-        shutil.rmtree(backup, ignore_errors=True)
-    except BaseException as error:
-        reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, (OSError, CheckpointError)):
-            raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
-        raise
-
-
-def _backup_path(target: Path) -> Path:
-    return target.with_name(f"{_TEMPORARY}replaced-{target.name}")
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
-    except OSError:
-        return "unknown space"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.models import load_causal_lm, load_processor, load_tokenizer, save_pretrained, torch_dtype
-from etude.trainer.checkpoints import LATEST, Checkpoints, write_whole
+from etude.scratch import write_whole
+from etude.trainer.checkpoints import LATEST, Checkpoints
 from etude.workers.checkpoint import MODEL, STATE, read_state
 
 

@@ -77,10 +77,11 @@ class Groups:
                 found += group.usage()
         return join_usage(found)
 
-    def progress(self) -> tuple[int, int]:
-        """Returns (finished, total) trajectories of the current rollout; thread-safe."""
+    def progress(self) -> tuple[int, int, int]:
+        """Returns (finished, total) trajectories of the current rollout, and the tokens sampled so far; thread-safe."""
         ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
-        return sum(done for done, _ in ranks), sum(total for _, total in ranks)
+        done, total, tokens = map(sum, zip(*ranks))
+        return done, total, tokens
 
     def sync_weights(self, version: int) -> list[Metrics]:
         """Sends the actor's weights to the rollout workers as `version`."""
@@ -90,8 +91,9 @@ class Groups:
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:
-        """Emits `RolloutProgress` from a background thread as trajectories end, and once more at the end."""
-        over, seen = threading.Event(), (0, 0)
+        """Emits `RolloutProgress` from a background thread as tokens are sampled and trajectories end, and once more at the
+        end."""
+        over, seen = threading.Event(), (0, 0, 0)
 
         def report() -> None:
             nonlocal seen

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import etude
+from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.redaction import redact_arguments
@@ -94,7 +95,8 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         given = values.get(key)
         for name in [given] if isinstance(given, str) else given or ():
             path = Path(str(name).partition(".py:")[0] + (".py" if ".py:" in str(name) else "")).expanduser()
-            found.setdefault(str(path), {"key": key, **digest_path(path)})
+            named = declared.about.path == "model" and str(name) in NAMED_MODELS and not path.exists()
+            found.setdefault(str(path), {"key": key, **digest_path(named_folder(name) if named else path)})
     return found
 
 

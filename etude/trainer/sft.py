@@ -33,8 +33,9 @@ from etude.models.loading import model_config
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.run_folder import run_record
+from etude.scratch import write_whole
 from etude.seeds import trial_seed
-from etude.trainer.checkpoints import Checkpoints, write_whole
+from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics

@@ -100,6 +100,25 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
     )
 
 
+def load_change(folder: Path) -> tuple[Conversation, Conversation] | None:
+    """Returns the first prompt of the first dump that is scored higher in the last one, as answered then and there; None if
+    there is none.
+
+    Raises:
+        DataError: a dump cannot be read; names file and line.
+    """
+    steps = list_dump_steps(folder)
+    if len(steps) < 2:
+        return None
+    before = list(islice(readable_rollouts(folder / f"{steps[0]}.jsonl"), MAX_SCANNED))
+    again = _same_prompts(readable_rollouts(folder / f"{steps[-1]}.jsonl"), before)
+    for record in before:
+        pair = parse_conversation(record), parse_conversation(again.get(_prompt_key(record)))
+        if pair[0] and pair[1] and (pair[0].score or 0.0) < (pair[1].score or 0.0):
+            return pair[0], pair[1]
+    return None
+
+
 def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
     """Returns the first `count` failures in the last dump: truncated or aborted, with a failed tool call, or score ≤ 0.
 

@@ -1,8 +1,9 @@
 """`Display` and `RolloutBar`: event sinks that show a run or an evaluation live in the terminal.
 
 Invariant: watching a run never affects it: neither sink raises, and after an error the display shuts itself off with one
-log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step. Nothing
-is displayed unless `trainer.logger` includes `console`. The panel itself is rendered in `panel`.
+log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step, and lines
+about rollouts that take long. Nothing is displayed unless `trainer.logger` includes `console`. The panel itself is rendered
+in `panel`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_li
 
 logger = logging.getLogger(__name__)
 
-_LINE_SECONDS = 5.0  # minimum interval between lines for steps without rewards, such as a warm-up's
+_LINE_SECONDS = 5.0  # minimum interval between lines for steps without rewards, such as a warm-up's, and for rollouts
+_FIRST_SECONDS = 1.0  # after which a rollout that still runs is mentioned
 _REFRESHES_A_SECOND = 2  # each costs a few milliseconds of a core that training needs
 
 
@@ -40,6 +42,34 @@ class RunConsole(Console):
             logger.warning("the output is no longer read; training continues")
 
 
+class RolloutLines:
+    """Lines about rollouts where there is no terminal: after a second, then every few seconds, then ever more rarely."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._began, self._tokens_before, self._done = time.monotonic(), self._tokens, 0
+        self._due = self._began + _FIRST_SECONDS
+
+    def line(self, event: RolloutProgress) -> str | None:
+        """What to print; None if it is too early. Fewer finished ones than before belong to the next batch."""
+        if event.done < self._done or event.tokens < self._tokens:
+            self._restart()
+        now, self._done, self._tokens = time.monotonic(), event.done, event.tokens
+        if now < self._due:
+            return None
+        took = max(now - self._began, 1e-3)
+        self._due = now + max(_LINE_SECONDS, took / 10)
+        parts = [f"{event.done}/{event.total} rollouts"]
+        if (sampled := event.tokens - self._tokens_before) > 0:
+            parts.append(f"{sampled / took:,.0f} tokens/s")
+        if 10 * event.done >= event.total:  # too noisy before 10 %
+            parts.append(f"{format_duration(took * (event.total - event.done) / max(event.done, 1))} left")
+        return " · ".join(parts)
+
+
 class Display:
     """Event sink that displays a run, and writes its report at the end (`trainer.report`)."""
 
@@ -51,6 +81,7 @@ class Display:
         self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
         self._lock = threading.RLock()
         self._step_began = self._line_printed = 0.0
+        self._lines = RolloutLines()
         self._options = RunOptions()
 
     def __call__(self, event: Event) -> None:
@@ -72,6 +103,8 @@ class Display:
             case RolloutProgress(done, total):
                 with self._lock:
                     self._state.rollouts = (done, total)
+                if self._enabled and self._live is None and (line := self._lines.line(event)):
+                    self._print(f"next step: {line}")
             case StepFinished():
                 self._step(event)
             case Notice(text):
@@ -82,6 +115,7 @@ class Display:
     def _open(self, run: RunStarted) -> None:
         self._state = RunState(run.title, run.total_steps, validated=run.validation)
         self._enabled, self._step_began = "console" in run.options.logger, time.monotonic()
+        self._lines = RolloutLines()
         options = self._console.options
         if not self._enabled or not self._console.is_terminal or options.ascii_only or self._console.is_dumb_terminal:
             return
@@ -176,7 +210,7 @@ class RolloutBar:
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole(stderr=True)
         self._title, self._enabled = "", False
-        self._began = self._line_printed = 0.0
+        self._lines = RolloutLines()
         self._live: Progress | None = None
 
     def __call__(self, event: Event) -> None:
@@ -185,25 +219,22 @@ class RolloutBar:
             match event:
                 case RunStarted():
                     self._open(event)
-                case RolloutProgress(done, total):
-                    self._update(done, total)
+                case RolloutProgress():
+                    self._update(event)
                 case RunEnded() if self._live is not None:
                     self._live.stop()
 
     def _open(self, run: RunStarted) -> None:
         self._title, self._enabled = run.title, "console" in run.options.logger
-        self._began = self._line_printed = time.monotonic()
+        self._lines = RolloutLines()
         if self._enabled and self._console.is_terminal:
             columns = (*Progress.get_default_columns(), MofNCompleteColumn())
             self._live = Progress(*columns, console=self._console, transient=True)
             self._task = self._live.add_task(self._title, total=None)
             self._live.start()
 
-    def _update(self, done: int, total: int) -> None:
+    def _update(self, event: RolloutProgress) -> None:
         if self._live is not None:
-            self._live.update(self._task, completed=done, total=total)
-        elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
-            self._line_printed = now
-            left = (now - self._began) * (total - done) / max(done, 1)
-            eta = f" · {format_duration(left)} left" if 10 * done >= total else ""  # too noisy before 10 %
-            self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)
+            self._live.update(self._task, completed=event.done, total=event.total)
+        elif self._enabled and (line := self._lines.line(event)):
+            self._console.print(f"{self._title}: {line}", soft_wrap=True, highlight=False)

@@ -34,7 +34,7 @@ from etude.run_folder import (
     run_totals,
 )
 from etude.viewer.charts import Chart, Records, draw_charts, series, validation_keys
-from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, sanitize_text
+from etude.viewer.conversations import Conversation, Samples, load_change, load_failures, load_samples, sanitize_text
 from etude.viewer.panel import format_duration, is_number, validation_label
 from etude.viewer.signal import Cause, count_problems, find_causes
 
@@ -89,6 +89,7 @@ class Contents:
     headlines: list[Headline]
     facts: list[tuple[str, str]]
     charts: list[Chart]
+    change: tuple[Conversation, Conversation] | None
     samples: Samples | None
     failures: tuple[Conversation, ...]
     problems: list[str]
@@ -164,6 +165,7 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
         ],
         facts=_facts(summary) + spent + ran_on,
         charts=draw_charts(records),
+        change=next(filter(None, map(load_change, folders)), None),
         samples=samples,
         failures=next(filter(None, map(load_failures, folders)), ()),
         problems=count_problems(records),

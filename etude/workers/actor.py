@@ -38,7 +38,7 @@ from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.engine_link import score_rows
-from etude.workers.role import TOKENS
+from etude.workers.role import TOKENS, trim_heap
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 from etude.workers.weights import WeightSender
 
@@ -153,6 +153,7 @@ class TrainWorker(TrainedWorker):
             loss = self._record_values(loss)
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
+        trim_heap()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

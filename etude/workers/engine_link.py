@@ -38,6 +38,7 @@ from etude.inference import (
     check_takes_images,
 )
 from etude.metrics import Max, Metrics
+from etude.model_folder import local_folder
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import add_adapters, merged_state, save_adapters
@@ -62,12 +63,12 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
     Raises:
         ConfigError: the engine cannot be built from this configuration, or is text-only while the model takes images.
     """
-    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
+    rollout, path, engine = options.rollout, options.model.path, ENGINES.get(options.rollout.name)
     own_weights = (model is None or is_sharded(model)) and not hasattr(engine, "from_setup")
     if own_weights:
-        assert options.model.path is not None
+        assert path is not None
         dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
-        model = load_causal_lm(options.model.path, dtype=dtype, device=options.device, trust_remote_code=trust)
+        model = load_causal_lm(path, dtype=dtype, device=options.device, trust_remote_code=trust)
         if options.standalone and keeps_adapters(options.model):
             add_adapters(model, options.model)
     if model is not None and Vision.of(model.config) is not None:
@@ -79,7 +80,7 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
         in_process: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
         return in_process
     setup = EngineSetup(
-        model_path=str(options.model.path),
+        model_path=str((path and local_folder(path)) or path),
         tokenizer=tokenizer,
         max_model_len=longest,
         dtype=rollout.dtype or options.model.dtype,

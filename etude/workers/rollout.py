@@ -29,7 +29,7 @@ from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer, open_reward_model
-from etude.workers.role import RoleWorker
+from etude.workers.role import RoleWorker, trim_heap
 from etude.workers.stream import RolloutStream, Submission
 
 ROLLOUT_MESH = "rollout"  # every rank has its own engine, even if ranks share a model in training
@@ -200,6 +200,7 @@ class RolloutWorker(RoleWorker):
         self._run(self._link.ready())
         results = self._run(manager.generate(work.rows, work.sampling, least_group=work.least_group))
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        trim_heap()
         if self._thread is None:
             self._run(self._link.rest())
             batch.meta_info["metrics"] = manager.engine.metrics()
@@ -239,9 +240,11 @@ class RolloutWorker(RoleWorker):
         return self._manager.engine.metrics()
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    def progress(self) -> tuple[int, int]:
-        """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
-        return (0, 0) if self._manager is None else self._manager.progress
+    def progress(self) -> tuple[int, int, int]:
+        """(finished, total) trajectories of the current (or last) rollout, and the tokens sampled so far (0: not counted);
+        may be called while it runs."""
+        manager = self._manager
+        return (0, 0, 0) if manager is None else (*manager.progress, int(getattr(manager.engine, "tokens_done", 0)))
 
     def interrupt(self) -> None:
         """Cancels the running call, which releases its tools."""

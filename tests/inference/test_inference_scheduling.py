@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -200,6 +202,29 @@ def test_a_context_that_cannot_be_held_fails_and_the_next_one_runs(model):
     assert len(out.token_ids) == 6
 
 
+def test_closed_trajectories_leave_no_memory_to_the_garbage_collector(model, monkeypatch):
+    """A rollout creates too few objects for a collection, and too many bytes to wait for one."""
+    slabs, add = [], SlabCache._add
+
+    def added(cache, capacity):
+        slab = add(cache, capacity)
+        slabs.append(weakref.ref(slab))
+        return slab
+
+    monkeypatch.setattr(SlabCache, "_add", added)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = NativeEngine(model, NativeEngineOptions(enable_prefix_caching=False))
+        conversations(engine, 3, max_tokens=20)
+        for tokens in (1, 1 << 40):  # each engine thread lets go of its last step
+            engine._threads.submit(tokens, int).result()
+        assert slabs
+        assert [slab() for slab in slabs] == [None] * len(slabs)
+    finally:
+        gc.enable()
+
+
 def test_memory_of_trajectories_between_turns_is_lent_out_and_computed_again(model):
     """Tools run for long; meanwhile others need the room."""
     engine = engine_with(model, 600)
@@ -288,6 +313,51 @@ def test_prompts_stay_cached_until_the_weights_change(model):
     out = asyncio.run(engine.generate("new", PROMPT, SamplingParams(max_tokens=5)))
     assert torch.allclose(full_log_probs(model, PROMPT + out.token_ids)[-5:], torch.tensor(out.log_probs), atol=1e-5)
     assert prefilled(NativeEngine(model, NativeEngineOptions(enable_prefix_caching=False)), PROMPT, PROMPT) == [50, 50]
+
+
+BEGINNING = [k * 7 % 97 for k in range(80)]
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"max_num_batched_tokens": 13}, {"max_num_seqs": 2}])
+def test_what_all_prompts_begin_with_is_computed_once(model, options):
+    """Two rollouts of each of three prompts; one prompt is all that the others begin with."""
+    engine, prompts = (
+        NativeEngine(model, NativeEngineOptions(**options)),
+        [[*BEGINNING, 1, 2, 3], BEGINNING, [*BEGINNING, 5]],
+    )
+
+    async def main():
+        names = [f"p{i}" for i in range(6)]
+        engine.open(names)
+        return await asyncio.gather(*(talk(engine, name, prompts[i // 2], 1, i) for i, name in enumerate(names)))
+
+    results = asyncio.run(main())
+    repeated = (
+        3 if options.get("max_num_seqs") else 0
+    )  # the second of a pair that is admitted later feeds the last token
+    assert engine.metrics()["prefilled_tokens"] <= len(BEGINNING) + 3 + 1 + 1 + repeated
+    for ids, probs, mask in results:
+        sampled = torch.tensor(mask[1:], dtype=torch.bool)
+        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+
+
+@given(st.integers(0, 200), st.integers(2, 40), st.lists(st.integers(0, 96), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_common_beginnings_change_no_token(model_once, spare, chunk, ends):
+    """Whatever the memory, also where it is too small to keep the prefix that others begin like."""
+
+    def run(engine):
+        async def main():
+            names = [f"r{i}" for i in range(len(ends))]
+            engine.open(names)
+            prompts = [[*BEGINNING, *range(end)] for end in ends]
+            return await asyncio.gather(*(talk(engine, n, p, 2, i) for i, (n, p) in enumerate(zip(names, prompts))))
+
+        return asyncio.run(asyncio.wait_for(main(), 60))
+
+    tight = engine_with(model_once, 900 + spare, max_num_batched_tokens=chunk, max_model_len=256)
+    alone = NativeEngine(model_once, NativeEngineOptions(max_num_seqs=1, enable_prefix_caching=False))
+    assert_same(run(tight), run(alone))
 
 
 def test_in_the_deterministic_mode_nothing_outlives_a_batch(model):

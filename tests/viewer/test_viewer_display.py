@@ -294,19 +294,42 @@ def test_curves_by_eye() -> None:
     assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
 
 
-def test_an_evaluation_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+def at_times(
+    monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, RolloutProgress]
+) -> None:
+    """Gives the sink each event at its time."""
+    for now, event in events:
+        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
+        sink(event)
+
+
+def test_rollouts_are_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first after a second, also before one has ended; the next batch begins anew."""
     console = pipe()
     bar = RolloutBar(console)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
     bar(RunStarted("evaluating", 0, RunOptions()))
-    for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):
-        bar(RolloutProgress(done, total))
+    events = [(0.5, 0, 20), (1.0, 0, 40), (3.0, 1, 90), (6.0, 3, 240), (11.5, 8, 460), (13.0, 1, 500), (15.0, 2, 560)]
+    at_times(monkeypatch, bar, *((now, RolloutProgress(done, 8, tokens)) for now, done, tokens in events))
     bar(RunEnded())
     assert output(console).splitlines() == [
-        "evaluating: 3/8 rollouts · 10.0 s left",
-        "evaluating: 8/8 rollouts · 0.0 s left",
-        "evaluating: 1/80 rollouts",
+        "evaluating: 0/8 rollouts · 40 tokens/s",
+        "evaluating: 3/8 rollouts · 40 tokens/s · 10.0 s left",
+        "evaluating: 8/8 rollouts · 40 tokens/s · 0.0 s left",
+        "evaluating: 2/8 rollouts · 50 tokens/s · 6.0 s left",
+    ]
+
+
+def test_a_step_shows_its_rollouts_where_stdout_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pipe()
+    display = Display(console)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    display(RunStarted("demo", 10, RunOptions()))
+    at_times(monkeypatch, display, (2.0, RolloutProgress(0, 64, 100)), (7.0, RolloutProgress(32, 64, 700)))
+    display(RunEnded())
+    assert output(console).splitlines() == [
+        "next step: 0/64 rollouts · 50 tokens/s",
+        "next step: 32/64 rollouts · 100 tokens/s · 7.0 s left",
     ]
 
 
