@@ -355,7 +355,7 @@ def test_a_long_answer_of_call_tool_is_cut_like_a_tools():
     ("returned", "message"),
     [
         ({"role": "tool"}, r"agent loop .*Own: _call_tool must return \(ToolResponse, reward, metrics\), not dict"),
-        ((3, 0.0, {}), "agent loop .*Own: the response must be a ToolResponse or a str, not int"),
+        ((3, 0.0, {}), "agent loop .*Own: _call_tool must return its response as a ToolResponse or a str, not int"),
         (("x", "much", {}), "agent loop .*Own: _call_tool returned a str where a number was expected as reward"),
         (("x", float("nan"), {}), "agent loop .*Own: _call_tool returned the reward nan, which is not finite"),
     ],
