@@ -1,7 +1,8 @@
 """`inspect_run`: checks in seconds, without a GPU or the model's weights, whether a configuration would train.
 
 Invariant: every check runs the same code as a real run, on the run's own options; all findings are collected. No weights
-are loaded and nothing is written. Tools and scorers are actually called: each tool once, each data source's scorer twice.
+are loaded and nothing is written. Tools and scorers are actually called: each tool once, each data source's scorer until
+an answer made of the ground truth is paid.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.findings import Findings, Level, split_advice
 from etude.options import CustomRewardOptions, TrainOptions
 from etude.preflight import advice
@@ -46,6 +49,18 @@ _ENDINGS = {
     "max_user_turns": f"raise {_ROLLOUT}.multi_turn.max_user_turns",
 }
 """Stop reasons that mean the model never saw the tool's response → advice."""
+_FORMS = {
+    "alone": "{}",
+    "after '####'": "#### {}",
+    "in \\boxed{}": "\\boxed{{{}}}",
+    "in <answer>": "<answer>{}</answer>",
+    "after 'Answer:'": "Answer: {}",
+}
+"""Answers made of the ground truth that scorers commonly look for, tried in this order."""
+_MAX_TRUTH = 200  # characters: longer truths are tests or texts, no answers
+_GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
+_TRUTHS = ("ground_truth", "answer", "answers", "solution", "target", "label")
+_NO_TRUTH = "put the truth into reward_model.ground_truth; nothing to do if the scorer needs none"
 
 
 def inspect_run(
@@ -239,14 +254,15 @@ class _Inspection:
         from etude.errors import DataError
         from etude.trainer.setup import warn_of_rewards
 
-        setup, said = self._setup, []
+        setup, said, trained = self._setup, [], set[str]()
         for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
             if not files or any(line.startswith(f"{key}=") for line in self._composition.faults):  # already reported
                 continue
             problems: list[DataError] = []
             dataset: RLDataset = setup.dataset(files, self._rows, problems)
             self._list_problems(key, str(files[0]), problems)
-            lengths = [len(row["raw_prompt_ids"]) for row in dataset]
+            read = [(len(row["raw_prompt_ids"]), _task(row)) for row in dataset]
+            lengths, tasks = [length for length, _ in read], [task for _, task in read]
             if lengths:
                 span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
                 limit = setup.data.max_prompt_length
@@ -254,6 +270,10 @@ class _Inspection:
                 if key == "data.train_files":
                     self._train = dataset
                     warn_of_rewards(setup, dataset)
+                    trained.update(tasks)
+                elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):
+                    line = f"{key}: {both} of {len(tasks)} rows are also in data.train_files, so they measure memory"
+                    self.findings.add(Level.WARNING, "rows", line, f"set {key} to rows that are not trained on")
         return "; ".join(said)
 
     def _list_problems(self, key: str, file: str, problems: Sequence[Exception]) -> None:
@@ -304,17 +324,41 @@ class _Inspection:
                 firsts[source] = self._train[number]
         said = []
         for source, row in firsts.items():
-            truth = (row.get("reward_model") or {}).get("ground_truth")
-            scores = [self._worker._run(self._scored(row, text)) for text in ("", "" if truth is None else str(truth))]
-            said.append(f"{source}: the ground truth alone earns {scores[1]:g}")
-            if scores[0] > 0:
+            empty = self._worker._run(self._scored(row, ""))
+            said.append(f"{source}: {self._pay(source, row)}")
+            if empty > 0:
                 self.findings.add(
                     Level.WARNING,
                     "reward",
-                    f"{source}: an empty answer earns {scores[0]:g}",
+                    f"{source}: an empty answer earns {empty:g}",
                     f"let {advice.scorer(self._custom)} return 0 for an answer that is not there",
                 )
         return "; ".join(said)
+
+    def _pay(self, source: str, row: Mapping[str, Any]) -> str:
+        """Says which answer made of the row's ground truth is paid; warns if the user's own scorer pays none of them."""
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        own = bool(self._custom.path) and not str(self._custom.path).startswith("etude.")
+        if truth is None:
+            if own:
+                places = {"": row, "extra_info.": row.get("extra_info") or {}}
+                elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
+                line = f"{source}: rows have no reward_model.ground_truth, so the scorer gets None"
+                fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
+                self.findings.add(Level.WARNING, "reward", line, fix)
+            return "without a ground truth"
+        if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
+            return f"the ground truth alone earns {self._worker._run(self._scored(row, str(truth))):g}"
+        for name, form in _FORMS.items():
+            if (score := self._worker._run(self._scored(row, form.format(truth)))) > 0:
+                return f"the ground truth {name} earns {score:g}"
+        said = "the ground truth earns nothing, " + " or ".join(_FORMS)
+        if own:
+            kind = "" if isinstance(truth, str) else f" (it is of type {type(truth).__name__}, an answer is text)"
+            self.findings.add(
+                Level.WARNING, "reward", f"{source}: {said}{kind}", advice.try_scorer(self._custom, self._rows_file)
+            )
+        return said
 
     async def _scored(self, row: Mapping[str, Any], text: str) -> float:
         """Returns the reward manager's score of an answer consisting of `text`."""
@@ -327,7 +371,10 @@ class _Inspection:
         trajectory.assistant_turns = 1
         scorer = self._worker.scorer
         assert scorer is not None
-        await asyncio.wait_for(scorer(trajectory, row), self._seconds)
+        try:
+            await asyncio.wait_for(scorer(trajectory, row), self._seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise EtudeError(f"no score within {self._seconds:g} s (--timeout)") from None
         return float(trajectory.rewards.score or 0.0)
 
     def _services(self) -> str:
@@ -374,11 +421,17 @@ class _Inspection:
             ids = written[tools[row]] if turn == 0 and tools else None
             return ids or worker.say(_truth(rows[row]))
 
-        batch = worker.roll_out(rows, play)
+        with _ended_after(2 * self._seconds + _GRACE):
+            batch = worker.roll_out(rows, play)
         for name, rollout in zip(tools or [""], rollouts_of(batch)):
             self._judge(name, calls.get(name, {}), rollout)
         scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts_of(batch))
-        return f"{'every tool was called and answered' if tools else 'an answer was rolled out'}; rewards {scores}"
+        records = [call for each in rollouts_of(batch) if each.trajectory for call in each.trajectory.tool_calls]
+        refused = [f"{call.name} with an error: {call.response[:100]}" for call in records if call.error == "tool"]
+        how = f" ({'; '.join(refused)})" if refused else ""
+        return (
+            f"{f'every tool was called and answered{how}' if tools else 'an answer was rolled out'}; rewards {scores}"
+        )
 
     def _row_for(self, tool: str) -> dict[str, Any] | None:
         """Returns a row that may use the tool: the first with `tools_kwargs` for it, else the first; None if no row may."""
@@ -401,7 +454,7 @@ class _Inspection:
             alone = (
                 advice.try_tool(talks, tool, arguments) if tool else advice.try_scorer(self._custom, self._rows_file)
             )
-            line = f"{where}: {rollout.cause or ending or 'dropped'}"
+            line = f"{where}: {(rollout.cause or ending or 'dropped').removeprefix(f'{where}: ')}"
             self.findings.add_line(Level.ERROR, "rollout", line, _ENDINGS.get(ending, alone))
             return
         calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed call has no name
@@ -446,8 +499,38 @@ class _Inspection:
             self.findings.add(Level.ERROR, "rollout", line, fix)
 
 
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Every `seconds`, raises RuntimeError (nothing retries it) in what the main thread runs, also where that sleeps."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise RuntimeError(f"the event loop was blocked for {seconds:g} s")
+
+    def watch() -> None:
+        while not done.wait(seconds):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    done, before = threading.Event(), signal.signal(signal.SIGALRM, stop)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        signal.signal(signal.SIGALRM, before)
+
+
 def _mend_row(files: Sequence[str]) -> str:
     return f"mend the row; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"
+
+
+def _task(row: Mapping[str, Any]) -> str:
+    """What makes two rows the same task."""
+    return repr((row["raw_prompt"], row.get("reward_model"), row.get("tools_kwargs"), repr(row.get("images"))[:500]))
 
 
 def _import(plugin: str) -> None:

@@ -25,7 +25,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, ToolError, one_line
-from etude.registry import Registry, did_you_mean, import_module
+from etude.registry import Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.contract import returned_by
@@ -324,7 +324,8 @@ def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
     """Validates a tool's schema.
 
     Raises:
-        ConfigError: `raw` is not an OpenAI function schema; the message begins with `where` and names the place in it.
+        ConfigError: `raw` is not an OpenAI function schema, or has a misspelt key; the message begins with `where` and
+            names the place in it.
     """
     try:
         schema = OpenAIFunctionToolSchema.model_validate(raw)
@@ -333,6 +334,13 @@ def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
         place = ".".join(["tool_schema", *map(str, first["loc"])])
         raise ConfigError(f"{where}: {place}: {first['msg']}") from error
     parameters = schema.function.parameters
+    for part in (
+        schema.function,
+        parameters,
+    ):  # further keys are kept, but not those that were meant to be one of these
+        for key in part.model_extra or {}:
+            if meant := one_edit_from(key, type(part).model_fields):
+                raise ConfigError(f"{where}: tool_schema has the unknown key '{key}'; did you mean '{meant}'?")
     absent = [name for name in parameters.required if name not in parameters.properties]
     if absent:
         raise ConfigError(f"{where}: tool_schema requires '{absent[0]}', which is not among its properties")

@@ -36,7 +36,7 @@ from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingF
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
-from etude.trainer.provenance import describe_run
+from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.sequences import expand_sequences
@@ -146,6 +146,8 @@ class PPOTrainer:
                     emit(Notice(self._resumed_from(self.resumption)))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
+                if self.resumption is not None:
+                    warn_of_changed_files(self.resumption.folder.parent, facts)
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)

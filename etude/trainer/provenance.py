@@ -7,6 +7,7 @@ cannot be determined is null.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -21,7 +22,9 @@ from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.redaction import redact_arguments
-from etude.run_folder import utc_now
+from etude.run_folder import read_run_record, utc_now
+
+logger = logging.getLogger(__name__)
 
 _WHOLE_BYTES = 2**30  # of a larger file, only the size and three parts are hashed
 _PART_BYTES = 2**26
@@ -98,6 +101,15 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             named = declared.about.path == "model" and str(name) in NAMED_MODELS and not path.exists()
             found.setdefault(str(path), {"key": key, **digest_path(named_folder(name) if named else path)})
     return found
+
+
+def warn_of_changed_files(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started."""
+    before = read_run_record(run_dir).get("files") or {}
+    for name, now in facts["files"].items():
+        then = (before.get(name) or now)["sha256"]
+        if None not in (then, now["sha256"]) and then != now["sha256"]:
+            logger.warning("its content changed since the run last started: %s (%s)", name, now["key"])
 
 
 def digest_path(path: Path) -> dict[str, Any]:

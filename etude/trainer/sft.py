@@ -41,7 +41,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
-from etude.trainer.provenance import describe_run
+from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import register_names, role_options
@@ -230,6 +230,8 @@ class SFTTrainer:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
+                if self.resumption is not None:
+                    warn_of_changed_files(self.resumption.folder.parent, facts)
                 with run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from house_stage import ACTOR, ROLLOUT
-from preflight_stage import SCHEMA, TOOL, Agent, every_finding_has_specific_advice
+from preflight_stage import REWARD, SCHEMA, TOOL, Agent, every_finding_has_specific_advice
 
 from etude.cli.main import cli, run
 from etude.findings import Findings, Level
@@ -20,6 +20,7 @@ CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
 {{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
+SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
 UNDESCRIBED = SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
 
 
@@ -50,6 +51,31 @@ def test_an_agent_with_nothing_wrong(agent):
     assert not (agent.folder / "run").exists()  # nothing is written
 
 
+def test_the_form_of_the_answer_that_is_paid_is_named(agent):
+    agent.write("reward.py", SAME.replace("== ground_truth", "== f'#### {ground_truth}'"))
+    assert "tests/guess: the ground truth after '####' earns 1" in [each.message for each in inspect(agent).all]
+
+
+def test_a_scripted_call_that_the_tool_answers_with_an_error_is_named(agent):
+    execute("raise ToolError('not today')")(agent)
+    [rolled_out] = [each.message for each in inspect(agent).all if each.subject == "rollout"]
+    assert "every tool was called and answered (guess with an error: not today)" in rolled_out
+
+
+def test_a_tool_that_blocks_the_event_loop_for_ever_is_ended(agent, monkeypatch):
+    monkeypatch.setattr("etude.preflight.check._GRACE", 1.0)
+    execute("import time; time.sleep(600)")(agent)
+    found = inspect(agent, seconds=0.5)
+    said = [each.message for each in found.all if each.subject == "rollout" and each.level is not Level.OK]
+    assert any("the event loop was blocked for 2 s" in line for line in said), said
+
+
+def test_a_scorer_that_does_not_end_is_named_with_its_limit(agent):
+    agent.write("reward.py", SAME.replace("return", "import time; time.sleep(60); return"))
+    found = inspect(agent, seconds=0.5, rolls_out=False)
+    assert [each.message for each in found.all if each.level is Level.ERROR] == ["no score within 0.5 s (--timeout)"]
+
+
 def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     model = template(lambda text: CHATML)(agent)
     found = inspect(agent, *model, f"{ROLLOUT}.multi_turn.tools_in_system=true")
@@ -70,6 +96,17 @@ def source(name, text):
 
     def make(agent):
         agent.write(name, text)
+        return ()
+
+    return make
+
+
+def rows_changed(change, reward):
+    """All rows of the agent's, changed, and another scorer."""
+
+    def make(agent):
+        agent.rows([change(agent.row(number)) for number in range(4)])
+        agent.write("reward.py", reward)
         return ()
 
     return make
@@ -284,6 +321,28 @@ CASES = {
         execute("import asyncio; await asyncio.sleep(60)"),
         (ERROR, "rollout", "tool 'guess'", "etude tools call"),
     ),
+    "truth in the wrong column": (
+        rows_changed(lambda row: row | {"ground_truth": row.pop("reward_model")["ground_truth"]}, SAME),
+        (WARNING, "reward", "rows have no reward_model.ground_truth", "move ground_truth to reward_model.ground_truth"),
+    ),
+    "truth beside the index": (
+        rows_changed(
+            lambda row: row | {"extra_info": row["extra_info"] | {"answer": row.pop("reward_model")["ground_truth"]}},
+            SAME,
+        ),
+        (WARNING, "reward", "rows have no reward_model.ground_truth", "move extra_info.answer to"),
+    ),
+    "truth of another type than the scorer compares": (
+        rows_changed(
+            lambda row: row | {"reward_model": {"style": "rule", "ground_truth": 7}},
+            SAME,
+        ),
+        (WARNING, "reward", "the ground truth earns nothing", "etude reward try"),
+    ),
+    "validation rows that are trained on": (
+        lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
+        (WARNING, "rows", "4 of 4 rows are also in data.train_files", "data.val_files"),
+    ),
     "tool whose schema and code differ": (
         lambda agent: (
             agent.tools(
@@ -378,7 +437,7 @@ def test_everything_wrong_is_found_at_once(agent):
     agent.rows([agent.row(0), agent.row(1, extra_info=OTHER_KWARGS), agent.row(2, prompt=[])])
     agent.write("reward.py", f"{SCORE}1 / 0\n")
     found = inspect(agent, "data.train_batch_sise=4", "trainer.device=cuda", f"{ROLLOUT}.n=1")
-    errors = [(each.subject, each.message) for each in found.all if each.level is ERROR]
+    errors = [(each.subject, each.message) for each in found.all if each.level is Level.ERROR]
     assert [subject for subject, _ in errors] == [
         *["configuration"] * 2,
         "machine",
@@ -444,7 +503,7 @@ def test_a_configuration_of_the_package_is_right(tiny, name):
 
 def test_a_missing_file_is_told_once(agent):
     found = inspect(agent, "data.train_files=[nowhere/nope.jsonl]")
-    assert ["nope.jsonl" in each.message for each in found.all if each.level is ERROR] == [True], found.all
+    assert ["nope.jsonl" in each.message for each in found.all if each.level is Level.ERROR] == [True], found.all
 
 
 def test_a_loop_that_sets_its_own_reward_needs_no_scorer(agent):

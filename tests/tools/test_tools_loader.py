@@ -113,6 +113,14 @@ WRONG = {
     "unknown name": ("tools: [calculater]", r"tools\[0\] \(calculater\): no tool is registered as .* mean 'calculator'"),
     "no class_name": ("tools: [{config: {}}]", r"tools\[0\]: expected a mapping with the key 'class_name'"),
     "unknown key": ("tools:\n" + entry(extra="    tool_shema: {}\n"), "unknown key 'tool_shema'; did you mean"),
+    "parameters misspelt": (
+        "tools:\n" + entry(schema="{function: {name: echo, parameter: {properties: {a: {type: string}}}}}"),
+        "unknown key 'parameter'; did you mean 'parameters'",
+    ),
+    "required misspelt": (
+        "tools:\n" + entry(schema="{function: {name: echo, parameters: {require: [a]}}}"),
+        "unknown key 'require'; did you mean 'required'",
+    ),
     "config no mapping": ("tools:\n" + entry(config="[]"), "config must be a mapping"),
     "duplicate": ("tools:\n" + entry() + entry(), r"tools\[1\].*already is a tool named 'echo'"),
     "missing class": ("tools:\n" + entry("mine.py:Ecco"), r"\(mine.py:Ecco\): .*has no 'Ecco'; did you mean 'Echo'"),

@@ -298,6 +298,19 @@ def test_a_changed_key_is_honoured_and_named(tiny, tmp_path, caplog, what):
     assert stored == OmegaConf.to_container(asked, resolve=True)
 
 
+def test_a_scorer_edited_since_the_run_began_is_named(tiny, tmp_path, caplog):
+    scorer = tmp_path / "scorer.py"
+    own = (f"custom_reward_function.path={scorer}",)
+    body = "def compute_score(data_source, solution_str, ground_truth):\n    return len(solution_str) % {}\n"
+    scorer.write_text(body.format(3))
+    train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=1"))
+    train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=2"))
+    assert "its content changed" not in caplog.text
+    scorer.write_text(body.format(4))
+    train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=3"))
+    assert f"its content changed since the run last started: {scorer} (custom_reward_function.path)" in caplog.text
+
+
 def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path, caplog):
     adaptive = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50")
     train(tiny.config(tmp_path, *adaptive, "trainer.total_training_steps=2"))
