@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from svg import save_svg
 
-from etude.dumps import read_rollouts
+from etude.dumps import list_dump_steps, read_rollouts
 from etude.run_folder import read_metrics
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def read_curve(run: Path) -> list[float]:
 def read_change(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the records of the question, before and after."""
     folder = run / "evaluation" / "greedy"
-    first, last = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    first, last = (folder / f"{step}.jsonl" for step in list_dump_steps(folder))
     after = {record["index"]: record for record in read_rollouts(last)}
     for record in sorted(read_rollouts(first), key=lambda record: record["index"]):
         if record["data_source"] == "story" and record["score"] < after[record["index"]]["score"]:
@@ -107,7 +107,8 @@ def draw(
 def _write(axes: Axes, pair: Sequence[dict[str, Any]], theme: dict[str, str]) -> None:
     axes.axis("off")
     question = [message["content"] for message in pair[0]["messages"] if message["role"] == "user"][-1]
-    lines = [("muted", "a question that it was not trained on"), *(("text", part) for part in textwrap.wrap(question, _WIDTH))]
+    lines = [("muted", "a question that it was not trained on")]
+    lines += [("text", part) for part in textwrap.wrap(question, _WIDTH)]
     for title, record in zip(("before", "after"), pair):
         verdict = "right" if record["score"] > 0 else f"wrong: it is {record['gts']}"
         lines += [("muted", ""), ("muted", f"{title} ({verdict})"), *lines_of(record)]

@@ -1,6 +1,7 @@
 """Runs `etude quickstart` for several seeds and prints a table for docs/quickstart.md.
 
-    python benchmarks/quickstart_seeds.py --output-dir runs/seeds 41 42 43 44 45
+    python benchmarks/quickstart_seeds.py --output-dir runs/seeds 1 2 3
+    python benchmarks/quickstart_seeds.py --example calculator --output-dir runs/calculators 41 42 43 44 45
 
 Each seed is a fresh process, one after another, so that their times can be compared; a seed whose folder is complete is
 read, not run again. Wall times mean something on an otherwise idle machine only; CPU seconds are steadier.
@@ -19,7 +20,7 @@ from pathlib import Path
 COLUMNS = ("success_before", "success_after", "greedy_before", "greedy_after", "tool_use_before", "tool_use_after")
 
 
-def run_seed(folder: Path, seed: int) -> dict[str, float]:
+def run_seed(example: str, folder: Path, seed: int) -> dict[str, float]:
     """Runs one seed; returns `COLUMNS`, wall seconds and CPU seconds."""
     target = folder / f"seed-{seed}"
     if not (target / "summary.json").exists():
@@ -28,6 +29,8 @@ def run_seed(folder: Path, seed: int) -> dict[str, float]:
             "-m",
             "etude.cli.main",
             "quickstart",
+            "--example",
+            example,
             "--output-dir",
             str(target),
             "--seed",
@@ -56,10 +59,11 @@ def table(results: dict[int, dict[str, float]]) -> str:
 def main() -> None:
     """Parses arguments, runs the seeds, prints the table and whether the claim held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", nargs="*", type=int, default=[41, 42, 43, 44, 45])
+    parser.add_argument("seeds", nargs="*", type=int, default=[1, 2, 3])
+    parser.add_argument("--example", default="stories")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
     arguments = parser.parse_args()
-    results = {seed: run_seed(arguments.output_dir, seed) for seed in arguments.seeds}
+    results = {seed: run_seed(arguments.example, arguments.output_dir, seed) for seed in arguments.seeds}
     print(f"{os.cpu_count()} cores\n\n{table(results)}")
     held = [
         r[f"{kind}_after"] >= 0.8 and r[f"{kind}_after"] - r[f"{kind}_before"] >= 0.4

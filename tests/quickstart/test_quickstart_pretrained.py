@@ -90,6 +90,7 @@ def started(monkeypatch, tmp_path):
     runs = []
 
     def run_nothing(self):
+        self.check_keys()
         self.get_model()
         runs.append((self.example.name, self.folder))
         raise KeyboardInterrupt

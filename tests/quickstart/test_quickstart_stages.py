@@ -165,7 +165,7 @@ def test_ctrl_c_between_two_stages_says_what_goes_on(tmp_path, monkeypatch, caps
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Quickstart, "_make_model", interrupt)
-    assert run(cli, ["quickstart", "--output-dir", str(tmp_path)]) == 130
+    assert run(cli, ["quickstart", "--example", "calculator", "--output-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "interrupted; the same command goes on after the last stage that finished\n"
     assert (tmp_path / "data" / "train.parquet").is_file()
 
