@@ -15,10 +15,11 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from etude.errors import DataError, one_line
+from etude.errors import DataError, EtudeError, one_line
 from etude.jsonl import JsonValue, json_line, json_safe, read_json_lines, write_atomically
 from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
 
@@ -71,6 +72,25 @@ def list_dump_steps(folder: Path | str) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit())
+
+
+def set_aside_later(folder: Path | str, step: int) -> None:
+    """Moves the dumps of later steps than `step` to a new folder beside `folder` (`rollouts.1`, `rollouts.2` …), so that
+    those of an earlier run are not read as this one's.
+
+    Raises:
+        EtudeError: a file cannot be moved; names it.
+    """
+    folder = Path(folder).resolve()
+    later = [f"{each}.jsonl" for each in list_dump_steps(folder) if each > step]
+    if later:
+        aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+        try:
+            aside.mkdir()
+            for name in later:
+                (folder / name).rename(aside / name)
+        except OSError as error:
+            raise EtudeError(f"cannot move dumps of an earlier run from {folder} to {aside}: {one_line(error)}") from error
 
 
 _ROW_KEYS = ("uid", "index", "data_source", "ability", "agent_name", "extra_info", "tools_kwargs", "interaction_kwargs")

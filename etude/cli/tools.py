@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from etude.cli.token import allow_hosts
 from etude.errors import ConfigError, DataError, InfrastructureError, one_line
@@ -187,8 +188,13 @@ def serve_mcp(
     """Serves `tools` to MCP clients over `transport`, until the stdio client disconnects or a signal arrives.
 
     Raises:
-        ConfigError: the path or the address is invalid.
+        ConfigError: the path or the address is invalid, or given for stdio, which has none.
     """
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in ("host", "port", "allow_hosts", "path") if source(name) is ParameterSource.COMMANDLINE]
+    if transport == "stdio" and given:
+        option = given[0].replace("allow_hosts", "allow-host")
+        raise ConfigError(f"--{option} needs --transport streamable-http: stdio has no address")
     if not path.startswith("/"):
         raise ConfigError(f"--path must begin with '/', not '{path}'")
     from etude.tools.server import ToolServer

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
+from etude.dumps import set_aside_later
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import Metrics as MetricParts
@@ -137,6 +138,8 @@ class PPOTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
+        for dumps in filter(None, (self.options.rollout_data_dir, self.options.validation_data_dir)):
+            set_aside_later(dumps, self.global_step if self.resumption is not None else -1)  # a fresh start dumps step 0
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():

@@ -159,7 +159,9 @@ def test_the_status_tells_how_it_went(config, capsys, arguments, expected):
         (["call", "calculator", "calculator", "@absent.json"], "absent.json: cannot be read"),
         (["list", "calculator", "--plugin", "absent.py"], "file not found"),
         (["serve", "calculator", "--tools-kwargs", '{"calc": {}}'], "'calc', which is not configured"),
-        (["serve", "calculator", "--path", "mcp"], "--path must begin with '/'"),
+        (["serve", "calculator", "--transport", "streamable-http", "--path", "mcp"], "--path must begin with '/'"),
+        (["serve", "calculator", "--port", "8000"], "--port needs --transport streamable-http"),
+        (["serve", "calculator", "--allow-host", "a"], "--allow-host needs --transport streamable-http"),
     ],
 )
 def test_what_is_wrong_is_one_line(capsys, arguments, message, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
-from etude.dumps import read_rollouts
+from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
@@ -175,11 +175,13 @@ def test_a_run_with_a_critic_and_an_adaptive_kl_resumes(tiny, tmp_path):
         assert same(weights(tmp_path / "parts", 4, role), weights(tmp_path / "whole", 4, role))
 
 
-def test_a_fresh_start_on_request_keeps_the_old_metrics_aside(tiny, tmp_path):
-    train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
-    train(tiny.config(tmp_path, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
-    assert steps(tmp_path) == [1]
+def test_a_fresh_start_on_request_keeps_the_old_metrics_and_dumps_aside(tiny, tmp_path):
+    dumps = f"trainer.rollout_data_dir={tmp_path}/rollouts"
+    train(tiny.config(tmp_path, dumps, "trainer.total_training_steps=2"))
+    train(tiny.config(tmp_path, dumps, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
+    assert steps(tmp_path) == list_dump_steps(tmp_path / "rollouts") == [1]
     assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 2
+    assert list_dump_steps(tmp_path / "rollouts.1") == [1, 2]
 
 
 def test_a_run_goes_on_from_a_named_checkpoint(tiny, whole, tmp_path):
