@@ -90,7 +90,9 @@ def set_aside_later(folder: Path | str, step: int) -> None:
             for name in later:
                 (folder / name).rename(aside / name)
         except OSError as error:
-            raise EtudeError(f"cannot move dumps of an earlier run from {folder} to {aside}: {one_line(error)}") from error
+            raise EtudeError(
+                f"cannot move dumps of an earlier run from {folder} to {aside}: {one_line(error)}"
+            ) from error
 
 
 _ROW_KEYS = ("uid", "index", "data_source", "ability", "agent_name", "extra_info", "tools_kwargs", "interaction_kwargs")

@@ -19,9 +19,10 @@ from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
 from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.errors import ConfigError, EtudeError, one_line
+from etude.rewards.number import as_float
 from etude.routed_experts import RoutedExperts
 from etude.tools import ToolSession
-from etude.trajectory import AgentLoopOutput, Kept, KeptIds, Provenance, Trajectory
+from etude.trajectory import AgentLoopOutput, Kept, KeptIds, Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 
 
 class Draw(NamedTuple):
@@ -127,15 +128,41 @@ def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClien
     output.prompt_ids = token_ids(output.prompt_ids, f"{where} prompt_ids")
     response_ids = token_ids(output.response_ids, f"{where} response_ids")
     if isinstance(output, Trajectory):
-        return output
+        return _checked_parts(output, where)
     output.response_ids = response_ids
     for media in ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output", "routed_experts"):
         if not is_empty(getattr(output, media)):
             raise EtudeError(f"{where} {media} is not used here: hand over the row's `read_images` as images")
     try:
-        return output.to_trajectory(client.request_id)
+        return _checked_parts(output.to_trajectory(client.request_id), where)
     except ValueError as error:
         raise EtudeError(f"{where} {one_line(error)}") from error
+
+
+_PARTS = {"messages": list, "tool_calls": list, "rewards": Rewards, "assistant_turns": int, "user_turns": int}
+
+
+def _checked_parts(made: Trajectory, where: str) -> Trajectory:
+    """Returns `made`, its stop reason and rewards converted; raises EtudeError, which begins with `where`, for a part of
+    another type than its declaration, which would fail far from the loop that set it."""
+    for name, wanted in _PARTS.items():
+        if not isinstance(value := getattr(made, name), wanted):
+            raise EtudeError(f"{where} {name} must be of type {wanted.__name__}, not {type(value).__name__}")
+    for name, members, kind in (("messages", made.messages, Mapping), ("tool_calls", made.tool_calls, ToolCallRecord)):
+        if wrong := [each for each in members if not isinstance(each, kind)]:
+            raise EtudeError(f"{where} {name} must contain {kind.__name__}s only, not {wrong[0]!r:.60}")
+    rewards = made.rewards
+    try:
+        rewards.steps = [(turn, source, as_float(value)) for turn, source, value in rewards.steps]
+        rewards.final = {tool: as_float(value) for tool, value in rewards.final.items()}
+        rewards.score = None if rewards.score is None else as_float(rewards.score)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise EtudeError(f"{where} {rewards!r:.150}: {one_line(error)}") from error
+    try:
+        made.stop_reason = StopReason(made.stop_reason)
+    except ValueError as error:
+        raise EtudeError(f"{where} stop_reason: {one_line(error)}") from error
+    return made
 
 
 def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> list[list[Draw]]:

@@ -43,8 +43,10 @@ def try_tools(talks: MultiTurnOptions) -> str:
 
 
 def try_alone(talks: MultiTurnOptions) -> str:
-    """Advice on how to learn to run a single tool."""
-    return f"`etude tools call {shlex.quote([*tool_files(talks), 'CONFIG'][0])} --help` says how to run a tool alone"
+    """Advice on how to learn to run a single tool; without one, the row's loop or environment."""
+    if not (files := tool_files(talks)):
+        return "`etude env test`, with the same configuration, plays rows alone"
+    return f"`etude tools call {shlex.quote(files[0])} --help` says how to run a tool alone"
 
 
 def try_tool(talks: MultiTurnOptions, name: str, arguments: Mapping[str, Any]) -> str:

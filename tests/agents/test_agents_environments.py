@@ -677,6 +677,7 @@ def test_a_manager_may_hold_tools_in_qwen_agents_shape():
         ({"step": lambda self, action: ("x", 1.0, True, {})}, "step must return observation, reward"),
         ({"step": lambda self, action: ("x", "1.0", True, False, {})}, "the environment returned a str"),
         ({"step": lambda self, action: ("x", float("inf"), True, False, {})}, "not finite"),
+        ({"step": lambda self, action: ("x", float("nan"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ({"text": "x"}, 1.0, False, False, {})}, "must observe text or messages"),
     ],
 )

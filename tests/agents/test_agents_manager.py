@@ -197,6 +197,46 @@ def test_a_wrong_output_names_its_loop(loop_named, output_of, error, message):
     assert_balanced(engine)
 
 
+def with_reward(**parts):
+    return lambda made: made.rewards.__dict__.update(parts)
+
+
+def set_to(**parts):
+    return lambda made: made.__dict__.update(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_to(messages=None), "messages must be of type list, not NoneType"),
+        (set_to(messages=["hello"]), "messages must contain Mappings only, not 'hello'"),
+        (set_to(tool_calls=[{"name": "echo"}]), "tool_calls must contain ToolCallRecords only"),
+        (set_to(assistant_turns=None), "assistant_turns must be of type int"),
+        (set_to(stop_reason="complete"), "stop_reason: 'complete' is not a valid StopReason"),
+        (set_to(rewards=1.0), "rewards must be of type Rewards, not float"),
+        (with_reward(score="1"), "returned a str where a number was expected"),
+        (with_reward(final=1.0), "'float' object has no attribute 'items'"),
+        (with_reward(final={"x": [1.0]}), "returned a list where a number"),
+        (with_reward(steps=[1.0]), "cannot unpack"),
+        (with_reward(steps=[(0, "x", "1")]), "returned a str where a number"),
+    ],
+)
+def test_a_trajectory_with_a_part_of_another_type_names_its_loop(loop_named, change, message):
+    class Loop(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            made = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"]))
+            out = await self.server_manager.generate(prompt_ids=made.prompt_ids, sampling_params=sampling_params)
+            made.append(out.token_ids, Provenance.SAMPLED)
+            change(made)
+            return made
+
+    loop_named("bad", Loop)
+    manager, engine = make([says("5")])
+    with pytest.raises(EtudeError, match=f"'bad' returned a wrong Trajectory: .*{message}"):
+        generate(manager, rows_of(2, agent_name="bad"))
+    assert_balanced(engine)
+
+
 # -- failures ----------------------------------------------------------------------------------------------------
 
 

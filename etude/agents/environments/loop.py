@@ -137,9 +137,8 @@ class EnvAgentLoop(ToolAgentLoop):
         started = time.perf_counter()
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
         add_time(trajectory, "tool_calls", started)
-        reward = observed.reward
-        if reward is not None and not (isinstance(reward, float) and math.isnan(reward)):
-            trajectory.add_step_reward(SOURCE, as_reward(reward, "the environment"))
+        if observed.reward is not None:
+            trajectory.add_step_reward(SOURCE, as_reward(observed.reward, "the environment"))
         if observed.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
@@ -197,6 +196,8 @@ class EnvStage:
                 raise self._environment.wrong(
                     "get_step_reward must return one reward a response", one_line(error)
                 ) from error
+            if isinstance(reward, float) and math.isnan(reward):  # in RL-Factory: this turn has none
+                reward = None
         return Observation([] if over else self._loop.as_messages(observation), over, reward)
 
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
