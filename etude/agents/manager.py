@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext
@@ -295,6 +295,9 @@ class _Batch:
         """Scores a finished rollout, if there is a scorer, and counts it in `progress`."""
         manager = self._manager
         if manager.scorer is not None:
+            own = self.rollouts[index].trajectory
+            if own is not None and own.rewards.score is not None:
+                _warn_of_own_score(manager.loop_name(self._rows[index]))
             await score_rollout(
                 self.rollouts[index],
                 self._rows[index],
@@ -348,6 +351,14 @@ class _Batch:
                 self._cancelled_rows.add(other)
                 if other in self._running:
                     self._running[other].cancel()
+
+
+@cache
+def _warn_of_own_score(loop: str) -> None:
+    logger.warning(
+        "the agent loop '%s' gives a score of its own, which the reward manager's replaces: set reward_model.enable=false",
+        loop,
+    )
 
 
 class Groups:

@@ -237,6 +237,22 @@ def test_a_trajectory_with_a_part_of_another_type_names_its_loop(loop_named, cha
     assert_balanced(engine)
 
 
+def test_a_score_that_a_reward_manager_replaces_is_warned_of(loop_named, caplog):
+    class Loop(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            prompt = self.chat.initial_ids(row["raw_prompt"])
+            out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params)
+            return AgentLoopOutput(prompt, out.token_ids, [1] * len(out.token_ids), reward_score=7.0)
+
+    async def scorer(trajectory, row):
+        trajectory.rewards.score = 1.0
+
+    loop_named("scores_itself", Loop)
+    manager, _ = make([says("5")], scorer=scorer)
+    generate(manager, rows_of(2, agent_name="scores_itself"))
+    assert caplog.text.count("'scores_itself' gives a score of its own") == 1
+
+
 # -- failures ----------------------------------------------------------------------------------------------------
 
 
