@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import chain, groupby
@@ -121,6 +121,14 @@ class ToolCallRecord:
     retries: int = 0  # attempts before the last one that failed for infrastructure reasons
     timeouts: int = 0  # attempts that timed out
     blocked_loop: int = 0  # number of times it blocked the event loop
+
+
+def plain_numbers(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies what a scorer reports, with scalars of NumPy and torch as Python's: `np.bool_(False)` is a verdict, too."""
+    return {
+        name: value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+        for name, value in details.items()
+    }
 
 
 @dataclass
@@ -409,7 +417,7 @@ class AgentLoopOutput:
         trajectory.extra_fields |= self.extra_fields
         if self.reward_score is not None:
             trajectory.rewards.score = self.reward_score
-            trajectory.rewards.score_info |= self.extra_fields.get("reward_extra_info") or {}
+            trajectory.rewards.score_info |= plain_numbers(self.extra_fields.get("reward_extra_info") or {})
         return trajectory
 
     def _timings(self) -> dict[str, float]:

@@ -252,6 +252,7 @@ class WeightedSum:
 
 COMPONENTS = "reward_components"
 """Key in a score's details that holds the weighted reward of each function; the score is their sum."""
+_RESERVED = frozenset({"score", "pred", COMPONENTS})  # details of the whole score, which a function's own would replace
 
 
 def _name_failure(name: str, error: Exception) -> Exception:
@@ -270,7 +271,7 @@ def load_rewards(
 
     Raises:
         ConfigError: an entry is not `{path, name, weight, label, reward_kwargs}` or scores batches, two entries share a
-            label, or as `load_compute_score`.
+            label, a label names a detail of the sum, or as `load_compute_score`.
     """
     functions: list[tuple[str, float, Scorer]] = []
     for number, entry in enumerate(entries):
@@ -279,10 +280,11 @@ def load_rewards(
         function = UserFunction(each.path, each.name, each.reward_kwargs, key, offered)
         if function.batched:
             raise ConfigError(f"{key}: '{each.name}' of {each.path} scores whole batches, which have no weights")
-        label = each.label or (
-            each.name if each.name != "compute_score" else each.path.removesuffix(".py").split("/")[-1]
-        )
+        file = each.path.removesuffix(".py").split("/")[-1]
+        label = each.label or (each.name if each.name not in {"compute_score", *_RESERVED} else file)
         label = label.rpartition(".")[2]
+        if label in _RESERVED:
+            raise ConfigError(f"{key}: '{label}' is a detail of the whole score; give this reward another label")
         if label in {name for name, *_ in (*functions, *further)}:
             raise ConfigError(f"{key}: two rewards are called '{label}'; give one a label of its own")
         functions.append((label, each.weight, function))

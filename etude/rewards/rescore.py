@@ -22,7 +22,7 @@ from etude.rewards.default import Scorer, score_row
 from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_score
 from etude.rewards.scoring import scored_extra_info
 from etude.rewards.view import TrajectoryView
-from etude.trajectory import Provenance, Trajectory
+from etude.trajectory import Provenance, Trajectory, plain_numbers
 
 AT_ONCE = 64
 _SPECIAL = re.compile(r"<\|[^<>|\s]{1,64}\|>|<｜[^<>｜]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>")
@@ -134,7 +134,7 @@ async def _score(
         found = read_score(result, f"compute_score for the data source '{source}'")
     except InfrastructureError as error:
         return Rescored(**head, new=None, is_right=False, error=one_line(error))
-    new, details = found["reward_score"], found["reward_extra_info"]
+    new, details = found["reward_score"], plain_numbers(found["reward_extra_info"])
     return Rescored(**head, new=new, is_right=_is_right(new, details), details=details)
 
 

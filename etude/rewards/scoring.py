@@ -20,7 +20,7 @@ from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.rewards.view import TrajectoryView
-from etude.trajectory import Rollout, StopReason, Trajectory
+from etude.trajectory import Rollout, StopReason, Trajectory, plain_numbers
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
@@ -96,7 +96,7 @@ class TrajectoryScorer:
         if value is None:
             raise InfrastructureError(f"{where} returned no score")
         score = as_reward(value, where)
-        trajectory.rewards.score_info = dict(result.get("reward_extra_info") or {})
+        trajectory.rewards.score_info = plain_numbers(result.get("reward_extra_info") or {})
         trajectory.rewards.score = score
 
     async def _run(self, data: DataProto) -> RewardResult:

@@ -6,12 +6,15 @@ import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards
 from etude.rewards.rate_limited import RateOptions
+from etude.trainer.metrics import is_success
 from etude.trajectory import StopReason, ToolCallRecord
 
 
@@ -142,11 +145,30 @@ def test_one_of_several_that_fails_is_named(tmp_path, name, words):
         (({"nmae": "right"},), r"rewards\[0\].nmae; did you mean 'name'"),
         (({"weight": "much"},), r"rewards\[0\].weight must be a number"),
         (({"name": "left"},), "has no 'left'"),
+        (({"label": "score", "name": "right"},), r"rewards\[0\]: 'score' is a detail of the whole score"),
     ],
 )
 def test_entries_that_cannot_be_used(tmp_path, given, words):
     with pytest.raises(ConfigError, match=words):
         load_rewards(entries(tmp_path, *given))
+
+
+def test_functions_named_as_details_of_the_sum_do_not_replace_them(tmp_path):
+    (tmp_path / "two.py").write_text("def score(): return 0.0\ndef pred(): return 0.5\ndef form(): return 1.0")
+    (tmp_path / "own.py").write_text("def pred(): return 0.25")
+    given = [("two", "score"), ("own", "pred"), ("two", "form")]
+    scorer = load_rewards([{"path": str(tmp_path / f"{file}.py"), "name": name} for file, name in given])
+    found = score(trajectory(("42", "")), row(), manager(scorer=scorer))
+    assert found.score == found.score_info["score"] == 1.25
+    assert found.score_info["reward_components"] == {"two": 0.0, "own": 0.25, "form": 1.0}
+    assert "pred" not in found.score_info
+
+
+@pytest.mark.parametrize("verdict", [np.bool_(False), np.float32(0), np.int64(0), np.array(0), torch.tensor(False)])
+def test_a_verdict_of_numpy_or_torch_is_a_verdict(verdict):
+    found = score(trajectory(("42", "")), row(), manager(scorer=lambda **_: {"score": 2.0, "acc": verdict}))
+    assert not is_success(found)
+    assert isinstance(found.score_info["acc"], bool | int | float)
 
 
 BATCHED = """
