@@ -16,6 +16,7 @@ opened at the engine is closed, however it ends.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import defaultdict
@@ -45,6 +46,8 @@ _LOCKSTEP = (
     "; in the deterministic mode the engine goes on when every trajectory asks it or has ended: agents must not wait for "
     "one another"
 )
+_USERS = ("raw_prompt", "extra_info", "reward_model", "tools_kwargs", "interaction_kwargs")
+"""Columns that users' code gets and may write to: the rollouts of a prompt share the values of their rows."""
 _UNTRAINABLE = (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED)
 
 
@@ -235,7 +238,8 @@ class _Batch:
             client = TrajectoryClient(self._engine, request_id, self._decode)
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
-            row_with_ids = {**row, "request_id": request_id, "attempt": attempt}
+            own = {name: copy.deepcopy(row[name]) for name in _USERS if name in row}
+            row_with_ids = {**row, **own, "request_id": request_id, "attempt": attempt}
             waited = time.time() - self._submitted_at
             try:
                 with self._trace(index, request_id) as trajectory_span, self._track_spans(request_id):

@@ -194,12 +194,14 @@ def is_unworked(answer: str, truth: str, question: str) -> bool:
     Raises:
         InfrastructureError: symbolic algebra failed.
     """
-    answer = answer.rpartition("=")[2]
-    ours, theirs = _terms(answer), _terms(truth)
+    sides = answer.split("=")
+    ours, theirs = _terms(sides[-1]), _terms(truth)
     is_number = _number(_normalise(truth)) is not None
     unworked = any(each[0].isdigit() or each[0] == "\\" for each in ours - theirs)
-    if ours == theirs or (is_number and (not unworked or _number(_normalise(answer)) is not None)):
+    if ours == theirs or (is_number and not unworked):
         return False
+    if is_number and any(_number(_normalise(side)) is not None and answers_equal(side, truth) for side in sides):
+        return False  # "26000 = 513^2-487^2"
     return any(
         (is_number or _distance(ours, _terms(expression)) < _distance(ours, theirs))
         and answers_equal(expression, truth)

@@ -9,6 +9,7 @@ timeouts, errors) is left to the reward managers.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -230,8 +231,9 @@ class WeightedSum:
         return self._sum(await asyncio.gather(*map(one, names, results)))
 
     def _call(self, name: str, function: Scorer, arguments: Mapping[str, Any]) -> Any:
+        own = {key: copy.deepcopy(arguments[key]) for key in ("ground_truth", "extra_info") if key in arguments}
         try:
-            return function(**arguments)
+            return function(**{**arguments, **own})
         except Exception as error:
             raise _name_failure(name, error) from error
 

@@ -8,6 +8,7 @@ row's `extra_info`; the row itself is never changed. Combining the score with to
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _batch_managers = BlockingCalls("etude-reward-manager", limit=4)
 
 
+_SCORED = ("data_source", "reward_model", "extra_info")  # what of a row a reward manager gets
 AsyncScorer = Callable[[Trajectory, Mapping[str, Any]], Awaitable[None]]
 
 
@@ -116,10 +118,10 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 
     from etude.protocol import DataProto
 
-    rewards = trajectory.rewards
+    rewards, row = trajectory.rewards, copy.deepcopy({name: row.get(name) for name in _SCORED})
     objects = {
-        "data_source": row.get("data_source"),
-        "reward_model": row.get("reward_model"),
+        "data_source": row["data_source"],
+        "reward_model": row["reward_model"],
         "extra_info": scored_extra_info(trajectory, row),
         "messages": trajectory.messages,
         "reward_scores": dict(rewards.final),

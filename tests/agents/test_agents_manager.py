@@ -253,6 +253,26 @@ def test_a_score_that_a_reward_manager_replaces_is_warned_of(loop_named, caplog)
     assert caplog.text.count("'scores_itself' gives a score of its own") == 1
 
 
+def test_what_a_loop_writes_into_its_row_no_other_rollout_or_attempt_sees(loop_named):
+    seen = []
+
+    class Writes(AsGiven):
+        async def run(self, sampling_params, **row):
+            seen.append((len(row["raw_prompt"]), dict(row["extra_info"]["board"]), dict(row["tools_kwargs"]["echo"])))
+            row["raw_prompt"].append({"role": "user", "content": "more"})
+            row["extra_info"]["board"]["moved"] = True
+            row["tools_kwargs"]["echo"]["used"] = True
+            if row["attempt"] == 0:
+                raise InfrastructureError("once")
+            return await super().run(sampling_params, **row)
+
+    loop_named("writes", Writes)
+    manager, _ = make([says("5")], infrastructure_retries=1)
+    shared = {"raw_prompt": list(QUESTION), "extra_info": {"board": {}}, "tools_kwargs": {"echo": {}}}
+    generate(manager, [{**shared, "agent_name": "writes"}] * 2)
+    assert seen == [(len(QUESTION), {}, {})] * 4
+
+
 # -- failures ----------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
     [
         ("What is $513^2 - 487^2$?", "26{,}000", "26000"),
         ("What is $513^2 - 487^2$?", "513^2-487^2 = 26000", "26000"),
+        ("What is $513^2 - 487^2$?", "26000 = 513^2-487^2", "26000"),
         ("What is $513^2 - 487^2$?", r"\mathbf{26000}", "26000"),
         ("How many subsets has a set of $10$?", "2^{10}", "1024"),
         ("Factor $ab+5b+2a+10$.", "(b+2)(5+a)", "(a+5)(b+2)"),

@@ -24,7 +24,8 @@ from etude.rewards import (
     load_compute_score,
     register,
 )
-from etude.trajectory import Provenance, Trajectory
+from etude.rewards.default import WeightedSum
+from etude.trajectory import Provenance, Segment, Trajectory
 
 
 class Letters:
@@ -167,6 +168,22 @@ def test_the_batch_form_puts_each_score_on_the_last_sampled_token():
     returned = manager(batch(), return_dict=True)
     assert torch.equal(returned["reward_tensor"], rewards)
     assert returned["reward_extra_info"] == {"score": [1.0, 1.0], "acc": [1.0, 1.0], "pred": ["42", "42"]}
+
+
+def test_a_scorer_that_uses_up_its_ground_truth_scores_every_rollout_of_the_prompt_alike():
+    def takes(solution_str, ground_truth, extra_info, **others):
+        extra_info["log"].append(solution_str)
+        return float(len(extra_info["log"]) == 1 and ground_truth.pop() == "b")
+
+    both = WeightedSum([("first", 1.0, takes), ("second", 1.0, takes)])
+    for function, expected in ((takes, 1.0), (both, 2.0)):
+        scorer = TrajectoryScorer(NaiveRewardManager(Letters(), function))
+        row = {"data_source": "x", "reward_model": {"ground_truth": ["a", "b"]}, "extra_info": {"log": []}}
+        for _ in range(2):
+            made = Trajectory("t", [1], [Segment((2,), Provenance.SAMPLED, 0)])
+            asyncio.run(scorer(made, row))
+            assert made.rewards.score == expected
+        assert row["reward_model"]["ground_truth"] == ["a", "b"]
 
 
 def test_run_single_scores_one_row():
