@@ -96,7 +96,7 @@ WITNESSES = {
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
-        "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
+        "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_and_dumps_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
     },
     "data/test_data_samplers.py": {

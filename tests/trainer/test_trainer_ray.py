@@ -81,7 +81,7 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert groups.actor._call_seconds == 500
         trainer.init_workers()
         trainer.fit()
-        done, total = groups.progress()
+        done, total, _ = groups.progress()
         assert (done, total) == (8, 8)
     finally:
         groups.close()
