@@ -82,7 +82,7 @@ def test_missing_folders_never_reach_a_network(load, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="model folder not found") as error:
             load(name)
         assert str(name) in one_line(error)
-    with pytest.raises(ConfigError, match="this is a file"):
+    with pytest.raises(ConfigError, match="a folder or a GGUF file"):
         load("file")
 
 
