@@ -424,6 +424,7 @@ def test_a_run_in_steps_is_the_trainer_used_by_hand(tiny, tmp_path):
 def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, settings, warned):
     (tmp_path / "judge.py").write_text(
         "from etude.tools import BaseTool\n\n\nclass Judge(BaseTool):\n"
+        "    async def execute(self, instance_id, parameters, **kwargs):\n        return '', 0.0, {}\n\n"
         "    async def calc_reward(self, instance_id, **kwargs):\n        return 1.0\n"
     )
     schema = (

@@ -122,7 +122,7 @@ def test_a_rollout_worker_runs_the_users_tool_where_it_is(spawned):
     (result,) = rolled_out(worker).non_tensor_batch["rollout"]
     assert next(call.response for call in result.trajectory.tool_calls) == str(spawned.process_id) != str(os.getpid())
     assert result.trajectory.rewards.score == 0.5
-    assert worker("progress") == (1, 1)
+    assert worker("progress")[:2] == (1, 1)
 
 
 @pytest.mark.slow
