@@ -62,7 +62,8 @@ class OptimizerSet:
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
-        self.training_step, self.weight_change = first_step, 0.0
+        self.training_step = first_step
+        self.weight_change = 0.0  # ‖Δw‖ / ‖w‖ of the last step; 0 if it was skipped
         self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model, dtype)
@@ -113,7 +114,7 @@ class OptimizerSet:
 
     def step(self) -> float:
         """Sums the gradients over ranks, clips, steps and clears gradients; returns the norm before clipping. If gradients
-        are non-finite, all ranks skip the step. Sets `weight_change`, ‖Δw‖ / ‖w‖."""
+        are non-finite, all ranks skip the step. Sets `weight_change`."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
         limit = self.options.clip_grad or math.inf
@@ -123,15 +124,15 @@ class OptimizerSet:
             if self.world_size > 1:
                 sum_gradients(self._parameters)
             norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
-        before = self._sample()
+        self.weight_change = 0.0
         if math.isfinite(norm):
-            factor = self._factor()
+            before, factor = self._sample(), self._factor()
             for optimizer, base in self._optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = base * factor
                 optimizer.step()
             self._masters.publish()
-        self.weight_change = self._change_since(before)
+            self.weight_change = self._change_since(before)
         if self._loss_scale is not None:
             self._loss_scale.note(math.isfinite(norm))
         self.zero_grad()
@@ -143,7 +144,9 @@ class OptimizerSet:
         return [weight.flatten()[:: _stride(p)].clone() for p, weight in zip(self._parameters, local)]
 
     def _change_since(self, before: list[Tensor]) -> float:
-        squares = torch.zeros(2, dtype=torch.float64, device=before[0].device)  # of the change, and of the weights
+        first = self._parameters[0]  # weights may be on the CPU while ranks talk over their devices
+        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+        squares = torch.zeros(2, dtype=torch.float64, device=device)  # of the change, and of the weights
         for parameter, old, new in zip(self._parameters, before, self._sample()):
             share = _stride(parameter) * (share_of(parameter) if isinstance(parameter, DTensor) else 1.0)
             norms = torch.stack([torch.linalg.vector_norm(new - old), torch.linalg.vector_norm(new)])
@@ -263,7 +266,7 @@ def step_metrics(optimizer: OptimizerSet) -> Metrics:
     return {
         "grad_norm": Mean(norm, 1),
         "lr": Mean(lr, 1),
-        "weight_change": Mean((1 - skipped) * optimizer.weight_change, 1 - skipped),
+        "weight_change": Mean(optimizer.weight_change, 1 - skipped),
         "optimizer_steps": 1.0,
         "skipped_steps": skipped,
     }
