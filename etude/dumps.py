@@ -15,12 +15,12 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from etude.errors import DataError, EtudeError, one_line
 from etude.jsonl import JsonValue, json_line, json_safe, read_json_lines, write_atomically
+from etude.scratch import free_path
 from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def set_aside_later(folder: Path | str, step: int) -> None:
     folder = Path(folder).resolve()
     later = [f"{each}.jsonl" for each in list_dump_steps(folder) if each > step]
     if later:
-        aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+        aside = free_path(folder)
         try:
             aside.mkdir()
             for name in later:

@@ -61,16 +61,19 @@ def cache_folder() -> Path:
     )
 
 
-def named_folder(name: str) -> Path:
+def named_folder(name: str, *, downloaded: bool = False) -> Path:
     """Where `etude models get NAME` keeps the model; another version or hash has another folder.
 
     Raises:
-        ConfigError: there is no model of this name.
+        ConfigError: there is no model of this name, or it must be `downloaded` and is not.
     """
     if name not in NAMED_MODELS:
         raise ConfigError(f"no model '{name}'{did_you_mean(name, NAMED_MODELS)} (known: {', '.join(NAMED_MODELS)})")
     model = NAMED_MODELS[name]
-    return cache_folder() / "models" / f"{name}-{model.version}-{model.sha256[:8]}"
+    folder = cache_folder() / "models" / f"{name}-{model.version}-{model.sha256[:8]}"
+    if downloaded and not folder.is_dir():
+        raise ConfigError(f"{name}: not downloaded: run  etude models get {name}")
+    return folder
 
 
 def local_folder(path: str | Path) -> Path | None:
@@ -92,10 +95,7 @@ def local_folder(path: str | Path) -> Path | None:
     if folder.exists():
         raise ConfigError(f"{folder}: a model is a folder or a GGUF file, this is another file")
     if text in NAMED_MODELS:
-        kept = named_folder(text)
-        if not kept.is_dir():
-            raise ConfigError(f"{text}: not downloaded: run  etude models get {text}")
-        return kept
+        return named_folder(text, downloaded=True)
     is_hub_name = not isinstance(path, Path) and _HUB_NAME.fullmatch(text) is not None
     if not is_hub_name or Path(text).parent.is_dir() or text.partition("/")[0] in _OWN_FOLDERS:
         seen_from = "" if folder.is_absolute() else f" from {Path.cwd()}"

@@ -1,4 +1,5 @@
-"""Temporary folders that live as long as their process, and `write_whole`: folders that are complete or absent.
+"""Temporary folders that live as long as their process; `write_whole`: folders that are complete or absent; and what else is
+done with whole files and folders.
 
 Invariant: a temporary folder is locked by the process that created it for as long as that process lives, so that the next
 process that creates one on the same host can remove those of killed processes. Folders of other hosts are left alone: on a
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import socket
@@ -118,6 +120,24 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
     except OSError:
         return "unknown space"
+
+
+def sha256_of(file: Path) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def free_path(path: Path) -> Path:
+    """Returns the first of `rollouts.1`, `rollouts.2` … (of a file: `metrics.1.jsonl` …) beside `path` that is not taken."""
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    number = 1
+    while (free := path.with_name(f"{stem}.{number}{suffix}")).exists():
+        number += 1
+    return free
 
 
 def remove_path(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from etude.errors import ConfigError
 from etude.model_folder import NAMED_MODELS, named_folder
 
 
@@ -43,6 +42,4 @@ def list_models() -> None:
 @click.argument("name")
 def path(name: str) -> None:
     """Print the folder of the model NAME."""
-    if not (folder := named_folder(name)).is_dir():
-        raise ConfigError(f"{name}: not downloaded: run  etude models get {name}")
-    click.echo(folder)
+    click.echo(named_folder(name, downloaded=True))

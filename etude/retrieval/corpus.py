@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from etude.errors import DataError, one_line
+from etude.scratch import sha256_of
 
 MAX_LINE_BYTES = 16 * 2**20
-_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,8 @@ class Fingerprint:
     @classmethod
     def of(cls, path: Path) -> Fingerprint:
         """Returns the fingerprint of a file, which is read completely."""
-        digest, status = hashlib.sha256(), path.stat()
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        return cls(status.st_size, status.st_mtime_ns, digest.hexdigest())
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, sha256_of(path))
 
     def fits(self, path: Path) -> bool:
         """Whether the file `path` has this fingerprint's bytes."""

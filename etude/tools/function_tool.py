@@ -334,10 +334,7 @@ def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
         place = ".".join(["tool_schema", *map(str, first["loc"])])
         raise ConfigError(f"{where}: {place}: {first['msg']}") from error
     parameters = schema.function.parameters
-    for part in (
-        schema.function,
-        parameters,
-    ):  # further keys are kept, but not those that were meant to be one of these
+    for part in (schema.function, parameters):  # further keys are kept, but not misspelt ones
         for key in part.model_extra or {}:
             if meant := one_edit_from(key, type(part).model_fields):
                 raise ConfigError(f"{where}: tool_schema has the unknown key '{key}'; did you mean '{meant}'?")

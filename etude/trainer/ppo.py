@@ -138,10 +138,9 @@ class PPOTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
+        done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
         for dumps in filter(None, (self.options.rollout_data_dir, self.options.validation_data_dir)):
-            set_aside_later(
-                dumps, self.global_step if self.resumption is not None else -1
-            )  # a fresh start dumps step 0
+            set_aside_later(dumps, done)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():

@@ -24,6 +24,7 @@ from etude.jsonl import json_line, write_atomically
 from etude.options.validate import flatten
 from etude.registry import Registry
 from etude.run_folder import METRICS_FILE, read_config, read_steps
+from etude.scratch import free_path
 
 logger = logging.getLogger(__name__)
 
@@ -211,9 +212,7 @@ TRACKERS.register("file")(JsonlTracker)  # verl's name
 
 
 def _move_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
+    aside = free_path(path)
     try:
         os.replace(path, aside)
     except OSError as error:

@@ -6,7 +6,6 @@ written by anyone else is never touched.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from etude.data.files import located_rows
 from etude.jsonl import write_atomically
+from etude.scratch import sha256_of
 
 _MARK = "<!-- written by etude data -->"
 
@@ -53,11 +53,7 @@ def count_rows(file: Path) -> int:
 
 
 def _cells(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return f"{file.stat().st_size} | `{digest.hexdigest()}`"
+    return f"{file.stat().st_size} | `{sha256_of(file)}`"
 
 
 def licence_beside(sources: Iterable[Path]) -> str | None:
