@@ -68,7 +68,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 def estimate(shape: Shape, folder: Path) -> float:
     """Bytes that `etude check` says an update takes."""
-    from etude.trainer.resources import count_weights, estimate_memory
+    from etude.checks.resources import count_weights, estimate_memory
 
     options = {"path": str(folder), "dtype": shape.dtype, "lora_rank": shape.lora_rank, "quantization": None}
     model = SimpleNamespace(**options, enable_gradient_checkpointing=shape.checkpointing, trust_remote_code=False)

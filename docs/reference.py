@@ -40,6 +40,7 @@ ROOMS = [
     "trajectory",
     "trace",
     "registry",
+    "testing",
     "errors",
 ]
 """The modules with public names, in the order of the site's navigation."""

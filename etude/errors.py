@@ -6,7 +6,8 @@
   It never becomes a reward.
 - *The user's agent failed* in one rollout: `AgentError`. The rollout is dropped and counted.
 - *The user must change something*: `ConfigError`, `DataError`, `CheckpointError`, `MissingExtraError`. One line that
-  names the file, key or row, printed without a traceback by every command.
+  names the file, key or row, printed without a traceback by every command. Its `fix` is what the user changes, and its
+  `key` the configuration key, where there is one: nobody has to find them in the text.
 
 The classification is in `is_infrastructure` and nowhere else.
 """
@@ -17,16 +18,41 @@ import asyncio
 import os
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import Self
+
+E = TypeVar("E", bound="EtudeError")
+WARNING = "%s; %s"
+"""Format of a warning with its fix, `logger.warning(WARNING, problem, fix)`: `etude check` prints the two apart."""
 
 
 class EtudeError(Exception):
-    """Base of all errors meant for users: the message is one line that says what to change."""
+    """Base of all errors meant for users, as one line: `message; fix`."""
 
     exit_status = 2
     """Exit status of a command that ends with this error."""
+
+    def __init__(self, message: str = "", *, fix: str = "", key: str = "") -> None:
+        """`message` says what is wrong, `fix` what the user changes, `key` which configuration key it is about."""
+        super().__init__(f"{message}; {fix}" if fix else message)
+        self.message, self.fix, self.key = message, fix, key
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a subclass may have parameters of its own
+        return _restore, (type(self), self.args, vars(self))
+
+    def at(self, place: str) -> Self:
+        """The same error with `place`, such as a row, before its message."""
+        return _restore(type(self), (f"{place}: {self}",), vars(self) | {"message": f"{place}: {self.message}"})
+
+
+def _restore(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class ConfigError(EtudeError):
@@ -34,20 +60,21 @@ class ConfigError(EtudeError):
 
 
 class ConfigErrors(ConfigError):
-    """Several settings are wrong; one line each, so that all can be fixed at once."""
+    """Several settings are wrong (`faults`); one line each, so that all can be fixed at once."""
 
-    def __init__(self, faults: Sequence[str]) -> None:
-        super().__init__("\n".join([f"{len(faults)} settings are invalid:", *faults]))
+    def __init__(self, faults: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join([f"{len(faults)} settings are invalid:", *map(str, faults)]))
+        self.faults = tuple(faults)
 
 
-def raise_faults(faults: Sequence[str]) -> None:
+def raise_faults(faults: Iterable[ConfigError]) -> None:
     """Raises if there are faults: a single line for one fault, a list for several.
 
     Raises:
         ConfigError: there are faults.
     """
-    if faults:
-        raise ConfigErrors(faults) if len(faults) > 1 else ConfigError(faults[0])
+    if found := tuple(faults):
+        raise ConfigErrors(found) if len(found) > 1 else found[0]
 
 
 class GrammarError(ConfigError):
@@ -66,7 +93,7 @@ class MissingExtraError(EtudeError):
     """An optional dependency is not installed; names the pip line to run."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an optional dependency: run  pip install 'etude[{extra}]'")
+        super().__init__(f"{feature} needs an optional dependency", fix=f"run  pip install 'etude[{extra}]'")
 
 
 class ToolError(Exception):

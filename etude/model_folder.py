@@ -72,7 +72,7 @@ def named_folder(name: str, *, downloaded: bool = False) -> Path:
     model = NAMED_MODELS[name]
     folder = cache_folder() / "models" / f"{name}-{model.version}-{model.sha256[:8]}"
     if downloaded and not folder.is_dir():
-        raise ConfigError(f"{name}: not downloaded: run  etude models get {name}")
+        raise ConfigError(f"{name}: not downloaded", fix=f"run  etude models get {name}")
     return folder
 
 
@@ -88,7 +88,7 @@ def local_folder(path: str | Path) -> Path | None:
     if folder.is_dir():
         files = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
         if len(files) > 1:
-            raise ConfigError(f"{folder}: holds {len(files)} GGUF files: name one of them, such as {files[0]}")
+            raise ConfigError(f"{folder}: holds {len(files)} GGUF files", fix=f"name one of them, such as {files[0]}")
         return converted_folder(files[0]) if files else folder
     if folder.suffix == ".gguf" and folder.is_file():
         return converted_folder(folder)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, E, one_line
 from etude.renamed import renamed_imports
 
 T = TypeVar("T")
@@ -27,10 +27,23 @@ USER_MODULE = "etude_user_"
 """Prefix of the module names of files that users import."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest match in `known`, or an empty string."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the closest match in `known`, or an empty string: the fix of an unknown name."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return f"did you mean '{near[0]}'?" if near else ""
+
+
+def unknown_name(kind: type[E], problem: str, name: str, known: Iterable[str], listed: str = "") -> E:
+    """The error of a name that is not `known`: its fix is the closest match, with those that are `listed`."""
+    if near := suggestion(name, known):
+        return kind(problem, fix=f"{near} {listed}".strip())
+    return kind(f"{problem} {listed}".strip())
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The suggestion as the end of a line, after a semicolon."""
+    near = suggestion(name, known)
+    return f"; {near}" if near else ""
 
 
 def missing_file(path: Path) -> str:
@@ -70,8 +83,8 @@ class Registry(Generic[T]):
                 held = self._items.get(name)
                 if held is not None and not _same_definition(held, item):
                     raise ConfigError(
-                        f"{self.kind} '{name}' is already registered by {_origin(held)}, and again by {_origin(item)}: "
-                        "rename or remove one"
+                        f"{self.kind} '{name}' is already registered by {_origin(held)}, and again by {_origin(item)}",
+                        fix="rename or remove one",
                     )
                 self._items[name] = item
             return item
@@ -85,8 +98,8 @@ class Registry(Generic[T]):
             ConfigError: nothing is registered as `name`; the message lists the known names and suggests the closest.
         """
         if name not in self._items:
-            hint = did_you_mean(name, self._items)
-            raise ConfigError(f"unknown {self.kind} '{name}'{hint} (known: {', '.join(self.names()) or 'none'})")
+            listed = f"(known: {', '.join(self.names()) or 'none'})"
+            raise unknown_name(ConfigError, f"unknown {self.kind} '{name}'", name, self._items, listed)
         return self._items[name]
 
     def names(self) -> list[str]:
@@ -173,13 +186,13 @@ def import_object(target: str) -> Any:
     """
     module_name, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
     if target.endswith(".py"):
-        raise ConfigError(f"'{target}' is a file: name the object in it too, as in '{target}:NAME'")
+        raise ConfigError(f"'{target}' is a file", fix=f"name the object in it too, as in '{target}:NAME'")
     if not module_name or not name:
         raise ConfigError(f"'{target}' is not of the form 'package.module.Name' or 'path/to/file.py:Name'")
     module = import_module(module_name)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)]
-        raise ConfigError(f"'{module_name}' has no '{name}'{did_you_mean(name, public)}")
+        raise unknown_name(ConfigError, f"'{module_name}' has no '{name}'", name, public)
     return getattr(module, name)
 
 

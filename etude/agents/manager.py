@@ -31,7 +31,7 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
 from etude.agents.validation import check_tools_shown, validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
-from etude.errors import AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
+from etude.errors import WARNING, AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import group_seed, trajectory_seed
@@ -359,10 +359,8 @@ class _Batch:
 
 @cache
 def _warn_of_own_score(loop: str) -> None:
-    logger.warning(
-        "the agent loop '%s' gives a score of its own, which the reward manager's replaces: set reward_model.enable=false",
-        loop,
-    )
+    problem = f"the agent loop '{loop}' gives a score of its own, which the reward manager's replaces"
+    logger.warning(WARNING, problem, "set reward_model.enable=false")
 
 
 class Groups:

@@ -73,7 +73,9 @@ class ChatTemplate:
         if not tokenizer.is_fast:
             raise ConfigError("a fast tokenizer (tokenizer.json) is needed: a slow one gives no character offsets")
         if not tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template: put a chat_template.jinja beside tokenizer.json")
+            raise ConfigError(
+                "the tokenizer has no chat template", fix="put a chat_template.jinja beside tokenizer.json"
+            )
         self.tokenizer = tokenizer
         self._decoder, self._encoder = Decoder.of(tokenizer), Encoder(tokenizer)
         self._control = ControlTokens(tokenizer)
@@ -176,7 +178,8 @@ class ChatTemplate:
         if unknown := [name for name in names if name not in said]:
             raise DataError(
                 f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
-                f"the messages do not describe them; set {TOOLS_IN_SYSTEM}"
+                "the messages do not describe them",
+                fix=f"set {TOOLS_IN_SYSTEM}",
             )
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -314,8 +317,8 @@ class ChatTemplate:
 
 def _dropped_part(number: int, name: str) -> DataError:
     return DataError(
-        f"messages[{number}]: the chat template does not write {name}, so that the model would not see it; take a template "
-        "that does, or put it into content as the model is to write it"
+        f"messages[{number}]: the chat template does not write {name}, so that the model would not see it",
+        fix="take a template that does, or put it into content as the model is to write it (`etude chat check` tries one)",
     )
 
 

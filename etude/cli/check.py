@@ -14,7 +14,7 @@ import click
 from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
 
 if TYPE_CHECKING:
-    from etude.findings import Findings
+    from etude.checks.findings import Findings
 
 _MARKS = {
     "ok": ("✓", "green"),
@@ -53,7 +53,7 @@ def check(
       etude check --config-path guess --config-name agent
       etude check --config-name sft data.train_files=demonstrations.parquet model.path=models/mine
     """
-    from etude.preflight.check import inspect_run
+    from etude.testing import inspect_run
 
     findings = inspect_run(
         config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft

@@ -113,7 +113,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
     Raises:
         ConfigError: no key matches, or the suffix is ambiguous.
     """
-    from etude.config.checks import format_option, inert_reason
+    from etude.checks.settings import format_option, inert_reason
     from etude.options import declarations
     from etude.options.types import allowed
     from etude.options.validate import yaml_text
@@ -190,7 +190,7 @@ def _add_rows(
     from omegaconf import DictConfig
     from rich.text import Text
 
-    from etude.config.layers import is_users
+    from etude.checks.settings import is_users
 
     for name, value in section.items_ex(resolve=False):
         key = prefix + str(name)

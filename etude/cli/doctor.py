@@ -14,6 +14,6 @@ def doctor(as_json: bool) -> int:
 
     What is said to work was tried. Exit status 1 if there is an error; what is missing for some runs only is a warning.
     """
-    from etude.preflight.doctor import inspect_machine
+    from etude.checks.machine import inspect_machine
 
     return print_findings(inspect_machine(), as_json)

@@ -39,7 +39,7 @@ def test(
     Example:
       etude env test --config-path shop --config-name agent
     """
-    from etude.preflight.conformance import inspect_environment
+    from etude.testing import inspect_environment
 
     findings = inspect_environment(config_name, overrides, config_path, rows=rows, seed=seed, seconds=timeout)
     return print_findings(findings, as_json)

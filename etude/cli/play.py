@@ -38,7 +38,7 @@ def play(
     Example:
       etude play --config-path shop --config-name agent --row 3
     """
-    from etude.preflight.play import play as play_row
+    from etude.testing.play import play as play_row
 
     scored = play_row(
         config_name,

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.config.checks import Options, problems_with, remarks
+from etude.checks.settings import COMMAND_LINE, Options, problems_with, remarks
+from etude.checks.start import Command, start_problems, start_remarks
 from etude.config.layers import (
-    COMMAND_LINE,
     TREE,
     Layer,
     ancestors,
@@ -35,13 +35,12 @@ from etude.config.layers import (
     root_layers,
     to_container,
 )
-from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
-from etude.registry import did_you_mean, one_edit_from
+from etude.registry import one_edit_from, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +60,12 @@ resumed."""
 @dataclass(frozen=True)
 class Composition:
     """A composed configuration: `config` as a tree of keys, `options` validated, `sources` the origin of each dotted key.
-    `faults` and `remarks` are one line each; values of the wrong type are replaced by their defaults in `options`."""
+    `remarks` are one line each; values of the wrong type are replaced by their defaults in `options`."""
 
     config: DictConfig
     sources: dict[str, str]
     options: Options
-    faults: tuple[str, ...] = ()
+    faults: tuple[ConfigError, ...] = ()
     remarks: tuple[str, ...] = ()
 
 
@@ -150,7 +149,7 @@ def _command_for(tree: type[Options], command: Command | Literal["check"], confi
     if command == "check":
         return fitting[0]
     if command not in fitting:
-        raise ConfigError(f"{config_name} is a configuration of `etude {fitting[0]}`: give it to that command")
+        raise ConfigError(f"{config_name} is a configuration of `etude {fitting[0]}`", fix="give it to that command")
     return command
 
 
@@ -175,9 +174,8 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
         return name, TREE
     if config_path is not None and Path(config_path).is_file():
         place = Path(config_path)
-        raise ConfigError(
-            f"--config-path {place} is a file: name its folder, --config-path {place.parent} --config-name {place.stem}"
-        )
+        fix = f"name its folder, --config-path {place.parent} --config-name {place.stem}"
+        raise ConfigError(f"--config-path {place} is a file", fix=fix)
     places = [Path(config_path)] if config_path is not None else [Path("config"), Path()]
     folders = [(place.expanduser() / given.parent).resolve() for place in places]
     for folder in folders:
@@ -185,12 +183,12 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
             return name, folder
     if config_path is not None and not folders[0].is_dir():
         parent = folders[0].parent
-        near = did_you_mean(folders[0].name, (each.name for each in parent.iterdir())) if parent.is_dir() else ""
-        raise ConfigError(f"--config-path {config_path}: there is no such folder{near}")
+        near = suggestion(folders[0].name, (each.name for each in parent.iterdir())) if parent.is_dir() else ""
+        raise ConfigError(f"--config-path {config_path}: there is no such folder", fix=near)
     where = " or ".join(str(folder) for folder in folders)
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
-    hint = did_you_mean(name, [*present, *package_roots()]) or "; give its folder with --config-path"
-    raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())}){hint}")
+    fix = suggestion(name, [*present, *package_roots()]) or "give its folder with --config-path"
+    raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())})", fix=fix)
 
 
 def _user_layers(
@@ -266,12 +264,12 @@ def _sources(layers: Sequence[Layer]) -> dict[str, str]:
     return sources
 
 
-def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:
+def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[ConfigError]:
     """Gives a key and its aliases the same value: what the user set for one of them, else the key's default.
 
-    Returns a line for each key that was set to different values, naming both sources.
+    Returns an error for each key that was set to different values, naming both sources.
     """
-    merged, faults = _leaves(config), []
+    merged, faults = _leaves(config), list[ConfigError]()
     for key, aliases in _aliases().items():
         names = [name for name in (key, *aliases) if name in merged]
         if len(names) < 2:
@@ -295,8 +293,8 @@ def _aliases() -> dict[str, list[str]]:
     return aliases
 
 
-def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, str]:
-    """Returns ((value, source) of the user's last setting for one of `names`, or None; the conflict, or ""). A layer that
+def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, ConfigError | None]:
+    """Returns ((value, source) of the user's last setting for one of `names`, or None; the conflict, or None). A layer that
     only sets null clears all of them; an interpolation from one to another does not count."""
     held: tuple[str, Any, str] | None = None
     links = [f"${{{name}}}" for name in names]
@@ -308,9 +306,12 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
         for setting in given:
             if held and held[1] is not None and held[0] != setting[0] and _as_list(held[1]) != _as_list(setting[1]):
                 both = f"{held[0]} ({held[2]}) and {setting[0]} ({setting[2]})"
-                return held[1:], f"{both} mean the same but are set to different values; set one of them"
+                return held[1:], ConfigError(
+                    f"{both} mean the same but are set to different values",
+                    fix=f"set one of {held[0]} and {setting[0]}",
+                )
             held = setting
-    return held[1:] if held else None, ""
+    return held[1:] if held else None, None
 
 
 def _resolve(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from etude.checks.settings import COMMAND_LINE
 from etude.errors import ConfigError, one_line
 
 TREE = Path(__file__).parent / "tree"
-COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ class Layer:
     is_package: bool
     """True for a file that comes with Étude."""
     values: DictConfig
-
-
-def is_users(source: str) -> bool:
-    """Whether a layer with this source is the user's; package files have relative paths."""
-    return source == COMMAND_LINE or Path(source).is_absolute()
 
 
 def package_roots() -> list[str]:
@@ -92,7 +87,7 @@ def load_file(path: Path) -> DictConfig:
         content = OmegaConf.load(path)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         tab = isinstance(error, yaml.scanner.ScannerError) and "'\\t'" in str(error)
-        raise ConfigError(f"{path}: {one_line(error)}{'; use spaces, not tabs' if tab else ''}") from error
+        raise ConfigError(f"{path}: {one_line(error)}", fix="use spaces, not tabs" if tab else "") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: must hold key: value lines, not a list")
     return content
@@ -107,9 +102,9 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
     values = OmegaConf.create()
     for override in overrides:
         if override.is_sweep_override():
-            raise ConfigError(f"'{override.input_line}' is a sweep; give one value, or write a list as [a,b]")
+            raise ConfigError(f"'{override.input_line}' is a sweep", fix="give one value, or write a list as [a,b]")
         if override.is_delete():
-            raise ConfigError(f"'{override.input_line}': keys cannot be removed; set it to null instead")
+            raise ConfigError(f"'{override.input_line}': keys cannot be removed", fix="set it to null instead")
         try:
             OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
         except OmegaConfBaseException as error:
@@ -147,12 +142,10 @@ def _unreadable(argument: str) -> ConfigError:
     if given.suffix in (".yaml", ".yml") or given.is_dir():
         names = f" --config-name {given.stem}" if given.suffix in (".yaml", ".yml") else ""
         folder = given.parent if names else given
-        return ConfigError(
-            f"'{argument}' is no key=value argument: name a configuration of yours with --config-path {folder}"
-            f"{names or ' --config-name NAME'}"
-        )
+        fix = f"name a configuration of yours with --config-path {folder}{names or ' --config-name NAME'}"
+        return ConfigError(f"'{argument}' is no key=value argument", fix=fix)
     advice = "write key=value, and quote a value with special characters: \"key='value'\""
-    return ConfigError(f"cannot read the argument '{argument}': {advice}")
+    return ConfigError(f"cannot read the argument '{argument}'", fix=advice)
 
 
 @contextmanager

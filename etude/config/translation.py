@@ -25,6 +25,7 @@ from etude.config.other_frameworks import (
     REPLACED,
     SWITCHES,
 )
+from etude.errors import ConfigError
 from etude.options import declarations
 from etude.options.types import format_value
 from etude.options.validate import flatten
@@ -38,11 +39,11 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass
 class Translation:
-    """The user's layers translated to our keys. `inert`: key → why it has no effect; `faults`: one line each."""
+    """The user's layers translated to our keys. `inert`: key → why it has no effect; `faults`: one error each."""
 
     layers: list[Layer] = field(default_factory=list)
     inert: dict[str, str] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    faults: list[ConfigError] = field(default_factory=list)
 
     def inert_line(self) -> str:
         """Formats `inert` as one line, keys grouped by reason."""
@@ -65,7 +66,7 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     for layer in layers:
         translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
         unknown = table.faults(translated)
-        translation.faults += dict.fromkeys(unknown.values())  # the keys of a section share a line
+        translation.faults += {str(each): each for each in unknown.values()}.values()  # the keys of a section share one
         translation.layers.append(_without(translated, unknown))
     return translation
 
@@ -92,7 +93,9 @@ def _translate_layer(
             translation.inert[key] = f"{off[key]} are not set"
             _remove(values, key)
         elif refusal:
-            translation.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
+            translation.faults.append(
+                ConfigError(f"{key}={value} is invalid here ({layer.source})", fix=refusal, key=key)
+            )
             _remove(values, key)
         if table.knows(key):
             continue
@@ -103,13 +106,12 @@ def _translate_layer(
             ours, rule = None, f"{switch} is off"
         advice = _what_to_do(key, value, rule, local_vllm)
         if ours and value is not None and given.get(ours) not in (None, value):
-            translation.faults.append(
-                f"{key} and {ours} mean the same but are set to different values ({layer.source})"
-            )
+            why = f"{key} and {ours} mean the same but are set to different values ({layer.source})"
+            translation.faults.append(ConfigError(why, fix=f"leave out {key}"))
         elif ours and value is not None:
             _set(values, ours, value)
         elif advice:
-            translation.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
+            translation.faults.append(ConfigError(f"{key} does not exist here ({layer.source})", fix=advice))
         elif ours or rule:
             translation.inert[key] = rule if isinstance(rule, str) else "the same holds here"
         else:
@@ -188,13 +190,13 @@ class KeyTable:
         """Whether `key` is one of ours: a key, a section, or within a free-form section."""
         return key in self._values or key in self._sections or self.free_form(key) is not None
 
-    def faults(self, layer: Layer) -> dict[str, str]:
-        """Keys of `layer` that do not exist, or have a value where a section belongs, each with its message."""
+    def faults(self, layer: Layer) -> dict[str, ConfigError]:
+        """Keys of `layer` that do not exist, or have a value where a section belongs, each with what is wrong."""
         faults = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
-        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in faults if fault}
+        return {key: ConfigError(f"{fault[0]} ({layer.source})", fix=fault[1]) for key, fault in faults if fault}
 
     def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
-        """Returns (what is wrong with `key` set to `value`, the hint after the source in the message), if anything."""
+        """Returns (what is wrong with `key` set to `value`, the fix), if anything."""
         if key in self._sections or key in self._free:
             return (
                 None
@@ -213,7 +215,7 @@ class KeyTable:
         return next((part for part in ancestors(key) if part not in self._sections), key)
 
     def _nearest(self, key: str) -> str:
-        """`"; did you mean …?"` with the most similar key, preferably of the same section."""
+        """`did you mean …?` with the most similar key, preferably of the same section."""
         parent, _, name = self._unknown_part(key).rpartition(".")
 
         def likeness(known: str) -> tuple[bool, float]:
@@ -222,4 +224,4 @@ class KeyTable:
             return (is_near, ratio) if ratio >= (0.75 if is_near else 0.85) else (False, 0.0)
 
         best = max(sorted([*self, *self._sections]), key=likeness)
-        return f"; did you mean {best}?" if likeness(best)[1] else "; `etude config` lists the keys"
+        return f"did you mean {best}?" if likeness(best)[1] else "`etude config` lists the keys"

@@ -22,7 +22,7 @@ from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows, plain
 from etude.data.images import image_tokens, place_images, refuse_other_media
 from etude.data.rows import active_tools, check_ground_truth, check_row
-from etude.errors import DataError, one_line
+from etude.errors import DataError
 from etude.options import DataOptions
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RLDataset:
 
     def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
-            raise DataError("no data file is named: set data.train_files or data.val_files")
+            raise DataError("no data file is named", fix="set data.train_files or data.val_files")
         digests: dict[str, hashlib._Hash] = {}
         for number, (file, where, raw) in enumerate(rows):
             try:
@@ -165,13 +165,13 @@ class RLDataset:
                 self.chat.require_tools_shown(messages, schemas)
             length = self.chat.prompt_length(messages, schemas, *image_args)
         except DataError as error:
-            raise DataError(f"{where}: {one_line(error)}") from error
+            raise error.at(where) from error
         if length <= limit:
             return True
         if not self.options.drops_overlong:
-            advice = "raise data.max_prompt_length, or set data.filter_overlong_prompts=true to leave such rows out"
+            fix = "raise data.max_prompt_length, or set data.filter_overlong_prompts=true to leave such rows out"
             size = f"{length} tokens, tool schemas included"
-            raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}: {advice}")
+            raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}", fix=fix)
         self.overlong += 1
         return False
 
@@ -179,7 +179,8 @@ class RLDataset:
         kept, limit = len(self._rows), self.options.max_prompt_length
         names = ", ".join(self.files)
         if not kept:
-            raise DataError(f"{names}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it")
+            problem = f"{names}: every prompt is longer than data.max_prompt_length={limit} tokens"
+            raise DataError(problem, fix="raise data.max_prompt_length")
         if self.overlong:
             total = kept + self.overlong
             line = "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens with their tool schemas"

@@ -56,7 +56,7 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
     column = None if key is None else row.pop(key, None)
     inline = _take_inline_images(row[prompt_key])
     if inline and column:
-        raise DataError(f"{where}: image parts of the prompt name pictures, and so does {key}: give them in one place")
+        raise DataError(f"{where}: image parts of the prompt name pictures, and so does {key}", fix="give them in one place")
     column, named = (inline, "image part") if inline else (column, key)
     if column is not None and not isinstance(column, list):
         raise DataError(f"{where}: {key} must be a list of images, got {type(column).__name__}")
@@ -90,8 +90,8 @@ def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str
         return ()
     if reader is None:
         raise DataError(
-            f"{where}: the row has images, and the model reads text only: take a vision-language model, or set "
-            "data.image_key=null"
+            f"{where}: the row has images, and the model reads text only",
+            fix="take a vision-language model, or set data.image_key=null",
         )
     try:
         return tuple(reader.tokens(image_size(picture, MAX_PIXELS)) for picture in pictures)

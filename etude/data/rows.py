@@ -20,7 +20,7 @@ from typing import Any
 from etude.data.files import Row, plain, without_nulls
 from etude.data.messages import check_messages
 from etude.errors import DataError
-from etude.registry import did_you_mean
+from etude.registry import unknown_name
 from etude.rewards.default import check_truth
 from etude.tools.instance import SECTIONS
 
@@ -50,8 +50,8 @@ def check_row(
     """
     checked: Row = plain(row)
     if prompt_key not in checked:
-        hint = did_you_mean(prompt_key, checked)
-        raise DataError(f"{where}: no column '{prompt_key}' (data.prompt_key){hint} (columns: {', '.join(checked)})")
+        problem = f"{where}: no column '{prompt_key}' (data.prompt_key)"
+        raise unknown_name(DataError, problem, prompt_key, checked, f"(columns: {', '.join(checked)})")
     checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
     _check_agent(checked.get("agent_name"), where, agent_loops)
@@ -81,7 +81,7 @@ def check_ground_truth(row: Row, where: str) -> None:
     try:
         check_truth(row["data_source"], row["reward_model"].get("ground_truth"))
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise error.at(where) from error
 
 
 def active_tools(row: Mapping[str, Any], tool_names: Sequence[str]) -> list[str]:
@@ -109,10 +109,8 @@ def _check_texts(row: Row, where: str) -> None:
 
 def _check_agent(name: str | None, where: str, known: Sequence[str] | None) -> None:
     if known is not None and name is not None and name not in known:
-        listed = ", ".join(known)
-        raise DataError(
-            f"{where}: agent_name: unknown agent loop '{name}'{did_you_mean(name, known)} (known: {listed})"
-        )
+        problem = f"{where}: agent_name: unknown agent loop '{name}'"
+        raise unknown_name(DataError, problem, name, known, f"(known: {', '.join(known)})")
 
 
 def _check_selection(selection: object, where: str, tool_names: Sequence[str] | None) -> None:
@@ -123,8 +121,8 @@ def _check_selection(selection: object, where: str, tool_names: Sequence[str] | 
     known: Sequence[str] = selection if tool_names is None else tool_names
     for name in selection:
         if name not in known:
-            hint, listed = did_you_mean(name, known), ", ".join(known) or "none"
-            raise DataError(f"{where}: tool_selection names the tool '{name}'{hint} (configured: {listed})")
+            problem = f"{where}: tool_selection names the tool '{name}'"
+            raise unknown_name(DataError, problem, name, known, f"(configured: {', '.join(known) or 'none'})")
 
 
 def _check_interaction(extra_info: dict[str, Any], where: str, interactions: Sequence[str]) -> None:
@@ -141,9 +139,8 @@ def _check_interaction(extra_info: dict[str, Any], where: str, interactions: Seq
         raise DataError(f"{where}: extra_info.interaction_kwargs needs 'name', a text that picks the interaction")
     if name not in interactions:
         known = f"configured: {', '.join(interactions)}" if interactions else "set multi_turn.interaction_config_path"
-        raise DataError(
-            f"{where}: interaction_kwargs names the interaction '{name}'{did_you_mean(name, interactions)} ({known})"
-        )
+        problem = f"{where}: interaction_kwargs names the interaction '{name}'"
+        raise unknown_name(DataError, problem, name, interactions, f"({known})")
 
 
 def _check_tools_kwargs(extra_info: Mapping[str, Any], where: str, tool_names: Sequence[str]) -> None:
@@ -153,13 +150,13 @@ def _check_tools_kwargs(extra_info: Mapping[str, Any], where: str, tool_names: S
     active = active_tools({"extra_info": extra_info}, tool_names)
     for tool, kwargs in tools_kwargs.items():
         if tool not in tool_names:
-            hint = did_you_mean(tool, tool_names)
             known = f"configured: {', '.join(tool_names)}" if tool_names else "no tool is configured"
-            raise DataError(f"{where}: tools_kwargs names the tool '{tool}'{hint} ({known})")
+            problem = f"{where}: tools_kwargs names the tool '{tool}'"
+            raise unknown_name(DataError, problem, tool, tool_names, f"({known})")
         if tool not in active:
             raise DataError(f"{where}: tools_kwargs names the tool '{tool}', which tool_selection leaves out")
         for kind, values in _object(kwargs, f"{where}: tools_kwargs.{tool}").items():
             if kind not in SECTIONS:
-                hint = did_you_mean(kind, SECTIONS)
-                raise DataError(f"{where}: tools_kwargs.{tool} has the unknown key '{kind}'{hint}")
+                problem = f"{where}: tools_kwargs.{tool} has the unknown key '{kind}'"
+                raise unknown_name(DataError, problem, kind, SECTIONS)
             _object(values, f"{where}: tools_kwargs.{tool}.{kind}")

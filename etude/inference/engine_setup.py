@@ -86,8 +86,7 @@ def check_serving(rollout: RolloutOptions) -> None:
     """
     name, urls, kwargs = rollout.name, rollout.server_urls, rollout.engine_kwargs
     kind, command = kind_of(name), rollout.server_command
-    faults = serving_faults(name, kind, urls, kwargs, ENGINES.names(), command)
-    raise_faults([f"{key}: {text}" for key, text in faults])
+    raise_faults(fault.at(fault.key) for fault in serving_faults(name, kind, urls, kwargs, ENGINES.names(), command))
     api_key(rollout.server_api_key_env)
     if not (urls or command) and kind.servers == "optional":
         ENGINES.get(name).check_installed(kwargs.get(name) or {})
@@ -105,7 +104,7 @@ def check_trainable(name: str) -> None:
         ConfigError: names the engine.
     """
     if evaluates_only(name):
-        raise ConfigError(f"{KEY}.name={name} {TEXT_ONLY}")
+        raise ConfigError(f"{KEY}.name={name} {TEXT_ONLY[0]}", key=f"{KEY}.name", fix=TEXT_ONLY[1])
 
 
 def check_returns_kept_ids(rollout: RolloutOptions) -> None:
@@ -119,7 +118,8 @@ def check_returns_kept_ids(rollout: RolloutOptions) -> None:
     if on and not getattr(ENGINES.get(rollout.name), "returns_kept_ids", False):
         raise ConfigError(
             f"{KEY}.{on}={getattr(rollout, on)}: {KEY}.name={rollout.name} does not return the tokens that it kept, and the "
-            "trainer's log-probs would be of another distribution: set top_p=1 and top_k=-1, or name=native"
+            "trainer's log-probs would be of another distribution",
+            fix="set top_p=1 and top_k=-1, or name=native",
         )
 
 

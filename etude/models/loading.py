@@ -50,13 +50,13 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         below = next((path.parent for path in sorted(folder.glob("*/huggingface/tokenizer.json"))), None)
         advice = f"did you mean {below}?" if below else "copy the model's tokenizer files"
-        raise ConfigError(f"{folder}: no tokenizer there (tokenizer.json is missing): {advice}")
+        raise ConfigError(f"{folder}: no tokenizer there (tokenizer.json is missing)", fix=advice)
     tokenizer = _from_pretrained(
         AutoTokenizer.from_pretrained, path, folder, "tokenizer", trust_remote_code=trust_remote_code
     )
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"{path}: the tokenizer has no chat template: put a chat_template.jinja beside tokenizer.json"
+            f"{path}: the tokenizer has no chat template", fix="put a chat_template.jinja beside tokenizer.json"
         )
     if folder is not None and (folder / "config.json").is_file():
         _check_rows(len(tokenizer), _configured_rows(folder), str(folder))

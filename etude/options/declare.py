@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 from typing_extensions import dataclass_transform
 
-from etude.errors import raise_faults
+from etude.errors import ConfigError, raise_faults
 from etude.options.types import allowed, describe_misfit, format_value, item_hint
 from etude.registry import did_you_mean
 
@@ -110,7 +110,7 @@ def options(cls: type[T]) -> type[T]:
         try:
             checked(self, *args, **kwargs)
         except pydantic.ValidationError as error:
-            raise_faults(list(problems(type(self), error, kwargs).values()))
+            raise_faults(ConfigError(text, key=name) for name, text in problems(type(self), error, kwargs).items())
 
     made.__init__ = initialise
     return typing.cast(type[T], made)

@@ -11,9 +11,10 @@ from etude.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
 TEXT_ONLY = (
-    "is for `etude eval` only: such a server gives text, and training needs the sampled ids with their log-probs; use "
-    "native, vllm or sglang"
+    "is for `etude eval` only: such a server gives text, and training needs the sampled ids with their log-probs",
+    "use native, vllm or sglang",
 )
+"""What is wrong with training on such an engine, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -43,35 +44,39 @@ def serving_faults(
     kwargs: Mapping[str, Mapping[str, Any] | None],
     engines: Collection[str],
     command: Sequence[str] = (),
-) -> Iterator[tuple[str, str]]:
-    """(key, why its value cannot be) of each setting that does not go with the engine `name`, which is of `kind`: of
-    `server_urls`, `server_command` and `engine_kwargs`. `engines` are the names of all."""
+) -> Iterator[ConfigError]:
+    """Settings that do not go with the engine `name`, which is of `kind`: of `server_urls`, `server_command` and
+    `engine_kwargs`, each with its key. `engines` are the names of all."""
     if command and (urls or kind.text_only or kind.servers == "none"):
         other = f"{KEY}.server_urls has those that run" if urls else f"the engine '{name}' takes weights from no server"
-        yield f"{KEY}.server_command", f"starts a server: leave it empty ({other})"
+        yield ConfigError(f"starts a server, and {other}", key=f"{KEY}.server_command", fix="leave it empty")
     if urls and kind.servers == "none":
-        yield f"{KEY}.server_urls", f"the engine '{name}' runs in this process: leave it empty"
+        why = f"the engine '{name}' runs in this process"
+        yield ConfigError(why, key=f"{KEY}.server_urls", fix="leave it empty")
     elif not (urls or command) and kind.servers == "required":
-        yield f"{KEY}.name", f"needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]"
+        yield ConfigError(f"needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]", key=f"{KEY}.name")
     else:
         yield from _address_faults(urls)
     for other in kwargs:
         if kwargs[other] and other not in engines:
-            yield f"{KEY}.engine_kwargs", f"no engine '{other}' (available: {', '.join(sorted(engines))})"
+            why = f"no engine '{other}' (available: {', '.join(sorted(engines))})"
+            yield ConfigError(why, key=f"{KEY}.engine_kwargs")
     if kwargs.get(name) and not kind.takes_kwargs:
-        yield f"{KEY}.engine_kwargs", f"the engine '{name}' takes none: see the rollout's keys"
+        why = f"the engine '{name}' takes none: see the rollout's keys"
+        yield ConfigError(why, key=f"{KEY}.engine_kwargs")
     elif kwargs.get(name) and (urls or command or kind.servers == "required"):
-        yield f"{KEY}.engine_kwargs", f"nothing is started with those of {name}: give these options to the server"
+        why = f"nothing is started with those of {name}"
+        yield ConfigError(why, key=f"{KEY}.engine_kwargs", fix="give these options to the server")
 
 
-def _address_faults(texts: Collection[str]) -> Iterator[tuple[str, str]]:
+def _address_faults(texts: Collection[str]) -> Iterator[ConfigError]:
     try:
         addresses = [server_url(text) for text in texts]
     except ConfigError as error:
-        yield f"{KEY}.server_urls", str(error)
+        yield ConfigError(error.message, key=f"{KEY}.server_urls", fix=error.fix)
     else:
         if len(set(addresses)) < len(addresses):
-            yield f"{KEY}.server_urls", "names an address twice"
+            yield ConfigError("names an address twice", key=f"{KEY}.server_urls")
 
 
 def server_url(text: str) -> str:
@@ -87,5 +92,5 @@ def server_url(text: str) -> str:
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"'{text}' is no server address; write it like http://127.0.0.1:8000")
+        raise ConfigError(f"'{text}' is no server address", fix="write it like http://127.0.0.1:8000")
     return parts.geturl().rstrip("/").removesuffix("/v1")

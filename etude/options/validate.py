@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from etude.errors import raise_faults
+from etude.errors import ConfigError, raise_faults
 from etude.options.declare import problems
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def to_options(cls: type[T], section: Mapping[str, Any], key_prefix: str = "") -
         ConfigError: names every key that is unknown, or whose value does not fit.
     """
     made, found = build(cls, section, f"{key_prefix}." if key_prefix else "")
-    raise_faults(list(found.values()))
+    raise_faults(ConfigError(text, key=name) for name, text in found.items())
     assert made is not None
     return made
 

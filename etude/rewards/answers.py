@@ -147,7 +147,8 @@ def references_of(ground_truth: Any) -> list[str]:
     truths = [truth for truth in truths_of(ground_truth) if len(truth) <= MAX_ANSWER_CHARS]
     if not truths:
         raise DataError(
-            f"reward_model.ground_truth is longer than {MAX_ANSWER_CHARS} characters: give the answer, not the solution"
+            f"reward_model.ground_truth is longer than {MAX_ANSWER_CHARS} characters",
+            fix="give reward_model.ground_truth the answer, not the solution",
         )
     return truths
 

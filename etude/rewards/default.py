@@ -18,7 +18,7 @@ from typing import Any
 from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.options.reward import WeightedFunction
 from etude.options.validate import to_options
-from etude.registry import Registry, did_you_mean, import_object
+from etude.registry import Registry, import_object, suggestion
 from etude.rewards import bfcl, choice, code, geo3k, gsm8k, math, math_dapo, numina, qa
 from etude.rewards.number import as_reward
 from etude.rewards.view import TrajectoryView
@@ -114,11 +114,12 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
     for prefix, scorer in FAMILIES.items():
         if str(data_source).startswith(prefix):
             return scorer
+    own = "set custom_reward_function.path to a file with your compute_score, or, if the agent returns its reward, "
+    known = f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])})"
+    near = suggestion(str(data_source), SCORERS.names())
     raise ConfigError(
-        f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
-        f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])}); "
-        "set custom_reward_function.path to a file with your compute_score, or, if the agent returns its reward, "
-        "reward_model.enable=false"
+        f"no scorer for the data source '{data_source}'{'' if near else f' {known}'}",
+        fix=f"{f'{near} {known}; ' if near else ''}{own}reward_model.enable=false",
     )
 
 
@@ -286,9 +287,9 @@ def load_rewards(
         label = each.label or (each.name if each.name not in {"compute_score", *_RESERVED} else file)
         label = label.rpartition(".")[2]
         if label in _RESERVED:
-            raise ConfigError(f"{key}: '{label}' is a detail of the whole score; give this reward another label")
+            raise ConfigError(f"{key}: '{label}' is a detail of the whole score", fix=f"give {key}.label another name")
         if label in {name for name, *_ in (*functions, *further)}:
-            raise ConfigError(f"{key}: two rewards are called '{label}'; give one a label of its own")
+            raise ConfigError(f"{key}: two rewards are called '{label}'", fix=f"give {key}.label another name")
         functions.append((label, each.weight, function))
     return WeightedSum([*functions, *further])
 

@@ -233,7 +233,8 @@ def build_manager(
         raise ConfigError(f"reward_model.score_text={score_text}: {where} decodes the response itself")
     if getattr(default.user_function(compute_score), "batched", False) and not getattr(cls, "takes_batches", False):
         raise ConfigError(
-            f"the custom reward function scores whole batches, which {where} does not: set reward_manager=batch"
+            f"the custom reward function scores whole batches, which {where} does not",
+            fix="set reward_model.reward_manager=batch",
         )
     scores_rows = issubclass(cls, RewardManagerBase)
     if scores_rows and cls.__call__ is not RewardManagerBase.__call__:

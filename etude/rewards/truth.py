@@ -34,8 +34,9 @@ def require_truth(ground_truth: Any) -> Any:
     """
     if is_missing(ground_truth):
         raise DataError(
-            "reward_model.ground_truth is missing or empty, and the row's scorer compares the answer with it: set "
-            "custom_reward_function.path to a scorer that needs none, or reward_model.enable=false, or leave the row out"
+            "reward_model.ground_truth is missing or empty, and the row's scorer compares the answer with it",
+            fix="set custom_reward_function.path to a scorer that needs none, or reward_model.enable=false, or leave the "
+            "row out",
         )
     return ground_truth
 

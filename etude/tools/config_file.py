@@ -161,4 +161,4 @@ def import_class(name: str, file: Path, where: str, moved: Mapping[str, str], no
     try:
         return import_beside(name, file)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error  # the whole message: it may list every moved import
+        raise error.at(where) from error  # the whole message: it may list every moved import

@@ -25,6 +25,7 @@ from types import CodeType
 from typing import Any
 
 from etude.errors import (
+    WARNING,
     ConfigError,
     EtudeError,
     InfrastructureError,
@@ -149,9 +150,8 @@ class ToolRuntime:
         own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
         for key in own:
             if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
-                logger.warning(
-                    "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
-                )
+                problem = f"tool '{self.name}': config.{key} means nothing to Étude"
+                logger.warning(WARNING, problem, f"did you mean config.{near}?")
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # a function tool has its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
         self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")

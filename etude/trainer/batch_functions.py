@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
+from etude.checks.setup import PlainSetup
 from etude.distributed import BatchRef
 from etude.dumps import TOKEN_VALUES
 from etude.protocol import DataProto
@@ -17,7 +18,6 @@ from etude.trainer.correction import correct_mismatch
 from etude.trainer.metrics import Metrics, data_metrics, staleness_metrics
 from etude.trainer.rollouts import Batch, main_rows, rollouts_of, spread_groups
 from etude.trainer.sequences import sequence_advantages, sequence_scores
-from etude.trainer.setup import PlainSetup
 
 
 def judge_batch(

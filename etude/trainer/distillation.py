@@ -13,6 +13,7 @@ import torch
 
 from etude.agents.batch import IMAGES, pad_rows, rows_of
 from etude.chat import ChatTemplate
+from etude.checks.setup import PlainSetup
 from etude.data import active_tools
 from etude.errors import ConfigError, DataError
 from etude.model_folder import local_folder, longest_context, read_config
@@ -20,7 +21,7 @@ from etude.models import load_tokenizer
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
 from etude.trainer.rollouts import Batch
-from etude.trainer.setup import PlainSetup, RunSetup
+from etude.trainer.setup import RunSetup
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from etude.checks.setup import PlainSetup
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
@@ -31,7 +32,7 @@ from etude.trainer.rollouts import (
     survivor_rows,
     survivors,
 )
-from etude.trainer.setup import PlainSetup, RunSetup
+from etude.trainer.setup import RunSetup
 from etude.trainer.window import Window
 
 Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)

@@ -21,6 +21,7 @@ from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClien
 from etude.agents.gateway import GatewaySession, SessionRules
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.chat import ToolParser
+from etude.checks.setup import check_config
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
@@ -28,7 +29,6 @@ from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.serving.listening import listen, server_config, url_of
 from etude.trainer.rollouts import decode_texts
-from etude.trainer.setup import check
 from etude.workers import RoleOptions
 from etude.workers.engine_link import build_engine
 from etude.workers.tokenizer_bundle import TokenizerBundle
@@ -60,7 +60,7 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
     Raises:
         ConfigError: the configuration is invalid, or the address cannot be used.
     """
-    _, roles, bundle = check(config)
+    _, roles, bundle = check_config(config)
     check_trainable(roles.rollout.name)
     with listen(options.host, options.port) as listener:
         policy = ServedPolicy.of(roles, bundle, options)

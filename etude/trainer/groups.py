@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from etude.config.nodes import check_nodes
+from etude.checks.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
 from etude.distributed.ray_store import RankStore

@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+from etude.checks.setup import warn_of_rewards
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
@@ -41,7 +42,7 @@ from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.sequences import expand_sequences
-from etude.trainer.setup import RunSetup, warn_of_rewards
+from etude.trainer.setup import RunSetup
 from etude.trainer.signal import EmptySteps, JudgeBudget
 from etude.trainer.tracking import JsonlTracker, Tracking
 

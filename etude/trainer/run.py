@@ -12,12 +12,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from etude.checks.findings import Finding, Findings, Level
+from etude.checks.resources import slow_dtypes
+from etude.errors import WARNING
 from etude.events import EventSink, ignore_event
-from etude.findings import Finding
 from etude.inference import check_returns_kept_ids, check_trainable
 from etude.trainer.evaluation import evaluate
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.resources import find_shortages, slow_dtypes
 from etude.trainer.restarts import restart_on_loss
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
@@ -41,7 +42,9 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
             trainer = PPOTrainer(setup, resume_from)
-            _warn(find_shortages(setup))  # only warns: a service may still start, and an estimate may be wrong
+            _warn(
+                Findings().run_stage("loaded", setup, fix="`etude check` says more").all
+            )  # a service may still start, an estimate be wrong
             return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
@@ -64,4 +67,5 @@ def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
 
 def _warn(findings: Iterable[Finding]) -> None:
     for found in findings:
-        logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
+        if found.level in (Level.WARNING, Level.ERROR):
+            logger.warning(WARNING, f"{found.subject}: {found.message}", found.fix)

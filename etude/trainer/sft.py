@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.agents.images import read_image
+from etude.checks.setup import register_names, role_options
 from etude.config.layers import to_container
 from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.data.blobs import Blobs
@@ -44,7 +45,6 @@ from etude.trainer.preference import preference_step
 from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
-from etude.trainer.setup import register_names, role_options
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
@@ -77,7 +77,7 @@ class SFTTrainer:
         self.data, self.target, self.model = options.data, options.target_success, options.model
         self.multi_turn, self.optim, self.loss = options.multi_turn, options.optim, options.loss
         if self.model.path is None:
-            raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
+            raise ConfigError("model.path is not set", key="model.path", fix="give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs, self.multi_turn)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
@@ -158,8 +158,8 @@ class SFTTrainer:
         length = sum(len(ids) for ids, _ in sequence)
         if length > self.data.max_length:
             raise DataError(
-                f"{where} has {length} tokens, more than data.max_length="
-                f"{self.data.max_length}; raise data.max_length, or leave the row out"
+                f"{where} has {length} tokens, more than data.max_length={self.data.max_length}",
+                fix="raise data.max_length, or leave the row out",
             )
         if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
             raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")

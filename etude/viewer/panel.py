@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.problems import count_tool_calls, find_problems
+from etude.checks.steps import count_tool_calls, find_problems
 
 _CURVE_ROWS = 5
 _RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run

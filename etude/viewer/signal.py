@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from etude.checks.steps import find_problems
 from etude.dumps import list_dump_steps, readable_rollouts
-from etude.problems import find_problems
 from etude.trajectory import TRUNCATED
 from etude.viewer.panel import is_number
 from etude.viewer.rows import as_dict

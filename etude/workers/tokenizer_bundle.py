@@ -35,7 +35,7 @@ def load_tokenizer_bundle(
         ConfigError: the path is not set, or its tokenizer, chat template or image processor is missing or broken.
     """
     if model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
+        raise ConfigError("actor_rollout_ref.model.path is not set", fix="give the folder of a Hugging Face model")
     processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
     if processor is None:
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)

@@ -302,7 +302,7 @@ def test_a_key_that_would_do_nothing_is_refused_with_the_reason(setting, tmp_pat
     name = setting.partition("=")[0]
     with pytest.raises(ConfigError) as caught:
         rollout_options(setting)
-    assert str(caught.value).startswith(f"{ROLLOUT}.{name} does not exist here (command line): ")
+    assert str(caught.value).startswith(f"{ROLLOUT}.{name} does not exist here (command line); ")
     assert REFUSED[setting] in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -55,7 +55,7 @@ def test_a_key_that_must_change_is_refused_with_what_to_write(setting):
     key = setting.partition("=")[0]
     with pytest.raises(ConfigError) as caught:
         compose("ppo_trainer", overrides=[setting])
-    assert str(caught.value).startswith(f"{key} does not exist here (command line): ")
+    assert str(caught.value).startswith(f"{key} does not exist here (command line); ")
     assert REPLACEMENTS[setting] in str(caught.value)
     assert "did you mean" not in str(caught.value)
     assert "\n" not in str(caught.value)

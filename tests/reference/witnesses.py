@@ -22,7 +22,7 @@ WITNESSES = {
         f"{ROLLOUT}.trace.token2text": "test_a_rollout_leaves_its_trace",
         f"{ROLLOUT}.trace.path": "test_a_rollout_leaves_its_trace",
     },
-    "preflight/test_preflight_check.py": {
+    "testing/test_testing_run.py": {
         f"{ROLLOUT}.multi_turn.tools_in_system": "test_tools_in_the_system_message_of_a_template_that_shows_none",
     },
     "data/test_data_dataset.py": {

@@ -11,6 +11,7 @@ from house_stage import ACTOR, ROLLOUT
 from serving_stage import serving_in_a_thread
 
 from etude.algorithms.distillation import ABSENT
+from etude.checks.setup import check_config
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import (
@@ -28,7 +29,7 @@ from etude.trainer.distillation import ask_teachers
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
-from etude.trainer.setup import check, prepare
+from etude.trainer.setup import prepare
 from etude.workers import TeacherWorker
 from etude.workers.teacher import _read_token, teacher_columns
 
@@ -312,7 +313,7 @@ def test_a_row_that_is_longer_than_its_teacher_reads_is_named(tiny, tmp_path):
 def test_a_teacher_without_embeddings_for_all_tokens_is_refused(tiny, tmp_path):
     tokenizer = build_tiny_tokenizer(["quite another text"], 270)
     save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), None, tmp_path / "few")
-    _, roles, _ = check(tiny.config(tmp_path / "run"))
+    _, roles, _ = check_config(tiny.config(tmp_path / "run"))
     group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path / "few")))
     with pytest.raises(ConfigError, match=r"few: the tokenizer has .* tokens but the model's embedding only"):
         group.init_model()
@@ -335,7 +336,7 @@ def test_requests_to_a_server_are_bounded(tiny, teacher):
         flying -= 1
 
     with serving_in_a_thread(app) as address:
-        _, roles, _ = check(tiny.config(tiny.folder / "bounded"))
+        _, roles, _ = check_config(tiny.config(tiny.folder / "bounded"))
         options = DistillationOptions(teachers={"default": address}, max_concurrent_requests=3)
         group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, distillation=options, teacher=address))
         group.init_model()
@@ -351,7 +352,7 @@ def test_a_teachers_routers_choose_its_experts_themselves(tiny, tmp_path):
     tokenizer = load_tokenizer(tiny.model)
     spec = TinyModelSpec(hidden_size=32, num_layers=3, intermediate_size=48, seed=7, architecture="qwen3_moe")
     save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, tmp_path)
-    _, roles, _ = check(tiny.config(tmp_path / "run"))
+    _, roles, _ = check_config(tiny.config(tmp_path / "run"))
     group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path)))
     group.init_model()
     ids = torch.arange(24).view(2, 12) + 5

@@ -29,7 +29,7 @@ SETTINGS = {
     "data.train_batch_size=9": "data.train_batch_size must be between 1 and 8, the number of rows, got 9",
     "data.train_files=[]": "data.train_files is empty",
     "data.train_files=/nowhere/x.parquet": "/nowhere/x.parquet",
-    "data.max_prompt_length=5": "every prompt is longer than data.max_prompt_length=5 tokens: raise it",
+    "data.max_prompt_length=5": "every prompt is longer than data.max_prompt_length=5 tokens; raise data.max_prompt_length",
     "data.prompt_key=promt": "no column 'promt' (data.prompt_key); did you mean 'prompt'?",
     "actor_rollout_ref.model.path=null": "actor_rollout_ref.model.path is not set",
     "actor_rollout_ref.model.path=/nowhere/model": "/nowhere/model: model folder not found",
@@ -55,7 +55,7 @@ SETTINGS = {
     "trainer.seed=-1": "trainer.seed must be a whole number of at least 0, got -1",
     "trainer.device=cuda": "no GPU is visible",
     "trainer.min_valid_fraction=2": "trainer.min_valid_fraction must be a number from 0 to 1, got 2",
-    "trainer": "cannot read the argument 'trainer': write key=value",
+    "trainer": "cannot read the argument 'trainer'; write key=value",
 }
 
 

@@ -19,9 +19,10 @@ from vision_stage import picture, save_vision_model
 from wait_stage import until
 
 import etude
+from etude.checks import nodes as checks_nodes
+from etude.checks.nodes import node_problems, versions
+from etude.checks.setup import check_config
 from etude.config import compose
-from etude.config import nodes as config_nodes
-from etude.config.nodes import node_problems, versions
 from etude.data.files import read_rows, write_parquet
 from etude.distributed import RayWorkerGroup
 from etude.dumps import read_rollouts
@@ -30,7 +31,7 @@ from etude.rewards.reward_model import RewardModel
 from etude.trainer import groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
-from etude.trainer.setup import check, prepare
+from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
@@ -303,20 +304,20 @@ def test_no_cluster_at_the_address_is_one_line(tiny, tmp_path):
 
 
 def test_nodes_that_lack_something_are_named_before_a_worker_starts(tiny, tmp_path, cluster, monkeypatch):
-    monkeypatch.setattr(config_nodes, "versions", lambda: versions() | {"torch": "1.0"})
+    monkeypatch.setattr(checks_nodes, "versions", lambda: versions() | {"torch": "1.0"})
     with pytest.raises(ConfigError, match=r"node \S+: torch is \d\S+, and 1.0 on the driver's"):
         prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=2"))
     assert not ray.is_initialized()
 
 
 def test_what_a_node_may_lack(tiny, tmp_path, monkeypatch):
-    options, *_ = check(tiny.config(tmp_path))
+    options, *_ = check_config(tiny.config(tmp_path))
     (tmp_path / "marker").touch()
     assert node_problems(options, os.getcwd(), [], versions(), str(tmp_path / "marker"), False) == []
-    monkeypatch.setattr("etude.config.nodes.versions", lambda: versions() | {"torch": "2.0+cpu", "ray": ""})
-    options, *_ = check(tiny.config(tmp_path, f"custom_reward_function.path={tmp_path}/scores.py"))
+    monkeypatch.setattr("etude.checks.nodes.versions", lambda: versions() | {"torch": "2.0+cpu", "ray": ""})
+    options, *_ = check_config(tiny.config(tmp_path, f"custom_reward_function.path={tmp_path}/scores.py"))
     lines = node_problems(options, "/nowhere", [], versions(), str(tmp_path / "elsewhere"), True)
-    assert [line.split(": ", 1)[1].split(" ")[0] for line in lines] == [
+    assert [str(line).split(": ", 1)[1].split(" ")[0] for line in lines] == [
         "torch",
         "ray",
         "torch",

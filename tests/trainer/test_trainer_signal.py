@@ -4,8 +4,8 @@ import pytest
 import torch
 from house_stage import metrics, steps
 
+from etude.checks.steps import find_problems
 from etude.errors import TrainingStopped
-from etude.problems import find_problems
 from etude.protocol import DataProto
 from etude.rewards import COMPONENTS
 from etude.trainer.metrics import SkippedSteps

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.checks.steps import find_problems
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
-from etude.problems import find_problems
 from etude.viewer import display as module
 from etude.viewer.display import Display, RolloutBar, RunConsole
 from etude.viewer.panel import (

@@ -12,9 +12,9 @@ from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
 
+from etude.checks.steps import find_problems
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line
-from etude.problems import find_problems
 from etude.run_folder import read_config, read_run_record
 from etude.viewer.conversations import parse_conversation
 from etude.viewer.explain import list_tokens

@@ -253,7 +253,7 @@ def test_wrong_agents_are_refused_before_anything_runs(tmp_path):
     (tmp_path / "some.py").write_text("run = 5\n")
     with pytest.raises(ConfigError, match="the agent must be a function, got"):
         check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/some.py:run"))
-    with pytest.raises(ConfigError, match=r"some.py' is a file: name the object in it too"):
+    with pytest.raises(ConfigError, match=r"some.py' is a file; name the object in it too"):
         check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/some.py"))
     with pytest.raises(ConfigError, match="not both"):
         OpenAIAgentOptions(function="a.py:run", command=("a",))

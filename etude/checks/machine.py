@@ -19,9 +19,9 @@ from urllib.request import getproxies
 
 from packaging.requirements import Requirement
 
-from etude.config.nodes import versions
+from etude.checks.findings import Finding, Findings, Level, Result, check, error, ok, warning
+from etude.checks.nodes import versions
 from etude.errors import one_line
-from etude.findings import Findings, Level
 
 _MIN_FILES = 4096  # open-file limit that many tools, sessions and connections may need
 _MIN_FREE = 5 * 2**30
@@ -36,25 +36,12 @@ _NAMESPACES = (
 
 def inspect_machine() -> Findings:
     """Runs every check. Errors are unmet base requirements, GPUs that compute wrongly and checks that raise."""
-    findings = Findings()
-    steps = {
-        "python": (_python, "`python --version`: 3.10 or newer is needed"),
-        "packages": (_packages, "pip install --upgrade etude"),
-        "processors": (_processors, "`nproc` and `free -h` say what the process may use"),
-        "gpu": (_gpu, "`nvidia-smi` says how the driver is; CUDA_VISIBLE_DEVICES= trains on the CPU"),
-        "sandbox": (_sandbox, _OTHER_SANDBOX),
-        "extras": (_extras, "pip install 'etude[dev]'"),
-        "ray": (_ray, "unset RAY_ADDRESS, or `ray start --head` there"),
-        "disk": (_disk, "set trainer.default_local_dir, TMPDIR and HF_HOME to folders that exist"),
-        "limits": (_limits, "`ulimit -a` lists them"),
-    }
-    for subject, (step, fix) in steps.items():
-        findings.run(subject, lambda step=step: step(findings), fix=fix)  # type: ignore[misc]
-    return findings
+    return Findings().run_stage("machine", None)
 
 
-def _python(findings: Findings) -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+@check("machine", "python", fix="`python --version`: 3.10 or newer is needed")
+def _python(_: None) -> Result:
+    yield f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
 
 
 def _requirements(extra: str = "") -> Iterator[Requirement]:
@@ -77,49 +64,56 @@ def _fault(needed: Requirement) -> str:
     )
 
 
-def _packages(findings: Findings) -> str:
+@check("machine", "packages", fix="pip install --upgrade etude")
+def _packages(_: None) -> Result:
     for needed in _requirements():
         if fault := _fault(needed):
-            findings.add(Level.ERROR, "packages", fault, f"run  pip install '{needed.name}{needed.specifier}'")
-    return ", ".join(f"{name} {have}" for name, have in versions().items() if have and name != "python")
+            yield error(fault, f"run  pip install '{needed.name}{needed.specifier}'")
+    yield ", ".join(f"{name} {have}" for name, have in versions().items() if have and name != "python")
 
 
-def _processors(findings: Findings) -> str:
+@check("machine", "processors", fix="`nproc` and `free -h` say what the process may use")
+def _processors(_: None) -> Result:
     import psutil
     import torch
 
-    usable, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
-    load = os.getloadavg()[0]
+    usable, memory, load = len(os.sched_getaffinity(0)), psutil.virtual_memory(), os.getloadavg()[0]
     if load > 2 * usable:
-        line = f"{load:.0f} processes compete for {usable} CPUs"
-        fix = "wait for the others (`top`): time-outs, such as a tool's config.timeout, are in seconds of the clock"
-        findings.add(Level.WARNING, "processors", line, fix)
-    return (
+        yield warning(
+            f"{load:.0f} processes compete for {usable} CPUs",
+            "wait for the others (`top`): time-outs, such as a tool's config.timeout, are in seconds of the clock",
+        )
+    yield (
         f"{usable} of {os.cpu_count()} CPUs, {torch.get_num_threads()} torch threads, "
         f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     )
 
 
-def _gpu(findings: Findings) -> str:
+@check("machine", "gpu", fix="`nvidia-smi` says how the driver is; CUDA_VISIBLE_DEVICES= trains on the CPU")
+def _gpu(_: None) -> Result:
     import torch
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
-            fix = "`nvidia-smi` says which CUDA the driver has; install the torch that pytorch.org names for it"
-            findings.add(Level.WARNING, "gpu", f"there is a driver, but torch {torch.__version__} sees no GPU", fix)
-        return "none: runs train on the CPU (trainer.device=auto)"
+            yield warning(
+                f"there is a driver, but torch {torch.__version__} sees no GPU",
+                "`nvidia-smi` says which CUDA the driver has; install the torch that pytorch.org names for it",
+            )
+        yield "none: runs train on the CPU (trainer.device=auto)"
+        return
     said = []
     for number in range(torch.cuda.device_count()):
         square = torch.eye(64, device=f"cuda:{number}")
         if float((square @ square).sum()) != 64.0:
             fix = f"leave it out of CUDA_VISIBLE_DEVICES, and see `nvidia-smi -q -i {number}`"
-            findings.add(Level.ERROR, "gpu", f"cuda:{number} multiplies wrongly", fix)
+            yield error(f"cuda:{number} multiplies wrongly", fix)
         free, total = torch.cuda.mem_get_info(number)
         said.append(f"{torch.cuda.get_device_name(number)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
-    return ", ".join(said)
+    yield ", ".join(said)
 
 
-def _sandbox(findings: Findings) -> str:
+@check("machine", "sandbox", fix=_OTHER_SANDBOX)
+def _sandbox(_: None) -> Result:
     from etude.sandbox import Executor, Isolation, SandboxUnavailableError
 
     async def prove(mode: Isolation) -> str:
@@ -130,24 +124,21 @@ def _sandbox(findings: Findings) -> str:
     for mode in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES):
         try:
             works[mode.value] = asyncio.run(prove(mode))
-        except SandboxUnavailableError as error:
+        except SandboxUnavailableError as failed:
             missing = mode is Isolation.BUBBLEWRAP and not shutil.which("bwrap")
-            fix = "apt-get install bubblewrap" if missing else _NAMESPACES
-            findings.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
-    if not works:
-        line = "no mode isolates: model-written code cannot run here"
-        findings.add(Level.WARNING, "sandbox", line, f"see above, or {_OTHER_SANDBOX}")
-    said = "; ".join(f"{mode}: every guarantee holds ({languages})" for mode, languages in works.items())
-    if said:
-        findings.add(Level.OK, "sandbox", said)
-    return ""
+            fix = "run `apt-get install bubblewrap`" if missing else _NAMESPACES
+            yield warning(f"{mode.value}: {one_line(failed)}", fix)
+    if works:
+        yield ok("; ".join(f"{mode}: every guarantee holds ({languages})" for mode, languages in works.items()))
+    else:
+        yield warning("no mode isolates: model-written code cannot run here", f"see above, or {_OTHER_SANDBOX}")
 
 
-def _extras(findings: Findings) -> str:
-    lines = requires("etude") or ()
+@check("machine", "extras", fix="pip install 'etude[dev]'")
+def _extras(_: None) -> Result:
     names = dict.fromkeys(
         part.split("'")[1]
-        for line in lines
+        for line in requires("etude") or ()
         if "extra ==" in line
         for part in line.replace('"', "'").split("extra ==")[1:]
     )
@@ -155,54 +146,52 @@ def _extras(findings: Findings) -> str:
     for extra in names:
         faults = [fault for needed in _requirements(extra) if needed.name != "etude" and (fault := _fault(needed))]
         if faults and extra != "dev":
-            fix = f"if you need it: pip install 'etude[{extra}]'"
-            findings.add(Level.SKIPPED, "extras", f"{extra}: {'; '.join(faults)}", fix)
+            message, fix = f"{extra}: {'; '.join(faults)}", f"if you need it: pip install 'etude[{extra}]'"
+            yield Finding(Level.SKIPPED, "", message, fix)
         elif not faults:
             have.append(extra)
-    findings.add(Level.OK, "extras", f"installed: {', '.join(have) or 'none'}")
-    return ""
+    yield ok(f"installed: {', '.join(have) or 'none'}")
 
 
-def _ray(findings: Findings) -> str:
+@check("machine", "ray", fix="unset RAY_ADDRESS, or `ray start --head` there")
+def _ray(_: None) -> Result:
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     try:
         have = version("ray")
     except PackageNotFoundError:
-        return "not installed: runs train in one process (trainer.backend=local)"
+        yield "not installed: runs train in one process (trainer.backend=local)"
+        return
     if shared < _MIN_SHARED:
         line = f"/dev/shm has {shared / 2**20:.0f} MiB: Ray's object store falls back to the disk"
-        findings.add(Level.WARNING, "ray", line, "mount a larger one (docker run --shm-size=8g)")
+        yield warning(line, "mount a larger one (docker run --shm-size=8g)")
     address = os.environ.get("RAY_ADDRESS")
-    return f"{have}; a run starts its own cluster" if not address else f"{have}; runs join the cluster at {address}"
+    yield f"{have}; a run starts its own cluster" if not address else f"{have}; runs join the cluster at {address}"
 
 
-def _disk(findings: Findings) -> str:
-    places = {
-        "here": (Path.cwd(), "trainer.default_local_dir"),
-        "temporary files": (Path(tempfile.gettempdir()), "TMPDIR"),
-        "models": (_hub_cache(), "HF_HOME"),
-    }
+@check("machine", "disk", fix="set trainer.default_local_dir, TMPDIR and HF_HOME to folders that exist")
+def _disk(_: None) -> Result:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    hub_cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     said = []
-    for name, (folder, key) in places.items():
+    for name, folder, key in (
+        ("here", Path.cwd(), "trainer.default_local_dir"),
+        ("temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
+        ("models", hub_cache, "HF_HOME"),
+    ):
         there = next(place for place in (folder, *folder.parents) if place.exists())
         free = shutil.disk_usage(there).free
         said.append(f"{name} {free / GIB:.1f} GiB ({folder})")
         if free < _MIN_FREE:
             line = f"{name}: only {free / GIB:.1f} GiB are free at {there}"
-            findings.add(Level.WARNING, "disk", line, f"free space, or set {key} to a folder on another disk")
-    return "free: " + ", ".join(said)
+            yield warning(line, f"free space, or set {key} to a folder on another disk")
+    yield "free: " + ", ".join(said)
 
 
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-
-
-def _limits(findings: Findings) -> str:
+@check("machine", "limits", fix="`ulimit -a` lists them")
+def _limits(_: None) -> Result:
     files, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     if 0 <= files < _MIN_FILES:
-        line = f"{files} open files: many tool connections at once fail"
-        findings.add(Level.WARNING, "limits", line, f"ulimit -n {_MIN_FILES * 16}")
+        yield warning(f"{files} open files: many tool connections at once fail", f"ulimit -n {_MIN_FILES * 16}")
     proxies = ", ".join(sorted(getproxies()))
     shown = ["unlimited" if each < 0 else str(each) for each in (files, processes)]
-    return f"{shown[0]} open files, {shown[1]} processes" + (f"; proxies for {proxies}" if proxies else "")
+    yield f"{shown[0]} open files, {shown[1]} processes" + (f"; proxies for {proxies}" if proxies else "")

@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from agent_stage import REWARD, TOOL, Agent, every_finding_has_specific_advice
 from house_stage import ROLLOUT
-from preflight_stage import REWARD, TOOL, Agent, every_finding_has_specific_advice
 
+from etude.checks.findings import Level
 from etude.cli.main import cli, run
-from etude.findings import Level
-from etude.preflight.conformance import inspect_environment
+from etude.testing import inspect_environment
 
 ENVIRONMENT = '''
 """Guess a number, in words."""

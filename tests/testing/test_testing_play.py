@@ -4,13 +4,13 @@ import io
 import json
 
 import pytest
+from agent_stage import SCHEMA, Agent
 from house_stage import ROLLOUT, one_line_error
-from preflight_stage import SCHEMA, Agent
 
 from etude.cli.main import cli, run
 from etude.dumps import read_rollouts, trajectory_from_record
 from etude.errors import DataError
-from etude.preflight.play import read_call
+from etude.testing.play import read_call
 from etude.viewer.explain import Verdict, check_sequence
 
 

@@ -16,13 +16,13 @@ from typing import Any
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
 from etude.chat.parsers.trial import write_call
+from etude.checks.setup import LoadedSetup, check_config
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.schemas import example_of
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of, scored_batch
-from etude.trainer.setup import LoadedSetup, check
 from etude.trajectory import Rollout
 from etude.workers import RoleOptions, RolloutWorker
 from etude.workers.context import ToolCatalogue
@@ -120,7 +120,7 @@ def open_trial(
         ConfigError: the run could not start.
     """
     config = compose(config_name, overrides, config_path, command="train")
-    options, roles, bundle = check(config)
+    options, roles, bundle = check_config(config)
     worker = TrialRollouts(roles, seconds)
     worker.__dict__["bundle"] = bundle  # presets the cached property: loaded already
     return worker, load_setup(options, roles, bundle, worker)

@@ -6,10 +6,10 @@ import runpy
 import pytest
 from house_stage import one_line_error
 
+from etude.checks.findings import Level
 from etude.cli.main import cli, run
-from etude.findings import Level
-from etude.preflight.check import inspect_run
 from etude.registry import import_module
+from etude.testing import inspect_run
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """What a finding advises names what is there."""
 
 from etude.options.rollout import MultiTurnOptions
-from etude.preflight import advice
+from etude.testing import advice
 
 
 def test_the_file_of_a_tool_is_looked_for_among_files_and_modules(tmp_path):

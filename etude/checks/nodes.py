@@ -13,14 +13,15 @@ import platform
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from etude.config.checks import Options
-from etude.config.preflight import missing_paths
-from etude.errors import ConfigErrors, InfrastructureError, one_line
+from etude.checks.findings import check, faults_of
+from etude.checks.settings import Faults, Options
+from etude.checks.start import missing_paths
+from etude.errors import ConfigError, ConfigErrors, InfrastructureError, one_line
 from etude.options import MultiTurnOptions, TrainOptions
 from etude.registry import share_folder
 
@@ -54,8 +55,8 @@ def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
             answers = ray.get(tasks, timeout=_SECONDS)
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"a node of the cluster cannot be checked: {one_line(error)}") from error
-    if faults := list(dict.fromkeys(line for lines in answers for line in lines)):
-        raise ConfigErrors(faults)
+    if faults := {str(each): each for faults in answers for each in faults}:
+        raise ConfigErrors(list(faults.values()))
 
 
 def versions() -> dict[str, str]:
@@ -69,24 +70,35 @@ def versions() -> dict[str, str]:
 
 
 def node_problems(
-    options: Options, folder: str, path: Sequence[str], wanted: dict[str, str], shared: str, gpus: bool
-) -> list[str]:
-    """Returns a line for each thing that a worker would lack on this node. `shared` is a file in the run's folder."""
+    options: Options, folder: str, path: Sequence[str], wanted: Mapping[str, str], shared: str, gpus: bool
+) -> list[ConfigError]:
+    """Returns what a worker would lack on this node. `wanted` are the driver's versions, `shared` is a file in the run's
+    folder."""
     share_folder(folder, path)
-    return [f"node {socket.gethostname()}: {line}" for line in _problems(options, wanted, shared, gpus)]
+    return [each.at(f"node {socket.gethostname()}") for each in faults_of("node", options, wanted, shared, gpus)]
 
 
-def _problems(options: Options, wanted: dict[str, str], shared: str, gpus: bool) -> Iterator[str]:
+@check("node")
+def _packages(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     mine = versions()
     for package, there in wanted.items():
         if mine[package] != there:
-            yield f"{package} is {mine[package] or 'not installed'}, and {there or 'not installed'} on the driver's"
+            line = f"{package} is {mine[package] or 'not installed'}, and {there or 'not installed'} on the driver's"
+            yield ConfigError(line)
     if gpus and mine["torch"].endswith("+cpu"):
-        yield f"torch {mine['torch']} is built without CUDA"
+        yield ConfigError(f"torch {mine['torch']} is built without CUDA")
+
+
+@check("node")
+def _files(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     if not os.path.exists(shared):
-        run_dir = options.trainer.default_local_dir
-        yield f"trainer.default_local_dir={run_dir} is not the driver's folder: checkpoints need one that all nodes share"
-    yield from (f"{key}: {reason}" for key, reason in missing_paths(options) if not key.startswith("data."))
+        place = f"trainer.default_local_dir={options.trainer.default_local_dir}"
+        yield ConfigError(f"{place} is not the driver's folder: checkpoints need one that all nodes share")
+    yield from (each.at(each.key) for each in missing_paths(options) if not each.key.startswith("data."))
+
+
+@check("node")
+def _sandbox(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     if isinstance(options, TrainOptions) and not os.environ.get("ETUDE_SANDBOX_URL"):
         talks, scorer = options.actor_rollout_ref.rollout.multi_turn, options.custom_reward_function.path
         yield from sandbox_problems() if runs_code(talks, scorer) else ()
@@ -101,7 +113,7 @@ def runs_code(talks: MultiTurnOptions, scorer: str | None) -> bool:
     return any(word in text for text in texts for word in ("sandbox", "code_interpreter", "etude.rewards.code"))
 
 
-def sandbox_problems() -> Iterator[str]:
+def sandbox_problems() -> Iterator[ConfigError]:
     """Yields why model-written code cannot be sandboxed on this machine; nothing if it can."""
     from etude.sandbox import Executor, SandboxUnavailableError
 
@@ -112,4 +124,4 @@ def sandbox_problems() -> Iterator[str]:
     try:
         asyncio.run(open_one())
     except SandboxUnavailableError as error:
-        yield one_line(error)
+        yield ConfigError(one_line(error))

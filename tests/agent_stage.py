@@ -6,7 +6,7 @@ import re
 import pytest
 from house_stage import ACTOR, ROLLOUT
 
-from etude.findings import Finding, Level
+from etude.checks.findings import Finding, Level
 
 _VAGUE = re.compile(r"\b(?:FILE|CONFIG|MODEL|ROWS)\b|^(?:mend|raise|lower|set|start) it\b")
 _SPECIFIC = re.compile(r"`\w[^`]+`|(?<!\w)--?[a-z]|\w+\.\w+|/\w|[\w-]+=|[A-Z_]{6,}|pip install|did you mean|\w\(|'\w+'")

@@ -26,12 +26,12 @@ from typing import Any
 
 import psutil
 
-from etude.errors import DataError
-from etude.findings import Findings, Level
+from etude.checks.findings import Findings, Result, check, error, place_in, warning
+from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
-from etude.preflight import advice
-from etude.preflight.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
 from etude.schemas import FunctionCall
+from etude.testing import advice
+from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
 from etude.tools import BaseTool, ToolRuntime
 from etude.tools.arguments import ArgumentError
 from etude.tools.contract import overrides
@@ -79,12 +79,11 @@ def inspect_environment(
     dataset = setup.dataset(setup.data.train_files, rows)
     if not len(dataset):
         raise DataError("data.train_files: there is no row to play")
-    test = _Conformance(worker, [dataset[number] for number in range(len(dataset))], seed)
     try:
-        test.run()
+        test = Conformance(worker, [dataset[number] for number in range(len(dataset))], seed)
+        return Findings().run_stage("environment", test, fix=test.fix)
     finally:
         worker.end()
-    return test.findings
 
 
 class Spy:
@@ -107,6 +106,15 @@ class Spy:
                 if hasattr(target, method):
                     setattr(target, method, self._wrap(getattr(target, method), f"{environment.name}.{method}"))
             worker.__dict__["context"] = replace(worker.context, environment=replace(environment, target=target))
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Lets every tool call block forever inside the block."""
+        self.hangs = True
+        try:
+            yield
+        finally:
+            self.hangs = False
 
     def _wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         executes = name.endswith(".execute")
@@ -138,16 +146,15 @@ class Spy:
                     yield name, begun, ended
 
 
-class _Conformance:
+class Conformance:
+    """Plays the rows with scripted agents; each check stores what later ones compare with."""
+
     def __init__(self, worker: TrialRollouts, rows: Sequence[dict[str, Any]], seed: int) -> None:
-        self.findings = Findings()
         self._worker, self._rows, self._seed = worker, list(rows), seed
         self._isolated = range(1 + len(self._rows))  # two trajectories of the first row: state may also belong to a row
         self._tools: dict[str, BaseTool] = dict(worker.context.tools)
-        if (
-            self._tools
-            and worker.call(name := next(iter(self._tools)), example_arguments(worker.context, name)) is None
-        ):
+        first = next(iter(self._tools), None)
+        if first and worker.call(first, example_arguments(worker.context, first)) is None:
             worker.read_plain_calls()
         self._spy = Spy(worker)
         self._first: list[object] = []  # trace of each row, played alone
@@ -157,27 +164,8 @@ class _Conformance:
         self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
         self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
         self._owners = ", ".join(self._code.values()) or self._environment
-        self._fix = f"mend {self._environment}" if env.chosen else advice.try_alone(talks)
+        self.fix = f"mend {self._environment}" if env.chosen else advice.try_alone(talks)
         self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
-
-    def run(self) -> None:
-        """Runs all tests, ordered so that an earlier failure does not affect later ones."""
-        tests: dict[str, Callable[[], str]] = {
-            "empty agent": lambda: self._test_unpaid("empty agent", self._silent_agent, "return 0 without an answer"),
-            "copying agent": lambda: self._test_unpaid("copying agent", self._copying_agent, _COPIED),
-            "guessing agent": lambda: self._test_unpaid("guessing agent", self._guessing_agent, _GUESSED),
-            "random agent": self._test_random_agent,
-            "ground truth": self._test_truth_hidden,
-            "determinism": self._test_determinism,
-            "isolation": self._test_isolation,
-            "leaks": self._test_leaks,
-            "time": self._test_times,
-            "cancelled call": self._test_cancelled_call,
-            "late call": self._test_late_call,
-        }
-        for name, test in tests.items():
-            self.findings.run(name, test, fix=self._fix)
-        self._check_balance()
 
     # -- agents --------------------------------------------------------------------------------------------------
 
@@ -197,14 +185,10 @@ class _Conformance:
         if turn < len(names):
             arguments = example_arguments(self._worker.context, names[turn])
             return await self._worker.call_ids(names[turn], arguments) or self._worker.say("")
-        asked = len(self._rows[row_number(request_id)]["raw_prompt_ids"])
-        parts = [
-            self._worker.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (prompt_ids[:asked], prompt_ids[asked:])
-        ]
-        copied = [
-            self._worker.say(re.sub(r'[<>"|`\[\]]', " ", part)) for part in parts
-        ]  # a copied call must not be parsed as a call
+        asked, decode = len(self._rows[row_number(request_id)]["raw_prompt_ids"]), self._worker.tokenizer.decode
+        parts = [decode(ids, skip_special_tokens=True) for ids in (prompt_ids[:asked], prompt_ids[asked:])]
+        # a copied call must not be parsed as a call
+        copied = [self._worker.say(re.sub(r'[<>"|`\[\]]', " ", part)) for part in parts]
         return [*copied[0][-self._budget : -1], *copied[1][-self._budget :]]
 
     async def _random_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
@@ -224,6 +208,11 @@ class _Conformance:
         ids = await self._worker.call_ids(name, arguments)
         return self._say_truncated(words) if ids is None else ids
 
+    async def _calling_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        name = next(iter(self._tools))
+        ids = await self._worker.call_ids(name, example_arguments(self._worker.context, name)) if turn == 0 else None
+        return ids or self._worker.say("")
+
     def _varied_arguments(self, name: str, number: int) -> dict[str, Any]:
         """Returns valid arguments that differ for each `number`, as far as the schema allows."""
         runtime, arguments = ToolRuntime.of(self._tools[name]), example_arguments(self._worker.context, name)
@@ -239,21 +228,33 @@ class _Conformance:
         more."""
         numbers = range(len(self._rows)) if rows is None else rows
         played = [self._rows[n % len(self._rows)] for n in numbers]
-        batch = self._worker.roll_out(played, script, seed=self._seed, first=numbers[0])
-        rollouts = rollouts_of(batch)
-        self._records += [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
+        rollouts = rollouts_of(self._worker.roll_out(played, script, seed=self._seed, first=numbers[0]))
+        self._records += _calls(rollouts)
         return rollouts
 
-    # -- tests ---------------------------------------------------------------------------------------------------
+    # -- what must not be paid -----------------------------------------------------------------------------------
 
-    def _test_unpaid(self, name: str, script: Script, fix: str) -> str:
+    @check("environment", "empty agent")
+    def _test_empty(self) -> Result:
+        return self._unpaid(self._silent_agent, "return 0 without an answer")
+
+    @check("environment", "copying agent")
+    def _test_copying(self) -> Result:
+        return self._unpaid(self._copying_agent, _COPIED)
+
+    @check("environment", "guessing agent")
+    def _test_guessing(self) -> Result:
+        return self._unpaid(self._guessing_agent, _GUESSED)
+
+    def _unpaid(self, script: Script, fix: str) -> Result:
         rollouts = self._play(script)
-        self._report_dropped(name, rollouts)
-        paid = {n: total for n, total in self._totals(rollouts) if total > _DUST}
+        yield from self._dropped(rollouts)
+        totals = self._totals(rollouts)
+        paid = {number: total for number, total in totals.items() if total > _DUST}
         for number, total in [*paid.items()][:1]:
             line = f"it earns {total:g} in row {number}{f', and in {len(paid) - 1} others' if len(paid) > 1 else ''}"
-            self.findings.add(Level.ERROR, name, line, f"let {self._payer(rollouts[number])} {fix}")
-        return f"earns at most {max((total for _, total in self._totals(rollouts)), default=0.0):g}"
+            yield error(line, f"let {self._payer(rollouts[number])} {fix}")
+        yield f"earns at most {max(totals.values(), default=0.0):g}"
 
     def _payer(self, rollout: Rollout) -> str:
         """Names the code that rewarded a trajectory, for advice."""
@@ -264,104 +265,89 @@ class _Conformance:
         paying = [self._code.get(name, self._environment) for name, value in rewards.final.items() if value > 0]
         return f"calc_reward of {paying[0]}" if paying else self._environment
 
-    def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> list[tuple[int, float]]:
-        """Returns (row, reward) of rollouts that were not dropped. Tools' step rewards count only with `steps`, since a tool
+    def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> dict[int, float]:
+        """Returns row → reward of rollouts that were not dropped. Tools' step rewards count only with `steps`, since a tool
         may legitimately reward a call."""
-        found, weight = [], self._worker.options.reward.tool_reward_weight
+        found, weight = {}, self._worker.options.reward.tool_reward_weight
         for number, rollout in enumerate(rollouts):
             total = self._worker.total(rollout)
             if rollout.trajectory is not None and total is not None:
                 paid = sum(value for _, source, value in rollout.trajectory.rewards.steps if source in self._tools)
-                found.append((number, total if steps else total - weight * paid))
+                found[number] = total if steps else total - weight * paid
         return found
 
-    def _report_dropped(self, name: str, rollouts: Sequence[Rollout]) -> None:
+    def _dropped(self, rollouts: Sequence[Rollout]) -> Result:
         lost = [each for each in rollouts if each.trajectory is None]
         if lost:
             line = f"{len(lost)} of {len(rollouts)} trajectories were dropped: {lost[0].cause or lost[0].dropped}"
-            own = "scoring: " in line
-            fix = advice.scorer(self._worker.options.custom_reward) if own else self._owners
-            fix = f"a failure drops the trajectory: see {fix}"
-            self.findings.add_line(Level.ERROR, name, line, fix)
+            code = advice.scorer(self._worker.options.custom_reward) if "scoring: " in line else self._owners
+            place = place_in(line)
+            yield EtudeError(line, fix=f"{place and f'mend {place}; '}a failure drops the trajectory: see {code}")
 
-    def _test_random_agent(self) -> str:
+    @check("environment", "random agent")
+    def _test_random(self) -> Result:
         rollouts = self._play(self._random_agent)
-        self._report_dropped("random agent", rollouts)
-        records = [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
-        raised = {call.name: call for call in records if call.error == "exception"}
-        for name, call in raised.items():
-            line = f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}"
+        yield from self._dropped(rollouts)
+        records = _calls(rollouts)
+        for name, call in {call.name: call for call in records if call.error == "exception"}.items():
             fix = f"let {self._code[name]} check the argument, and raise ToolError(text): the model reads the text"
-            self.findings.add(Level.WARNING, "random agent", line, fix)
-        paid = [total for _, total in self._totals(rollouts, steps=True) if total > _DUST]
+            yield warning(f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}", fix)
+        paid = [total for total in self._totals(rollouts, steps=True).values() if total > _DUST]
         if paid:
-            line = f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows"
             best = max((each for each in rollouts if each.trajectory), key=lambda each: self._worker.total(each) or 0.0)
             steps = {source for each in rollouts if each.trajectory for _, source, _ in each.trajectory.rewards.steps}
             payers = [code for name, code in self._code.items() if name in steps] or [self._payer(best)]
-            fix = (
+            yield warning(
+                f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows",
                 f"let {', '.join(payers)} pay for what was achieved: a reward for each call, or for its form, is what a "
-                "policy learns to collect"
+                "policy learns to collect",
             )
-            self.findings.add(Level.WARNING, "random agent", line, fix)
-        return f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
+        yield f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
 
-    def _test_times(self) -> str:
-        """Checks that calls stay below their timeout and do not block the event loop."""
-        for name in {call.name for call in self._records if call.blocked_loop}:
-            line = f"'{name}' blocks the event loop: all other trajectories wait for it"
-            fix = f"await what {self._code[name]} waits for, or use asyncio.to_thread"
-            self.findings.add(Level.ERROR, "time", line, fix)
-        for name, tool in self._tools.items():
-            slowest = max((call.seconds for call in self._records if call.name == name), default=0.0)
-            if slowest > (limit := ToolRuntime.of(tool).policy.timeout) / 2:
-                line = f"'{name}' took {slowest:.2f} s of the {limit:g} s that it has"
-                where = advice.tool_file(self._worker.options.rollout.multi_turn, name)
-                self.findings.add(Level.WARNING, "time", line, f"raise config.timeout of '{name}' in {where}")
-        slowest = max((call.seconds for call in self._records), default=0.0)
-        return f"{len(self._records)} calls, the slowest took {slowest:.3f} s"
-
-    def _test_truth_hidden(self) -> str:
-        """Checks that no prompt contains the ground truth."""
+    @check("environment", "ground truth")
+    def _test_truth_hidden(self) -> Result:
         for number, row in enumerate(self._rows):
             truth = (row.get("reward_model") or {}).get("ground_truth")
             if isinstance(truth, str) and len(truth.strip()) > 3 and truth.strip() in str(row["full_prompts"]):
                 line = f"row {number}: the prompt holds the ground truth, {truth.strip()[:80]!r}"
-                fix = "leave it out of the prompt in data.train_files, unless it is a choice"
-                self.findings.add(Level.WARNING, "ground truth", line, fix)
-                return ""
-        return f"not in the prompts of {len(self._rows)} rows"
+                yield warning(line, "leave it out of the prompt in data.train_files, unless it is a choice")
+                return
+        yield f"not in the prompts of {len(self._rows)} rows"
+
+    # -- what trajectories leave to each other -------------------------------------------------------------------
 
     def _play_alone(self) -> list[object]:
         return [_trace(self._play(self._random_agent, [number])[0]) for number in self._isolated]
 
-    def _test_determinism(self) -> str:
+    @check("environment", "determinism")
+    def _test_determinism(self) -> Result:
         self._first, again = self._play_alone(), self._play_alone()
         self._repeats = self._first == again
         if not self._repeats:
             number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
             differs = _difference(self._first[number], again[number])
-            line = f"row {number % len(self._rows)}: the same calls were answered differently: {differs}"
-            fix = (
-                "seed randomness from the row's create_kwargs, or from reset(seed=…), and keep state under the instance id; "
-                "what asks the world (a search, a clock) may differ"
+            yield warning(
+                f"row {number % len(self._rows)}: the same calls were answered differently: {differs}",
+                "seed randomness from the row's create_kwargs, or from reset(seed=…), and keep state under the instance "
+                "id; what asks the world (a search, a clock) may differ",
             )
-            self.findings.add(Level.WARNING, "determinism", line, fix)
-        return "the same seed gives the same trajectories"
+        yield "the same seed gives the same trajectories"
 
-    def _test_isolation(self) -> str:
+    @check("environment", "isolation")
+    def _test_isolation(self) -> Result:
         if not self._repeats:
-            return "not known: a trajectory does not repeat even alone"
+            yield "not known: a trajectory does not repeat even alone"
+            return
         together = [_trace(each) for each in self._play(self._random_agent, self._isolated)]
         for number, (one, two) in enumerate(zip(self._first, together)):
             if one != two:
-                line = f"row {number % len(self._rows)} sees the others: {_difference(one, two)}"
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
-                self.findings.add(Level.ERROR, "isolation", line, fix)
-                break
-        return "trajectories that run together answer as each does alone"
+                yield error(f"row {number % len(self._rows)} sees the others: {_difference(one, two)}", fix)
+                return
+        yield "trajectories that run together answer as each does alone"
 
-    def _test_leaks(self) -> str:
+    @check("environment", "leaks")
+    def _test_leaks(self) -> Result:
         self._play(self._random_agent)  # warm-up: resources that are opened once and kept are not leaks
         before = self._left_behind()
         for _ in range(_ROUNDS):
@@ -372,11 +358,12 @@ class _Conformance:
             "threads": "share one pool, or join them",
             "tasks": "cancel and await them",
         }
+        played = _ROUNDS * len(self._rows)
         for kind, count in self._left_behind().items():
-            if (more := count - before[kind]) >= _ROUNDS * len(self._rows) / 2:
-                line = f"{more} more {kind} after {_ROUNDS * len(self._rows)} trajectories"
-                self.findings.add(Level.ERROR, "leaks", line, f"{fixes[kind]} in release (close) of {self._owners}")
-        return f"nothing is left of {_ROUNDS * len(self._rows)} trajectories"
+            if (more := count - before[kind]) >= played / 2:
+                fix = f"{fixes[kind]} in release (close) of {self._owners}"
+                yield error(f"{more} more {kind} after {played} trajectories", fix)
+        yield f"nothing is left of {played} trajectories"
 
     def _left_behind(self) -> dict[str, int]:
         me = psutil.Process()
@@ -387,10 +374,29 @@ class _Conformance:
             "tasks": len(asyncio.all_tasks(self._worker._loop)),
         }
 
-    def _test_cancelled_call(self) -> str:
+    # -- time, and calls that do not end -------------------------------------------------------------------------
+
+    @check("environment", "time")
+    def _test_times(self) -> Result:
+        """Checks that calls stay below their timeout and do not block the event loop."""
+        for name in {call.name for call in self._records if call.blocked_loop}:
+            line = f"'{name}' blocks the event loop: all other trajectories wait for it"
+            yield error(line, f"await what {self._code[name]} waits for, or use asyncio.to_thread")
+        for name, tool in self._tools.items():
+            slowest = max((call.seconds for call in self._records if call.name == name), default=0.0)
+            if slowest > (limit := ToolRuntime.of(tool).policy.timeout) / 2:
+                where = advice.tool_file(self._worker.options.rollout.multi_turn, name)
+                line = f"'{name}' took {slowest:.2f} s of the {limit:g} s that it has"
+                yield warning(line, f"raise config.timeout of '{name}' in {where}")
+        slowest = max((call.seconds for call in self._records), default=0.0)
+        yield f"{len(self._records)} calls, the slowest took {slowest:.3f} s"
+
+    @check("environment", "cancelled call")
+    def _test_cancelled_call(self) -> Result:
         """Checks that tools are released when a rollout is cancelled during a call."""
         if not self._tools:
-            return "no tools"
+            yield "no tools"
+            return
         before = self._spy.calls.copy()
 
         async def cancel_in_a_call() -> None:
@@ -402,58 +408,54 @@ class _Conformance:
                 task.cancel()
             await asyncio.gather(playing, waiting, return_exceptions=True)
 
-        self._spy.hangs = True
-        try:
+        with self._spy.hanging():
             self._worker._run(cancel_in_a_call())
-        finally:
-            self._spy.hangs = False
-        return self._released_since(before, "cancelled call")
+        yield from self._released_since(before)
 
-    def _test_late_call(self) -> str:
+    @check("environment", "late call")
+    def _test_late_call(self) -> Result:
         """Checks that a call that times out is not answered, and that tools are released."""
         if not self._tools:
-            return "no tools"
+            yield "no tools"
+            return
         before, kept = self._spy.calls.copy(), {}
         for tool in self._tools.values():
             runtime = ToolRuntime.of(tool)
             kept[runtime] = runtime.policy
             runtime.policy = runtime.policy.model_copy(update={"timeout": 0.2, "max_retries": 0})
-        self._spy.hangs = True
         try:
-            [rollout] = self._play(self._calling_agent, [0])
+            with self._spy.hanging():
+                rollouts = self._play(self._calling_agent, [0])
         finally:
-            self._spy.hangs = False
             for runtime, policy in kept.items():
                 runtime.policy = policy
-        calls = rollout.trajectory.tool_calls if rollout.trajectory else []
-        if any(call.error is None for call in calls):
+        if any(call.error is None for call in _calls(rollouts)):
             fix = (
                 f"let a late call of {self._owners} raise (catch no CancelledError): it is retried, not scored as wrong"
             )
-            self.findings.add(Level.ERROR, "late call", "a call that never ended was answered", fix)
-        return self._released_since(before, "late call")
+            yield error("a call that never ended was answered", fix)
+        yield from self._released_since(before)
 
-    async def _calling_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        name = next(iter(self._tools))
-        ids = await self._worker.call_ids(name, example_arguments(self._worker.context, name)) if turn == 0 else None
-        return ids or self._worker.say("")
-
-    def _released_since(self, before: Mapping[str, int], subject: str) -> str:
-        for name in self._tools:
+    def _released_since(self, before: Mapping[str, int]) -> Result:
+        for name, tool in self._tools.items():
             begun, ended = (
                 self._spy.calls[f"{name}.{word}"] - before.get(f"{name}.{word}", 0) for word in ("create", "release")
             )
-            if overrides(self._tools[name], "release") and ended < begun:
-                line = f"'{name}': {begun} created, {ended} released"
+            if overrides(tool, "release") and ended < begun:
                 fix = f"let release of {self._code[name]} succeed in every state, also during a call: pop(instance_id, None)"
-                self.findings.add(Level.ERROR, subject, line, fix)
-        return "what was created is released"
+                yield error(f"'{name}': {begun} created, {ended} released", fix)
+        yield "what was created is released"
 
-    def _check_balance(self) -> None:
+    @check("environment", "teardown")
+    def _test_balance(self) -> Result:
         for name, begun, ended in self._spy.unbalanced():
-            line = f"'{name}': {begun} trajectories begun, {ended} ended"
             what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
-            self.findings.add(Level.ERROR, "teardown", line, f"let {what} succeed in every state")
+            line = f"'{name}': {begun} trajectories begun, {ended} ended"
+            yield error(line, f"let {what} succeed in every state")
+
+
+def _calls(rollouts: Sequence[Rollout]) -> list[ToolCallRecord]:
+    return [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
 
 
 _COPIED = "score what the model did, not what stands anywhere in its answer; keep the truth out of prompts and schemas"

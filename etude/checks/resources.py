@@ -22,16 +22,16 @@ from urllib.request import getproxies, proxy_bypass
 import psutil
 import torch
 
-from etude.config.nodes import runs_code
+from etude.checks.findings import Finding, Level, Result, check, error, warning
+from etude.checks.nodes import runs_code
+from etude.checks.setup import LoadedSetup
 from etude.errors import ConfigError, one_line
-from etude.findings import Finding, Level
 from etude.model_folder import local_folder, read_config
 from etude.models import torch_dtype
 from etude.models.footprint import activation_bytes
 from etude.models.loading import DTYPES
 from etude.options.distillation import is_address
 from etude.rewards.code import URL_VARIABLE
-from etude.trainer.setup import LoadedSetup
 from etude.workers.context import addresses_in
 
 _SECONDS = 2.0  # timeout for connecting to a service
@@ -46,15 +46,6 @@ _CPU_INFO = Path("/proc/cpuinfo")
 GIB = 2**30
 _USABLE = 0.9  # share of the free memory that a run may plan with
 _PROCESS = 0.6 * GIB  # of an interpreter with torch and Transformers, chunks of logits included
-
-
-def find_shortages(setup: LoadedSetup) -> Iterator[Finding]:
-    """Yields warnings and errors: unreachable services, a dtype that the CPU emulates, too little memory or disk."""
-    yield from unreachable_services(setup)
-    yield from slow_dtypes(setup.roles.device, setup.roles.model.dtype, "actor_rollout_ref.model.dtype")
-    weights = count_weights(setup.roles.model.path)
-    if weights:
-        yield from (found for found in (memory(setup, weights), disk(setup, weights)) if found.level is not Level.OK)
 
 
 # -- services --------------------------------------------------------------------------------------------------------------
@@ -94,16 +85,16 @@ def _start(url: str, place: str) -> str:
     return f"start the {next((kind for word, kind in kinds.items() if word in place), 'tool')} server at {_public_url(url)}"
 
 
-def unreachable_services(setup: LoadedSetup) -> Iterator[Finding]:
+@check("loaded", "services")
+def unreachable_services(setup: LoadedSetup) -> Result:
     """Yields an error for each service that accepts no connection; a warning with Ray, whose workers may run elsewhere."""
     services = service_addresses(setup)
-    if not services:
-        return
     level = Level.WARNING if setup.trainer.backend == "ray" else Level.ERROR
-    with ThreadPoolExecutor(min(len(services), 32)) as pool:
+    with ThreadPoolExecutor(32) as pool:
         for (url, (place, fix)), reason in zip(services.items(), pool.map(_refusal, services)):
             if reason:
-                yield Finding(level, "services", f"{place}: nothing answers at {_public_url(url)}: {reason}", fix)
+                yield Finding(level, "", f"{place}: nothing answers at {_public_url(url)}: {reason}", fix)
+    yield f"{len(services)} reachable"
 
 
 def _public_url(url: str) -> str:
@@ -122,12 +113,17 @@ def _refusal(url: str) -> str:
         if parts.scheme in getproxies() and not proxy_bypass(host):
             return ""
         socket.create_connection((host, port), timeout=_SECONDS).close()
-    except (OSError, ValueError, UnicodeError) as error:
-        return one_line(error)
+    except (OSError, ValueError, UnicodeError) as refused:
+        return one_line(refused)
     return ""
 
 
-# -- arithmetic -----------------------------------------------------------------------------------------------------------
+# -- arithmetic, memory and disk -------------------------------------------------------------------------------------------
+
+
+@check("loaded", "precision")
+def _precision(setup: LoadedSetup) -> Result:
+    yield from slow_dtypes(setup.roles.device, setup.roles.model.dtype, "actor_rollout_ref.model.dtype")
 
 
 def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
@@ -138,7 +134,7 @@ def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
     line = (
         f"{key}={dtype}: this CPU has no instructions for it ({', '.join(sorted(_INSTRUCTIONS[kind]))}) and emulates it"
     )
-    yield Finding(Level.WARNING, "precision", f"{line}, many times slower than float32", f"set {key}=float32")
+    yield warning(f"{line}, many times slower than float32", f"set {key}=float32", "precision")
 
 
 def _cpu_flags() -> set[str]:
@@ -148,9 +144,6 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return {flag for line in text.splitlines() if line.startswith(("flags", "Features")) for flag in line.split()}
-
-
-# -- memory and disk -------------------------------------------------------------------------------------------------------
 
 
 def count_weights(model: str | None) -> int:
@@ -174,9 +167,13 @@ def _header_weights(file: Path) -> int:
         return 0
 
 
-def memory(setup: LoadedSetup, weights: int) -> Finding:
+@check("loaded", "memory")
+def memory(setup: LoadedSetup) -> Result:
     """Checks whether a rank's weights, gradients, optimizer states and the activations of a full micro-batch fit its memory;
     where they do not, says which key to set to what."""
+    if not (weights := count_weights(setup.roles.model.path)):
+        yield "the model's size is not known here: it is fetched when the run starts"
+        return
     roles, cluster = setup.roles, setup.trainer.backend == "ray"
     here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
     ranks = (
@@ -200,19 +197,34 @@ def memory(setup: LoadedSetup, weights: int) -> Finding:
     elif max(parts, key=lambda part: parts[part]) == "KV cache":
         fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={roles.rollout.kv_cache_memory_mb}"
     if fixed > total and not cluster:
-        return Finding(Level.ERROR, "memory", line, fix)
-    if needed > _USABLE * free:
-        return Finding(Level.WARNING, "memory", f"{line}; {free / GIB:.1f} GiB are free", fix)
-    return Finding(Level.OK, "memory", line)
+        yield error(line, fix)
+    elif needed > _USABLE * free:
+        yield warning(f"{line}; {free / GIB:.1f} GiB are free", fix)
+    else:
+        yield line
 
 
 def estimate_memory(setup: LoadedSetup, weights: int, tokens: int, ranks: int = 1) -> dict[str, float]:
     """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens. Without
     `activations` where these cannot be told."""
-    parts = {name: size * weights / ranks for name, size in _bytes_per_weight(setup).items()}
-    if cache := setup.roles.rollout.kv_cache_memory_mb:
+    roles = setup.roles
+    computed = _STORED.get(roles.model.dtype, 2)
+    if roles.model.lora_rank:
+        per_weight = {"frozen weights": 0.6 if roles.model.quantization else computed, "adapters": 0.2}
+    else:
+        per_weight = {"weights": 4.0, "gradients": 4.0, "optimizer": _MOMENTS.get(roles.actor.optim.name, 8.0)}
+        if computed < 4:
+            per_weight["computing"] = computed
+        if roles.needs_ref:
+            per_weight["reference"] = computed
+        if "values" in setup.needs and not roles.value_head:
+            per_weight["critic"] = 8.0 + _MOMENTS.get(roles.critic.optim.name, 8.0)
+        if roles.streams:
+            per_weight["engine"] = computed
+    parts = {name: size * weights / ranks for name, size in per_weight.items()}
+    if cache := roles.rollout.kv_cache_memory_mb:
         parts["KV cache"] = cache * 2**20
-    needs = _bytes_per_token(setup, setup.roles.model.enable_gradient_checkpointing)
+    needs = _bytes_per_token(setup, roles.model.enable_gradient_checkpointing)
     return parts if needs is None else parts | {"activations": needs * tokens, "working": _working_bytes(setup)}
 
 
@@ -269,32 +281,12 @@ def _smaller_micro_batches(setup: LoadedSetup, key: str, tokens: int, room: floa
         if fits < tokens:
             settings.append(f"{key}={max(row, fits // 256 * 256)}")
         advice.append(" and ".join(settings))
+    if advice:
+        return f"set {', or '.join(advice)}"
     return (
-        f"set {', or '.join(advice)}"
-        if advice
-        else (
-            f"a single row of {row:,} tokens does not fit: lower data.max_response_length or data.max_prompt_length, or set "
-            "actor_rollout_ref.model.lora_rank=16"
-        )
+        f"a single row of {row:,} tokens does not fit: lower data.max_response_length or data.max_prompt_length, or set "
+        "actor_rollout_ref.model.lora_rank=16"
     )
-
-
-def _bytes_per_weight(setup: LoadedSetup) -> dict[str, float]:
-    roles = setup.roles
-    computed = _STORED.get(roles.model.dtype, 2)
-    if roles.model.lora_rank:
-        return {"frozen weights": 0.6 if roles.model.quantization else computed, "adapters": 0.2}
-    moments = _MOMENTS.get(roles.actor.optim.name, 8.0)
-    parts = {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
-    if computed < 4:
-        parts["computing"] = computed
-    if roles.needs_ref:
-        parts["reference"] = computed
-    if "values" in setup.needs and not roles.value_head:
-        parts["critic"] = 8.0 + _MOMENTS.get(roles.critic.optim.name, 8.0)
-    if roles.streams:
-        parts["engine"] = computed
-    return parts
 
 
 def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
@@ -306,8 +298,11 @@ def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
     return machine.total / processes, machine.available / processes, "of memory"
 
 
-def disk(setup: LoadedSetup, weights: int) -> Finding:
+@check("loaded", "disk")
+def disk(setup: LoadedSetup) -> Result:
     """Checks whether the kept checkpoints fit the disk: weights in the model's dtype, and the float32 training state."""
+    if not (weights := count_weights(setup.roles.model.path)):
+        return
     trainer, roles = setup.trainer, setup.roles
     state = 0.2 if roles.model.lora_rank else 4 + _MOMENTS.get(roles.actor.optim.name, 8.0)
     size = weights * (_STORED.get(roles.model.dtype, 2) + state)
@@ -318,7 +313,8 @@ def disk(setup: LoadedSetup, weights: int) -> Finding:
     line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
     fix = "free space there, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
     if 2 * size > free:  # a new checkpoint is complete before an old one is removed
-        return Finding(Level.ERROR, "disk", line, fix)
-    if kept > 0 and (kept + 1) * size > free:
-        return Finding(Level.WARNING, "disk", f"{line}, and {kept} are kept", fix)
-    return Finding(Level.OK, "disk", line)
+        yield error(line, fix)
+    elif kept > 0 and (kept + 1) * size > free:
+        yield warning(f"{line}, and {kept} are kept", fix)
+    else:
+        yield line

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from etude.bounded import BlockingCalls
 from etude.dumps import list_dump_steps
 from etude.errors import ConfigError, DataError, EtudeError, one_line
-from etude.preflight.trial import TrialRollouts, open_trial, rollouts_of
+from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
 from etude.trajectory import Rollout, Trajectory
 from etude.viewer.conversations import sanitize_text
 

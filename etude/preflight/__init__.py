@@ -1,1 +1,0 @@
-"""Steps before training: check a configuration, test its tools, play a rollout by hand, scaffold a new agent."""
