@@ -84,7 +84,7 @@ def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     assert "every tool was called and answered" in rolled_out
 
 
-# -- one misconfiguration each: (how it is made; level, subject, what is said, what to do) ------------------------------
+# -- one misconfiguration each: (how it is made, level, subject, what is said or what to do) ------------------------------
 
 
 def overrides(*settings):
@@ -93,21 +93,15 @@ def overrides(*settings):
 
 def source(name, text):
     """A file of the agent's with other content."""
-
-    def make(agent):
-        agent.write(name, text)
-        return ()
-
-    return make
+    return lambda agent: agent.write(name, text)
 
 
-def rows_changed(change, reward):
+def rows(change, reward=REWARD):
     """All rows of the agent's, changed, and another scorer."""
 
     def make(agent):
         agent.rows([change(agent.row(number)) for number in range(4)])
         agent.write("reward.py", reward)
-        return ()
 
     return make
 
@@ -118,22 +112,16 @@ def execute(body):
     return source("tool.py", f"{head}        {body}\n\n    async def release" + tail.split("    async def release")[1])
 
 
-def changed_rows(**changes):
-    def make(agent):
-        agent.rows([agent.row(number, **changes) for number in range(4)])
-        return ()
-
-    return make
-
-
 def tool_file(class_name, schema=None, **config):
     def make(agent):
-        config_of = {key: value() if callable(value) else value for key, value in config.items()}
-        agent.tools(class_name, schema, **config_of)
+        agent.tools(class_name, schema, **{key: value() if callable(value) else value for key, value in config.items()})
         agent.rows([agent.row(number, extra_info={"index": number}) for number in range(4)])
-        return ()
 
     return make
+
+
+def own_tool(name="Guess", schema=SCHEMA, **config):
+    return lambda agent: agent.tools(f"{agent.folder}/tool.py:{name}", schema, **config)
 
 
 def template(change):
@@ -158,6 +146,30 @@ def servers(agent):
     return (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://127.0.0.1:{closed_port()}]")
 
 
+def broken_plugin(agent):
+    agent.write("plugin.py", "1 / 0")
+    return (f"plugins=[{agent.folder}/plugin.py]",)
+
+
+def no_truth(agent):
+    truths = ({"data_source": "openai/gsm8k", "reward_model": {"ground_truth": str(n or "")}} for n in range(4))
+    agent.rows([agent.row(number, **truth) for number, truth in enumerate(truths)])
+    return ("custom_reward_function.path=null",)
+
+
+def named_in_the_prompt(agent):
+    agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Call guess."}]) for n in range(4)])
+    return template(lambda text: CHATML)(agent)
+
+
+def moved_truth(row):
+    return row | {"ground_truth": row.pop("reward_model")["ground_truth"]}
+
+
+def hidden_truth(row):
+    return row | {"extra_info": row["extra_info"] | {"answer": row.pop("reward_model")["ground_truth"]}}
+
+
 def address(path=""):
     return lambda: f"http://127.0.0.1:{closed_port()}{path}"
 
@@ -165,212 +177,152 @@ def address(path=""):
 ERROR, WARNING = Level.ERROR, Level.WARNING
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
 OTHER_KWARGS = {"index": 0, "tools_kwargs": {"gues": {"create_kwargs": {"secret": 1}}}}
+NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+MISTYPED = SCHEMA["function"] | {"parameters": {"type": "object", "properties": {"number": {"type": "strin"}}}}
+SANDBOX, SEARCH = "etude.tools.builtin.code_interpreter.SandboxFusionTool", "etude.tools.builtin.search.SearchTool"
+SHORT = ("data.max_prompt_length=20", "data.filter_overlong_prompts=false")
 CASES = {
-    "misspelt key": (
-        overrides("data.train_batch_sise=4"),
-        (ERROR, "configuration", "unknown key data.train_batch_sise", "data.train_batch_size?"),
-    ),
-    "n=1 with grpo": (
-        overrides(f"{ROLLOUT}.n=1"),
-        (ERROR, "configuration", "compares answers to one prompt", f"set {ROLLOUT}.n to 2 or more"),
-    ),
-    "no model": (
-        overrides("actor_rollout_ref.model.path=/nowhere/model"),
-        (ERROR, "configuration", "model folder not found", "etude config actor_rollout_ref.model.path"),
-    ),
-    "no GPU": (
-        overrides("trainer.device=cuda"),
-        (ERROR, "machine", "no GPU is visible", "set trainer.device to auto or cpu"),
-    ),
-    "plug-in that raises": (
-        lambda agent: source("plugin.py", "1 / 0")(agent) or (f"plugins=[{agent.folder}/plugin.py]",),
-        (ERROR, "plug-ins", "ZeroDivisionError", "mend "),
-    ),
+    "misspelt key": (overrides("data.train_batch_sise=4"), ERROR, "configuration", "data.train_batch_size?"),
+    "n=1 with grpo": (overrides(f"{ROLLOUT}.n=1"), ERROR, "configuration", f"set {ROLLOUT}.n to 2 or more"),
+    "no model": (overrides("actor_rollout_ref.model.path=/no/model"), ERROR, "configuration", "model folder not found"),
+    "no GPU": (overrides("trainer.device=cuda"), ERROR, "machine", "set trainer.device to auto or cpu"),
+    "plug-in that raises": (broken_plugin, ERROR, "plug-ins", "ZeroDivisionError"),
     "unregistered loss": (
         overrides(f"{ACTOR}.policy_loss.loss_mode=vanila"),
-        (ERROR, "configuration", "nothing is registered as 'vanila'", "did you mean 'vanilla'?"),
+        ERROR,
+        "configuration",
+        "did you mean 'vanilla'?",
     ),
     "inexact template": (
         template(lambda text: text.replace('assistant\\n" + content', 'assistant\\n" + content[:4]')),
-        (ERROR, "model", "chat template", "etude chat check"),
+        *(ERROR, "model", "etude chat check"),
     ),
     "template without tools' answers": (
-        template(
-            lambda text: (
-                "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-                + text
-            )
-        ),
-        (ERROR, "template", "cannot show the model a tool's answer", "multi_turn.tools_in_system=true"),
+        template(lambda text: NO_TOOLS + text),
+        ERROR,
+        "template",
+        "cannot show the model a tool's answer",
     ),
     "template that shows no tools": (
         template(lambda text: CHATML),
-        (ERROR, "rows", "the model is not shown its tools (guess)", "multi_turn.tools_in_system=true"),
+        ERROR,
+        "rows",
+        "the model is not shown its tools (guess)",
     ),
     "template that shows no tools, named in the prompt": (
-        lambda agent: (
-            agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Call guess."}]) for n in range(4)])
-            or template(lambda text: CHATML)(agent)
-        ),
-        (WARNING, "template", "does not show the model its tools", "multi_turn.tools_in_system=true"),
+        named_in_the_prompt,
+        WARNING,
+        "template",
+        "multi_turn.tools_in_system=true",
     ),
     "parser of another format": (
         overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),
-        (WARNING, "template", "does not read the call that the chat template writes", "multi_turn.format=auto"),
+        WARNING,
+        "template",
+        "multi_turn.format=auto takes",
     ),
-    "tool of a wrong class": (
-        lambda agent: agent.tools(f"{agent.folder}/tool.py:Gues") or (),
-        (ERROR, "tools", "has no 'Gues'", "did you mean 'Guess'?"),
-    ),
-    "variable of the environment": (
-        lambda agent: agent.tools(f"{agent.folder}/tool.py:Guess", url="${NOT_THERE_AT_ALL}") or (),
-        (ERROR, "tools", "NOT_THERE_AT_ALL", "etude tools list"),
-    ),
-    "tool without a description": (
-        lambda agent: agent.tools(f"{agent.folder}/tool.py:Guess", UNDESCRIBED) or (),
-        (WARNING, "tools", "tool 'guess' has no description", "write a docstring"),
-    ),
+    "tool of a wrong class": (own_tool("Gues"), ERROR, "tools", "did you mean 'Guess'?"),
+    "variable of the environment": (own_tool(url="${NOT_THERE_AT_ALL}"), ERROR, "tools", "NOT_THERE_AT_ALL"),
+    "tool without a description": (own_tool(schema=UNDESCRIBED), WARNING, "tools", "write a docstring"),
+    "tool whose schema is wrong": (own_tool(schema=SCHEMA | {"function": MISTYPED}), ERROR, "tools", "strin"),
     "tools_kwargs of another tool": (
-        changed_rows(extra_info=OTHER_KWARGS),
-        (ERROR, "rows", "rows.jsonl:1: tools_kwargs names the tool 'gues'", "did you mean 'guess'?"),
+        rows(lambda row: row | {"extra_info": OTHER_KWARGS}),
+        ERROR,
+        "rows",
+        "did you mean 'guess'?",
     ),
     "tool_selection of another tool": (
-        changed_rows(extra_info={"index": 0, "tool_selection": ["guesses"]}),
-        (ERROR, "rows", "tool_selection names the tool 'guesses'", "did you mean 'guess'?"),
+        rows(lambda row: row | {"extra_info": {"tool_selection": ["guesses"]}}),
+        ERROR,
+        "rows",
+        "did you mean 'guess'?",
     ),
     "no tools_kwargs": (
-        changed_rows(extra_info={"index": 0, "need_tools_kwargs": True}),
-        (ERROR, "rows", "need_tools_kwargs is true", "etude data inspect"),
+        rows(lambda row: row | {"extra_info": {"need_tools_kwargs": True}}),
+        ERROR,
+        "rows",
+        "need_tools_kwargs is true",
     ),
-    "prompt over length": (
-        overrides("data.max_prompt_length=20", "data.filter_overlong_prompts=false"),
-        (ERROR, "rows", "data.max_prompt_length is 20", "raise data.max_prompt_length"),
-    ),
-    "no scorer": (
-        overrides("custom_reward_function.path=null"),
-        (ERROR, "rows", "tests/guess", "custom_reward_function"),
-    ),
-    "no ground truth": (
-        lambda agent: (
-            agent.rows(
-                [
-                    agent.row(n, data_source="openai/gsm8k", reward_model={"ground_truth": str(n or "")})
-                    for n in range(4)
-                ]
-            )
-            or ("custom_reward_function.path=null",)
-        ),
-        (ERROR, "rows", "rows.jsonl:1: reward_model.ground_truth is missing", "leave the row out"),
-    ),
-    "batch larger than the file": (
-        overrides("data.train_batch_size=5"),
-        (ERROR, "batch", "between 1 and 4, the number of rows", "data.train_batch_size"),
-    ),
+    "prompt over length": (overrides(*SHORT), ERROR, "rows", "raise data.max_prompt_length"),
+    "no scorer": (overrides("custom_reward_function.path=null"), ERROR, "rows", "no scorer for the data source"),
+    "no ground truth": (no_truth, ERROR, "rows", "rows.jsonl:1: reward_model.ground_truth is missing"),
+    "batch larger than the file": (overrides("data.train_batch_size=5"), ERROR, "batch", "between 1 and 4"),
     "uneven mini-batches": (
         overrides(f"{ACTOR}.ppo_mini_batch_size=3"),
-        (WARNING, "batch", "does not divide", f"set {ACTOR}.ppo_mini_batch_size=2"),
+        WARNING,
+        "batch",
+        f"set {ACTOR}.ppo_mini_batch_size=2",
     ),
-    "reward that raises": (
-        source("reward.py", f"{SCORE}1 / 0\n"),
-        (ERROR, "reward", "ZeroDivisionError", "etude reward try"),
-    ),
-    "reward that is no number": (
-        source("reward.py", f"{SCORE}float('nan')\n"),
-        (ERROR, "reward", "finite", "etude reward try"),
-    ),
-    "reward for nothing": (
-        source("reward.py", f"{SCORE}0.5\n"),
-        (WARNING, "reward", "an empty answer earns 0.5", "return 0 for an answer that is not there"),
-    ),
+    "reward that raises": (source("reward.py", f"{SCORE}1 / 0\n"), ERROR, "reward", "ZeroDivisionError"),
+    "reward that is no number": (source("reward.py", f"{SCORE}float('nan')\n"), ERROR, "reward", "etude reward try"),
+    "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), WARNING, "reward", "an empty answer earns 0.5"),
     "reward of another name": (
         overrides("custom_reward_function.name=score"),
-        (ERROR, "reward", "has no 'score'", "did you mean 'compute_score'?"),
+        ERROR,
+        "reward",
+        "did you mean 'compute_score'?",
     ),
     "unreachable sandbox": (
-        tool_file("etude.tools.builtin.code_interpreter.SandboxFusionTool", sandbox_fusion_url=address("/run_code")),
-        (ERROR, "services", "nothing answers at http://127.0.0.1", "run `etude sandbox serve`"),
+        tool_file(SANDBOX, sandbox_fusion_url=address("/run_code")),
+        ERROR,
+        "services",
+        "run `etude sandbox serve`",
     ),
     "unreachable search": (
-        tool_file("etude.tools.builtin.search.SearchTool", retrieval_service_url=address("/retrieve")),
-        (ERROR, "services", "retrieval_service_url: nothing answers", "run `etude retrieve serve`"),
+        tool_file(SEARCH, retrieval_service_url=address("/retrieve")),
+        ERROR,
+        "services",
+        "run `etude retrieve serve`",
     ),
-    "unreachable judge": (judge, (ERROR, "services", "base_url: nothing answers", "start the judge's server")),
-    "unreachable engine": (
-        servers,
-        (ERROR, "services", "nothing answers", "or correct actor_rollout_ref.rollout.server_urls"),
-    ),
+    "unreachable judge": (judge, ERROR, "services", "start the judge's server"),
+    "unreachable engine": (servers, ERROR, "services", "or correct actor_rollout_ref.rollout.server_urls"),
     "more memory than there is": (
         overrides(f"{ROLLOUT}.kv_cache_memory_mb=1000000000"),
-        (ERROR, "memory", "KV cache 976562.50", "lower actor_rollout_ref.rollout.kv_cache_memory_mb"),
+        *(ERROR, "memory", "lower actor_rollout_ref.rollout.kv_cache_memory_mb"),
     ),
     "response too short for a call": (
         overrides("data.max_response_length=12"),
-        (WARNING, "rollout", "was not run (response_length)", "raise data.max_response_length"),
+        WARNING,
+        "rollout",
+        "raise data.max_response_length",
     ),
     "one turn only": (
         overrides(f"{ROLLOUT}.multi_turn.max_assistant_turns=1"),
-        (WARNING, "rollout", "does not see its answer (max_assistant_turns)", "max_assistant_turns to 2 or more"),
+        *(WARNING, "rollout", "max_assistant_turns to 2 or more"),
     ),
-    "tool that raises": (
-        execute("return 1 / 0"),
-        (
-            WARNING,
-            "rollout",
-            "raised on {'number': 1}: Error executing tool 'guess': ZeroDivisionError",
-            "raise ToolError",
-        ),
-    ),
+    "tool that raises": (execute("return 1 / 0"), WARNING, "rollout", "raise ToolError"),
     "tool that does not answer": (
         execute("import asyncio; await asyncio.sleep(60)"),
-        (ERROR, "rollout", "tool 'guess'", "etude tools call"),
+        ERROR,
+        "rollout",
+        "etude tools call",
     ),
     "truth in the wrong column": (
-        rows_changed(lambda row: row | {"ground_truth": row.pop("reward_model")["ground_truth"]}, SAME),
-        (WARNING, "reward", "rows have no reward_model.ground_truth", "move ground_truth to reward_model.ground_truth"),
+        rows(moved_truth, SAME),
+        WARNING,
+        "reward",
+        "move ground_truth to reward_model.ground_truth",
     ),
-    "truth beside the index": (
-        rows_changed(
-            lambda row: row | {"extra_info": row["extra_info"] | {"answer": row.pop("reward_model")["ground_truth"]}},
-            SAME,
-        ),
-        (WARNING, "reward", "rows have no reward_model.ground_truth", "move extra_info.answer to"),
-    ),
+    "truth beside the index": (rows(hidden_truth, SAME), WARNING, "reward", "move extra_info.answer to"),
     "truth of another type than the scorer compares": (
-        rows_changed(
-            lambda row: row | {"reward_model": {"style": "rule", "ground_truth": 7}},
-            SAME,
-        ),
-        (WARNING, "reward", "the ground truth earns nothing", "etude reward try"),
+        rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
+        *(WARNING, "reward", "the ground truth earns nothing"),
     ),
     "validation rows that are trained on": (
         lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
-        (WARNING, "rows", "4 of 4 rows are also in data.train_files", "data.val_files"),
-    ),
-    "tool whose schema and code differ": (
-        lambda agent: (
-            agent.tools(
-                f"{agent.folder}/tool.py:Guess",
-                SCHEMA
-                | {
-                    "function": SCHEMA["function"]
-                    | {"parameters": {"type": "object", "properties": {"number": {"type": "strin"}}}}
-                },
-            )
-            or ()
-        ),
-        (ERROR, "tools", "strin", "etude tools list"),
+        WARNING,
+        "rows",
+        "4 of 4 rows are also in",
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
-    make, (level, subject, message, fix) = CASES[name]
-    found = inspect(agent, *make(agent), seconds=0.5)
-    assert any(
-        (each.level, each.subject) == (level, subject) and message in each.message and fix in each.fix
-        for each in found.all
-    ), "\n".join(map(str, found.all))
+    make, level, subject, text = CASES[name]
+    found = inspect(agent, *(make(agent) or ()), seconds=0.5)
+    lines = [f"{each.message} → {each.fix}" for each in found.all if (each.level, each.subject) == (level, subject)]
+    assert any(text in line for line in lines), "\n".join(map(str, found.all))
     assert found.failed == (level is ERROR), "\n".join(map(str, found.all))
 
 
@@ -528,7 +480,7 @@ def test_the_table_and_json_say_the_same(agent, capsys):
 
 
 def test_training_logs_the_cheap_part_and_begins(agent, caplog):
-    make, _ = CASES["unreachable search"]
+    make, *_ = CASES["unreachable search"]
     make(agent)
     steps = ["trainer.total_training_steps=1", "trainer.report=false", "trainer.logger=[]"]
     with caplog.at_level("WARNING", logger="etude"):
