@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
 from hypothesis import given, settings
@@ -679,6 +680,10 @@ def test_a_manager_may_hold_tools_in_qwen_agents_shape():
         ({"step": lambda self, action: ("x", float("inf"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ("x", float("nan"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ({"text": "x"}, 1.0, False, False, {})}, "must observe text or messages"),
+        ({"step": lambda self, action: ("x", None, True, False, {})}, "returned no reward"),
+        ({"step": lambda self, action: ("x", 1.0, "False", False, {})}, "'False' where True or False was expected"),
+        ({"step": lambda self, action: ("x", 1.0, None, None, {})}, "None where True or False was expected"),
+        ({"step": lambda self, action: ("x", 1.0, np.array([True, False]), False, {})}, "True or False was expected"),
     ],
 )
 def test_a_text_environment_that_returns_something_else_is_named(methods, message):

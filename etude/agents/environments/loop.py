@@ -33,7 +33,7 @@ from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.options import EnvOptions
 from etude.protocol import DataProto
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_flag, as_reward
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 
@@ -217,7 +217,9 @@ class EnvStage:
             returned = await self._environment.call("step", step, texts, self._loop.tokenizer, limited=limited)
         try:
             observations, dones, _, _ = returned
-            return [(observation, bool(done)) for _, observation, done in zip(texts, observations, dones, strict=True)]
+            return [
+                (observation, as_flag(done)) for _, observation, done in zip(texts, observations, dones, strict=True)
+            ]
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return next_obs, dones, valid_action, is_tool, each with one entry a response",
@@ -265,12 +267,13 @@ class TextStage:
         returned = await self._environment.call("step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
-            metrics = dict(info or {})
+            over, metrics = as_flag(terminated) or as_flag(truncated), dict(info or {})
+            if reward is None:
+                raise TypeError("returned no reward: return 0.0 for a turn that earns nothing")
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
-        over = bool(terminated or truncated)
         return Observation([] if over else self._loop.as_messages(observation), over, reward, metrics)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
