@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -156,6 +156,10 @@ class EnvAgentLoop(ToolAgentLoop):
                 _warn_of_control_tokens()
             return [{"role": "user", "content": observation}]
         if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
+            if any(message["role"] == "assistant" for message in observation):
+                raise EtudeError(
+                    "an environment must observe messages of users, tools or the system, not of the assistant"
+                )
             return [dict(message) for message in observation]
         raise EtudeError(f"an environment must observe text or messages, not {type(observation).__name__}")
 
@@ -286,8 +290,14 @@ class TextStage:
         if closing is not None:
             try:
                 await self._environment.call("close", closing)
-            except EtudeError as error:
-                logger.warning("%s", error)
+            except (EtudeError, InfrastructureError) as error:
+                _warn_of_close(str(error))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_close(line: str) -> None:
+    """Logs a failure once: every trajectory's environment is likely to fail in the same way."""
+    logger.warning("%s", line)
 
 
 @cache
