@@ -567,6 +567,15 @@ def test_a_tool_that_its_server_no_longer_has_as_prompts_show_it_is_no_mistake_o
         close_connections()
 
 
+def test_servers_without_any_tool_are_no_tools(tmp_path):
+    (tmp_path / "bare.py").write_text(
+        "from mcp.server import MCPServer\nMCPServer('bare', log_level='ERROR').run('stdio')"
+    )
+    with pytest.raises(ConfigError, match="no tool is listed by MCP server 'bare'"):
+        configured(tmp_path, {"bare": {"command": sys.executable, "args": [str(tmp_path / "bare.py")]}})
+    close_connections()
+
+
 def test_a_tools_own_words_about_tools_are_for_the_model(tmp_path):
     (tmp_path / "fickle.py").write_text(FICKLE)
     close_connections()
