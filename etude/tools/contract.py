@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,9 +43,18 @@ def check_contract(tool: BaseTool) -> None:
         elif not callable(function) or _returns_nothing_awaitable(function):
             fault = "is not asynchronous"
         else:
-            fault = _refusal(function, *(("id", {}) if method == "execute" else ("id",)))
+            fault = _refusal(function, ("id", {}) if method == "execute" else ("id",), {})
         if fault is not None:
             raise ConfigError(f"{_named(tool, method)}: {method} {fault}: define async def {form}")
+
+
+def refused_kwargs(tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
+    """Why a method, or the function of a function tool, does not take a row's keyword arguments; None if it does."""
+    method = section.removesuffix("_kwargs")
+    function = getattr(tool, "__wrapped__", None) if method == "execute" else None
+    given: tuple[object, ...] = () if function is not None else ("id", {}) if method == "execute" else ("id",)
+    fault = _refusal(function or getattr(tool, method), given, kwargs)
+    return None if fault is None else f"{_named(tool, method)}: {method} {fault}"
 
 
 @contextmanager
@@ -73,10 +82,10 @@ def _named(tool: BaseTool, method: str) -> str:
     )
 
 
-def _refusal(function: Any, *given: object) -> str | None:
-    """Why a function cannot be called with these arguments and some keywords; None if it can."""
+def _refusal(function: Any, given: Sequence[object], named: Mapping[str, object]) -> str | None:
+    """Why a function cannot be called with these arguments and some more keywords; None if it can."""
     try:
-        inspect.signature(function).bind_partial(*given)
+        inspect.signature(function).bind_partial(*given, **named)
     except ValueError:  # it has no signature
         return None
     except TypeError as error:

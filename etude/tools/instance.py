@@ -183,6 +183,8 @@ class ToolInstance:
                         "their sum; what a single call was worth is the second value that execute returns"
                     )
                 with returned_by(self.tool, "calc_reward"):
+                    if returned is None:
+                        raise TypeError("returned nothing, where a number was expected as reward")
                     value = as_float(returned)
                 value = as_reward(value, "it")
         except ConfigError:

@@ -87,8 +87,8 @@ class ToolSession:
         """
         self._tools = dict(tools)
         self._kwargs = {name: kwargs for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None}
-        _check_kwargs(self._kwargs, self._tools)
         self._calls = {name: ToolRuntime.of(tool) for name, tool in self._tools.items()}
+        _check_kwargs(self._kwargs, self._tools, self._calls)
         self.request_id = request_id
         self._token_limit = token_limit
         self._instances: dict[str, ToolInstance] = {}
@@ -316,7 +316,9 @@ def _span_attributes(outcome: ToolOutcome) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(outcome, name))}
 
 
-def _check_kwargs(tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, BaseTool]) -> None:
+def _check_kwargs(
+    tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, BaseTool], runtimes: Mapping[str, ToolRuntime]
+) -> None:
     for name, kwargs in tools_kwargs.items():
         if name not in tools:
             raise DataError(f"tools_kwargs names the tool '{name}', which is not configured{did_you_mean(name, tools)}")
@@ -325,3 +327,5 @@ def _check_kwargs(tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[
                 raise DataError(f"tools_kwargs.{name} has no '{section}'{did_you_mean(section, SECTIONS)}")
             if value is not None and not isinstance(value, Mapping):
                 raise DataError(f"tools_kwargs.{name}.{section} must be a mapping, not {type(value).__name__}")
+            if value and (fault := runtimes[name].refused_kwargs(tools[name], section, value)) is not None:
+                raise DataError(f"tools_kwargs.{name}.{section}: {fault}")

@@ -41,7 +41,7 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
-from etude.tools.contract import check_contract, overrides
+from etude.tools.contract import check_contract, overrides, refused_kwargs
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
 from etude.tools.options import POLICY_KEYS, CallPolicy
 from etude.tools.outcome import Execution, Source, ToolResult
@@ -157,6 +157,15 @@ class ToolRuntime:
         self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")
         self.reads_agent_data = _accepts_keyword(tool, "execute", "agent_data")
         self._exception_logged = self._release_logged = False
+        self._refused_kwargs: dict[tuple[str, frozenset[str]], str | None] = {}
+
+    def refused_kwargs(self, tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
+        """Why the tool does not take a row's keyword arguments (see `contract.refused_kwargs`); None if it does, or if it is
+        replayed."""
+        names = (section, frozenset(kwargs))
+        if self.replay is None and names not in self._refused_kwargs:
+            self._refused_kwargs[names] = refused_kwargs(tool, section, kwargs)
+        return self._refused_kwargs.get(names)
 
     def log_release(self, line: str) -> None:
         """Logs the tool's first failed release as a warning, later ones at INFO."""
