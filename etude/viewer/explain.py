@@ -7,7 +7,7 @@ skipped. Torch is imported only to recompute log-probs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.dumps import read_rollouts, sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance, Segment, Trajectory
-from etude.viewer.panel import is_number
+from etude.trajectory import Provenance, Trajectory
+from etude.viewer.rows import is_number
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4  # nats; float32 forward passes with different batch shapes differ by far less
 
@@ -78,19 +78,20 @@ def read_row(path: Path, row: int) -> dict[str, Any]:
     return record
 
 
-def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
-    """Yields the response tokens; without a tokenizer, each segment's text is attached to its first token."""
+def list_tokens(record: Mapping[str, Any], decode: Callable[[list[int]], str] | None = None) -> Iterator[Token]:
+    """Yields the response tokens, each with its text by `decode`; without one, a segment's text is at its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
     values = token_values(record)
     position = 0
     for number, segment in enumerate(trajectory.segments):
-        texts = _texts(segment, record["segments"][number].get("text"), tokenizer)
+        whole = str(record["segments"][number].get("text") or "")
         for i, token in enumerate(segment.token_ids):
+            text = decode([token]) if decode is not None else whole if i == 0 else ""
             yield Token(
                 position,
                 token,
-                texts[i],
+                text,
                 segment.provenance,
                 segment.turn,
                 segment.log_probs[i] if segment.log_probs else None,
@@ -170,12 +171,6 @@ def _count_shared_samples(one: Trajectory, other: Trajectory) -> int:
 def weight_versions_of(trajectory: Trajectory) -> list[int]:
     """Returns the versions of the weights that sampled the trajectory, sorted."""
     return sorted({version for segment in trajectory.segments for version in segment.weight_versions or ()})
-
-
-def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    if tokenizer is not None:
-        return [tokenizer.decode([token]) for token in segment.token_ids]
-    return [str(whole or ""), *[""] * (len(segment.token_ids) - 1)]
 
 
 def _weights(record: Mapping[str, Any]) -> tuple[float, float]:
