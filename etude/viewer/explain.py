@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.dumps import read_rollouts, sequences_of, token_values, trajectory_from_record
+from etude.dumps import sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
 from etude.trajectory import Provenance, Trajectory
+from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import is_number
 
 if TYPE_CHECKING:
@@ -65,17 +66,18 @@ class Token:
 
 
 def read_row(path: Path, row: int) -> dict[str, Any]:
-    """Reads record number `row` (from 0) of a dump file.
+    """Reads rollout number `row` (from 0) of a dump file.
 
     Raises:
-        DataError: there is no such row, or the file cannot be read; names the file.
+        DataError: there is no such rollout, or the file cannot be read; names the file.
     """
-    record = next(islice(read_rollouts(path), row, None), None)
-    if record is None:
-        rows = sum(1 for _ in read_rollouts(path))
-        known = f"its rows are numbered from 0 to {rows - 1}" if rows else "it holds no trajectory"
-        raise DataError(f"{path} has no row {row}; {known}")
-    return record
+    index = RolloutIndex(path)
+    index.refresh()
+    if row < len(index.rows):
+        return index.read(index.rows[row])
+    known = f"its rows are numbered from 0 to {len(index.rows) - 1}" if index.rows else "it holds no trajectory"
+    bad = f" ({index.bad[0].place}: {index.bad[0].reason})" if index.bad else ""
+    raise DataError(f"{path} has no row {row}; {known}{bad}")
 
 
 def list_tokens(record: Mapping[str, Any], decode: Callable[[list[int]], str] | None = None) -> Iterator[Token]:

@@ -24,7 +24,8 @@ from etude.viewer.index import RolloutIndex
 from etude.viewer.page import REPORT_TRAJECTORIES, write_report
 from etude.viewer.runs import RunView
 
-EVIL = "</pre></script><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
+MARKUP = "</pre></script><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>"
+EVIL = f"{MARKUP}\x1b[31m\u202e&amp;{{{{ 7*7 }}}}$x$"
 
 
 def record(step: int, prompt: str, answer: str, score: float = 1.0, tool: str = "72") -> dict:

@@ -534,7 +534,8 @@ def test_the_report_opens_offline_with_the_same_question_before_and_after(browse
     tab = Tab(browser, f"file://{write_report(run, title='My run')}")
     tab.open("")
     assert tab.text("h1") == "My run"
-    assert tab.texts("main h2")[:3] == ["The same question, before and after", "Before and after", "Progress"]
+    titles = tab.texts("#change > h2, #before-after > h2, main > h2")
+    assert titles == ["The same question, before and after", "Before and after", "Progress"]
     assert [label.partition("/")[0] for label in tab.texts("#change h3")] == ["Before, step 0", "After, step 2"]
     assert "It is 27." in tab.texts("#change .column")[0]
     assert "It is 72." in tab.texts("#change .column")[1]
