@@ -50,7 +50,7 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
         raise click.exceptions.Exit(130) from None
-    from etude.viewer.report import write_report  # slow to import (matplotlib): not needed to reject a wrong argument
+    from etude.viewer.page import write_report
 
     title = f"{run.example.root.replace('_', ' ').capitalize()}, seed {seed}"
     report = write_report(run.folder, title=title, validation=run.folder / "evaluation" / "sampled")

@@ -71,7 +71,7 @@ def tools(ready, folder, host, names):
 
 
 def viewer(ready, folder, host, names):
-    from etude.viewer.web.server import serve
+    from etude.viewer.web import serve
 
     serve(folder, host, 0, ready, names)
 

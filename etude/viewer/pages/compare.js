@@ -2,19 +2,17 @@
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h, link, number, select, table } from "./dom.js";
-import { column } from "./trajectory.js";
+import { sideBySide } from "./trajectory.js";
 
 const both = (left, right, titles) => {
   const named = new Map(right.map((chart) => [chart.title, chart]));
   return left.filter((chart) => named.has(chart.title)).map((chart) => lineChart({
     ...chart,
+    summary: "",
     lines: [...chart.lines.map((line, i) => ({ ...line, label: `${titles[0]}: ${line.label}`, colour: i % 8 })),
       ...named.get(chart.title).lines.map((line, i) => ({ ...line, label: `${titles[1]}: ${line.label}`, colour: i % 8, dashed: true }))],
   }));
 };
-
-// Rollouts side by side: those of one prompt (siblings), or one from each run.
-const sideBySide = async (places) => h("div", { class: "columns" }, await Promise.all(places.map(([place, run]) => column(place, run))));
 
 const siblings = async (params) => {
   const found = await get("trajectory", { run: params.run, place: params.siblings });

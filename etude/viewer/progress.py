@@ -7,12 +7,9 @@ drawn; no curve is wider than requested. `display` decides when to draw.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import TypeGuard, cast
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.problems import count_tool_calls, find_problems
+from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
+from etude.viewer.rows import is_number
 
 _CURVE_ROWS = 5
 _RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run
@@ -32,7 +31,7 @@ _BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # per colu
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One table row: the first of `keys` that a step logged, formatted by `form`."""
 
     label: str
@@ -57,17 +56,16 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
 ROWS = (
-    Row("reward", "reward", REWARD_KEYS, _number),
-    Row("success", "success", ("reward/success/mean",), _percent),
-    Row("tool use", "tools", ("rollout/tool_use_rate",), _percent),
-    Row("response length", "length", ("response_length/mean",), _whole),
-    Row("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
-    Row("entropy", "entropy", ("actor/entropy",), _number),
-    Row("loss", "loss", ("sft/loss", "dpo/loss"), _number),
-    Row("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
-    Row("dropped", "dropped", ("rollout/dropped",), _whole),
+    MetricRow("reward", "reward", REWARD_KEYS, _number),
+    MetricRow("success", "success", ("reward/success/mean",), _percent),
+    MetricRow("tool use", "tools", ("rollout/tool_use_rate",), _percent),
+    MetricRow("response length", "length", ("response_length/mean",), _whole),
+    MetricRow("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
+    MetricRow("entropy", "entropy", ("actor/entropy",), _number),
+    MetricRow("loss", "loss", ("sft/loss", "dpo/loss"), _number),
+    MetricRow("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
+    MetricRow("dropped", "dropped", ("rollout/dropped",), _whole),
 )
 
 
@@ -113,21 +111,6 @@ class RunState:
         """Estimated seconds left, from the mean of the last 50 steps; None before the first step ends."""
         recent = self.seconds[-_RECENT:]
         return sum(recent) / len(recent) * max(self.total_steps - self.step, 0) if recent else None
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number in the range of a float; booleans do not count."""
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
-
-
-def is_validation(name: str) -> bool:
-    """Whether a metric is a validation mean, `val-core/{source}/reward/mean@N`."""
-    return name.startswith("val-core/") and name.rpartition("/")[2].startswith("mean@")
-
-
-def validation_label(key: str) -> str:
-    """Shortens `val-core/gsm8k/reward/mean@1` to `gsm8k`."""
-    return key.removeprefix("val-core/").rpartition("/reward/")[0]
 
 
 def first_value(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:

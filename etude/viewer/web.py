@@ -23,11 +23,11 @@ from etude.errors import EtudeError, one_line
 from etude.jsonl import json_line
 from etude.serving.listening import limited_protocol, listen, server_config, url_of
 from etude.serving.middleware import is_loopback
-from etude.viewer.index import Filter
-from etude.viewer.web import answers
-from etude.viewer.web.runs import Runs, RunView
+from etude.viewer import answers
+from etude.viewer.page import PAGES
+from etude.viewer.query import Filter
+from etude.viewer.runs import Runs, RunView
 
-PAGES = Path(__file__).with_name("pages")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -122,6 +122,10 @@ def _add_answers(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/overview")
     def overview(run: Name = "") -> Response:
         return answer(answers.overview(run_of(run)))
+
+    @app.get("/api/results")
+    def results(run: Name = "") -> Response:
+        return answer(answers.results(run_of(run)))
 
     @app.get("/api/curves")
     def curves(run: Name = "", version: Name = "") -> Response:

@@ -50,9 +50,15 @@ const hover = (drawing, xs, x, say) => {
 };
 
 const card = (chart, drawing, lines, reading) => h("figure", { "data-chart": chart.title },
-  h("h3", null, chart.title), legend(lines), drawing, reading, h("figcaption", null, chart.note));
+  h("h3", null, chart.title), legend(lines), drawing, reading, h("figcaption", null, chart.note, " ", chart.summary));
 
-// chart: {title, note, percent, lines: [{label, steps, values, low?, high?, marks?, dashed?, colour?}]}
+// Moving average of a long line (half-width: a twentieth of it); null for a short one.
+const average = (values) => {
+  const half = Math.floor(values.length / 20);
+  return half < 2 ? null : values.map((_, i) => { const part = values.slice(Math.max(0, i - half), i + half + 1); return part.reduce((a, b) => a + b, 0) / part.length; });
+};
+
+// chart: {title, note, summary, percent, lines: [{label, steps, values, low?, high?, marks?, dashed?, colour?}]}
 export const lineChart = (chart) => {
   const lines = chart.lines.map((line, i) => ({ ...line, colour: line.colour ?? i % 8 }));
   const xs = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
@@ -67,7 +73,9 @@ export const lineChart = (chart) => {
       const back = path([...line.steps].reverse(), [...line.low].reverse()).replace("M", "L");
       drawing.append(svg("path", { class: `band c${line.colour}`, d: `${path(line.steps, line.high)}${back}Z` }));
     }
-    drawing.append(svg("path", { class: `line c${line.colour} ${line.dashed ? "dashed" : ""}`, d: path(line.steps, line.values) }));
+    const smooth = line.marks ? null : average(line.values);
+    if (smooth) drawing.append(svg("path", { class: `faint c${line.colour}`, d: path(line.steps, line.values) }));
+    drawing.append(svg("path", { class: `line c${line.colour} ${line.dashed ? "dashed" : ""}`, d: path(line.steps, smooth ?? line.values) }));
     line.steps.forEach((step, i) => {
       if (line.marks && line.low) drawing.append(svg("line", { class: `line c${line.colour}`, x1: x(step), x2: x(step), y1: y(line.low[i]), y2: y(line.high[i]) }));
       if (line.marks || line.steps.length < 3) drawing.append(svg("circle", { class: `dot c${line.colour}`, cx: x(step), cy: y(line.values[i]), r: 3 }));
@@ -78,7 +86,7 @@ export const lineChart = (chart) => {
   return card(chart, drawing, lines, hover(drawing, xs, x, say));
 };
 
-// chart: {title, note, steps, parts: {name: values}}: one stacked bar per step.
+// chart: {title, note, summary, steps, parts: {name: values}}: one stacked bar per step.
 export const stackedBars = (chart) => {
   const names = Object.keys(chart.parts);
   const sums = chart.steps.map((_, i) => names.reduce((sum, name) => sum + chart.parts[name][i], 0));

@@ -1,4 +1,4 @@
-"""The simulator: its engine against one that steps token by token, its loop against sums by hand, its fit."""
+"""`etude scale`: its engine against one that steps token by token, its loop against sums by hand, its fit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.cli.scale import scale
-from etude.errors import DataError
-from etude.viewer.scale import (
+from etude.cli.scale import (
     Costs,
-    Engine,
     Measured,
     Placement,
     Trajectory,
@@ -24,61 +21,47 @@ from etude.viewer.scale import (
     measure,
     predict,
     recommend,
+    roll_out,
+    scale,
     with_tools,
 )
+from etude.errors import DataError
 
-simpy = pytest.importorskip("simpy")
 COSTS = Costs(step=0.01, row=0.001, prefill=0.0001, train=0.5, token=0.002, sync=0.25, driver=0.125)
 
 
-def stepped(costs: Costs, requests: list[tuple[int, int]], slots: int) -> list[float]:
-    """When each of `requests`, (prefilled, sampled), ends in an engine that decodes one token a step; all arrive at 0."""
-    now, waiting, running, ends = 0.0, list(enumerate(requests)), dict[int, int](), dict[int, float]()
+def stepped(costs: Costs, requests: list[tuple[int, int]], slots: int) -> float:
+    """When the last of `requests`, (prefilled, sampled), ends in an engine that decodes one token a step."""
+    now, waiting, running = 0.0, list(requests), list[int]()
     while waiting or running:
         while waiting and len(running) < slots:
-            number, (prefilled, sampled) = waiting.pop(0)
-            running[number] = sampled
+            prefilled, sampled = waiting.pop(0)
+            running.append(sampled)
             now += prefilled * costs.prefill
         now += costs.step + costs.row * len(running)
-        for number in list(running):
-            running[number] -= 1
-            if not running[number]:
-                del running[number]
-                ends[number] = now
-    return [ends[number] for number in range(len(requests))]
+        running = [left - 1 for left in running if left > 1]
+    return now
+
+
+def one_turn(prefilled: int, sampled: int) -> Trajectory:
+    return Trajectory((Turn(prefilled, sampled, 0.0),), 0.0)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=9), st.integers(1, 4))
 def test_the_engine_is_one_that_decodes_token_by_token(requests, slots):
-    env = simpy.Environment()
-    engine, ends = Engine(env, COSTS, slots), [0.0] * len(requests)
-
-    def ask(number, request):
-        yield engine.generate(*request)
-        ends[number] = env.now
-
-    for number, request in enumerate(requests):
-        env.process(ask(number, request))
-    env.run()
-    assert ends == pytest.approx(stepped(COSTS, requests, slots))
-    assert engine.busy == pytest.approx(max(ends))
+    end, busy = roll_out(COSTS, [one_turn(*each) for each in requests], slots, len(requests))
+    assert end == pytest.approx(stepped(COSTS, requests, slots))
+    assert busy == pytest.approx(end)
 
 
-def test_a_sequence_that_arrives_later_slows_the_others_from_then_on():
-    env, costs = simpy.Environment(), Costs(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    engine, ends = Engine(env, costs, 8), {}
-
-    def ask(name, after, sampled):
-        yield env.timeout(after)
-        yield engine.generate(0, sampled)
-        ends[name] = env.now
-
-    env.process(ask("first", 0.0, 10))
-    env.process(ask("second", 4.0, 2))
-    env.run()
-    # 4 tokens alone, then two at half the pace: the second ends at 4 + 2·2, the first 4 tokens later
-    assert ends == pytest.approx({"second": 8.0, "first": 12.0})
+def test_a_turn_that_waits_for_its_tool_leaves_the_engine_to_others():
+    costs = Costs(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    waits = Trajectory((Turn(0, 2, 10.0), Turn(0, 3, 0.0)), scoring=5.0)
+    assert roll_out(costs, [waits], 8, 1) == (2 + 10 + 3 + 5, 5.0)
+    # both decode 2 tokens at half the pace, then the other 4 alone, long before the tool returns
+    assert roll_out(costs, [waits, one_turn(0, 6)], 8, 2) == (4 + 10 + 3 + 5, 4 + 4 + 3)
+    assert roll_out(costs, [waits, one_turn(0, 6)], 8, 1)[0] == 2 + 10 + 3 + 6
 
 
 def fixed(turns=((10, 20, 0.0),), **changes) -> Measured:
@@ -96,9 +79,7 @@ def generation(measured: Measured, ranks: int) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_synchronous_step_is_the_sum_of_its_parts(ranks):
     found = predict(fixed(), Placement(ranks, ranks, colocated=True))
-    tokens = 8 * 4 * 30
-    expected = generation(fixed(), ranks) + COSTS.train + COSTS.token * tokens / ranks + COSTS.driver + COSTS.sync
-    # the engines have the new weights when the step ends: the stall is over
+    expected = generation(fixed(), ranks) + COSTS.train + COSTS.token * 8 * 4 * 30 / ranks + COSTS.driver + COSTS.sync
     assert found.step_seconds == pytest.approx(expected)
     assert found.samples_per_second == pytest.approx(32 / expected)
     assert found.engines_busy == pytest.approx(generation(fixed(), ranks) / expected)
@@ -106,12 +87,12 @@ def test_a_synchronous_step_is_the_sum_of_its_parts(ranks):
 
 def test_one_step_off_takes_as_long_as_its_slower_half():
     slow_training = replace(COSTS, token=0.1)
-    found = predict(fixed(costs=slow_training), Placement(1, 1, colocated=False, staleness=1), steps=8)
+    found = predict(fixed(costs=slow_training), Placement(1, 1, colocated=False, staleness=1))
     expected = slow_training.training(8 * 4 * 30, 1) + COSTS.driver + COSTS.sync
     assert found.step_seconds == pytest.approx(expected)
     assert found.trainers_busy == pytest.approx((COSTS.train + 0.1 * 960) / expected)
     slow_rollout = replace(COSTS, step=10.0)
-    found = predict(fixed(costs=slow_rollout, slots=32), Placement(1, 1, colocated=False, staleness=1), steps=8)
+    found = predict(fixed(costs=slow_rollout, slots=32), Placement(1, 1, colocated=False, staleness=1))
     assert found.step_seconds == pytest.approx(20 * 10.0, rel=0.02)
     assert found.engines_busy > 0.95
 
@@ -246,11 +227,3 @@ def test_the_command_prints_a_row_for_each_number_of_ranks(tmp_path):
     bad = CliRunner().invoke(scale, [str(run), "--ranks", "0,x"])
     assert bad.exit_code == 2
     assert "whole numbers of at least 1, comma-separated, not '0,x'" in bad.output
-
-
-def test_rollouts_that_do_not_wait_spread_over_all_engines():
-    """Half the ranks roll out as fast as half the ranks can, whatever number of groups is in flight."""
-    slow_rollout = fixed(costs=replace(COSTS, row=1.0), prompts=16, slots=1000)
-    found = predict(slow_rollout, Placement(4, 4, colocated=False, staleness=1))
-    assert found.engines_busy > 0.9
-    assert found.step_seconds == pytest.approx(20 * 16 * 4 / 4, rel=0.1)

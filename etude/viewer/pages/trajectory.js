@@ -108,10 +108,16 @@ export const conversation = (found) => found.sequences.map((sequence, i) => h("a
   sequence.blocks.map((each) => block(each.kind, each.label, each.text, each.omitted)),
   h("dl", { class: "inline" }, sequence.facts.map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text))))));
 
-export const column = async (place, run) => {
+// A trajectory beside others; `label` says which it is.
+const column = async (place, run, label = "") => {
   const found = await get("trajectory", { run, place });
-  return h("div", { class: "column" }, h("h3", null, h("a", { href: link("trajectory", { run, place }) }, place)), head(found.row), conversation(found), calls(found));
+  const name = label ? `${label}, step ${found.row.step}` : place;
+  return h("div", { class: "column", "data-label": label || null }, h("h3", null, h("a", { href: link("trajectory", { run, place }) }, name)), head(found.row), conversation(found), calls(found));
 };
+
+// Trajectories side by side, each [place, run, label]; without a place, its prompt was not sampled again.
+export const sideBySide = async (entries) => h("div", { class: "columns" }, await Promise.all(entries.map(([place, run, label]) =>
+  (place ? column(place, run, label).catch((error) => h("div", { class: "column muted" }, error.message)) : h("div", { class: "column muted" }, "This prompt was not sampled again in the last dump.")))));
 
 export const trajectory = async ({ params, go, onKey }) => {
   const place = params.place ?? "";

@@ -1,13 +1,13 @@
-"""JSON responses for the web pages: curves, diagnosis, trajectories, tokens, timelines, comparisons.
+"""What there is to see of a run, as JSON: results, curves, diagnosis, trajectories, tokens, timelines, comparisons. The web
+pages, the exported page and the terminal show the same answers.
 
-Invariant: pure functions of a run's files; every response is bounded in rows, points and characters, whatever the files
-contain. Text is returned unsanitized: the pages render it as text nodes and replace control characters themselves.
+Invariant: pure functions of a run's files; every answer is bounded in rows, points and characters, whatever the files
+contain. Text is returned unsanitized, except in conversations: who shows it does so as text, without control characters.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
@@ -15,28 +15,28 @@ from typing import Any
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line
 from etude.problems import find_problems
-from etude.run_folder import read_config, read_run_record
+from etude.run_folder import CONFIG_FILE, read_config, read_run_record, run_totals
+from etude.viewer.before_after import choose_trajectories, read_headlines
+from etude.viewer.causes import count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
+from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
-from etude.viewer.index import Filter, RolloutIndex, count_values, group_rows
-from etude.viewer.panel import is_number, validation_label
-from etude.viewer.rows import FLAGS, Row, as_list
-from etude.viewer.runs import diff_configs, is_run, read_run
-from etude.viewer.signal import count_problems, find_causes
-from etude.viewer.subjects import SUBJECTS, Records, find_lines, series, time_parts, validation_keys
-from etude.viewer.web.runs import Runs, RunView
+from etude.viewer.index import RolloutIndex, count_values, group_rows
+from etude.viewer.query import Filter
+from etude.viewer.rows import FLAGS, Row, as_list, is_number
+from etude.viewer.runs import Runs, RunView, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
 
-MAX_POINTS = 400  # per line of a chart
 PAGE_ROWS = 100
 PAGE_GROUPS = 50
 PAGE_TOKENS = 2000
 MAX_TEXT = 20_000
 MAX_CALLS = 200
-MAX_LANES = 256  # trajectories of a timeline
+MAX_ROWS = 256  # of a timeline, and groups of a diagnosis
 MAX_DIFFERENCES = 300
 MAX_PROMPTS = 50
+MAX_CONFIG = 200_000  # characters
 _MAX_CHOICES = 100
 _MAX_SEQUENCES = 32
 _EXCERPT = 300
@@ -44,11 +44,7 @@ _EXCERPT = 300
 
 def list_runs(runs: Runs) -> Answer:
     """Returns the name, status and progress of each run."""
-    return {"runs": [{"name": run.name, "title": _title(run), **_status(run)} for run in runs.all()]}
-
-
-def _title(run: RunView) -> str:
-    return run.name if run.name != "." else run.folder.resolve().name
+    return {"runs": [{"name": run.name, "title": run.title, **_status(run)} for run in runs.all()]}
 
 
 def _status(run: RunView) -> Answer:
@@ -59,118 +55,83 @@ def _status(run: RunView) -> Answer:
 
 
 def overview(run: RunView) -> Answer:
-    """Returns the run's status, software and hardware, and the problems found in its steps."""
+    """Returns the run's status, cost, software and hardware, and the problems found in its steps."""
     _, records = run.metrics()
     record = read_run_record(run.folder)
-    facts: dict[str, str] = {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
+    facts = {f"total {name.replace('_', ' ')}": f"{value:,.4g}" for name, value in run_totals(records).items()}
+    facts |= {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
     index = run.index
     facts["trajectories"] = f"{len(index.rows):,}" + ("" if index.complete else " so far: still reading")
     if index.bad_lines:
         facts["lines that are no trajectories"] = f"{index.bad_lines:,}; {index.bad[0].place}: {index.bad[0].reason}"
-    return {"title": _title(run), **_status(run), "facts": facts, "problems": count_problems(records)}
+    return {"title": run.title, **_status(run), "facts": facts, "problems": count_problems(records)}
+
+
+def results(run: RunView) -> Answer:
+    """Returns the results before and after training, the trajectories that show them (see `choose_trajectories`), and the
+    configuration as text.
+
+    Raises:
+        DataError: `summary.json` is malformed.
+    """
+    _, records = run.metrics()
+    headlines, facts = read_headlines(run.folder, records)
+    path = run.folder / CONFIG_FILE
+    try:
+        config = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        config = f"cannot be read: {one_line(error)}"
+    shown = {"config": config[:MAX_CONFIG], "config_omitted": max(len(config) - MAX_CONFIG, 0)}
+    return {"headlines": headlines, "facts": facts, **choose_trajectories(run.index.rows), **shown}
 
 
 def curves(run: RunView, version: str = "") -> Answer:
-    """Returns the charts of `SUBJECTS`, downsampled to `MAX_POINTS`, and the time per activity; only the version if
-    `version`, that of an earlier response, is still current."""
+    """Returns the charts of the metrics; only the version if `version`, that of an earlier response, is still current."""
     now, records = run.metrics()
     if now == version:
         return {"version": now}
-    charts = [chart for subject in SUBJECTS if (chart := _chart(subject.title, records)) is not None]
-    steps, parts = time_parts([record for record in records if record["step"] > 0])
-    thin_steps, *columns = _thin(steps, *parts.values())
-    time: Answer = {"title": "Where the time went", "note": "Seconds of a step, by activity.", "steps": thin_steps}
-    last = records[-1] if records else {}
-    return {
-        "version": now,
-        "step": last.get("step", 0),
-        "charts": charts,
-        "time": time | {"parts": dict(zip(parts, columns))} if steps else None,
-    }
+    step = records[-1]["step"] if records else 0
+    return {"version": now, "step": step, "charts": draw_charts(records), "time": draw_time(records)}
 
 
-def _chart(title: str, records: Records) -> Answer | None:
-    subject = next(each for each in SUBJECTS if each.title == title)
-    lines = []
-    for label, steps, values in find_lines(subject, records):
-        at, means = _thin(steps, values)
-        lines.append({"label": label, "steps": at, "values": means})
-    if lines and subject.band is not None:
-        both = [record for record in records if all(is_number(record.get(key)) for key in subject.band)]
-        steps = [record["step"] for record in both]
-        if steps == series(records, subject.lines[0].keys[0])[0]:
-            _, low, high = _thin(steps, *([float(record[key]) for record in both] for key in subject.band))
-            lines[0] |= {"low": low, "high": high}
-    for key in validation_keys(records) if title == "Success" else ():
-        lines.append(_validation_line(key, records))
-    if not lines:
-        return None
-    return {"title": title, "note": subject.note, "percent": subject.percent, "lines": lines}
-
-
-def _validation_line(key: str, records: Records) -> Answer:
-    steps, values = series(records, key)
-    line: Answer = {"label": f"validation: {validation_label(key)}", "steps": steps, "values": values, "marks": True}
-    bounds = [series(records, f"{key}/ci95_{end}") for end in ("low", "high")]
-    if all(found == steps for found, _ in bounds):
-        line |= {"low": bounds[0][1], "high": bounds[1][1]}
-    return line
-
-
-def _thin(steps: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:
-    """Downsamples the columns to at most `MAX_POINTS` means over equal windows, placed at each window's last step."""
-    size = max(1, math.ceil(len(steps) / MAX_POINTS))
-    starts = range(0, len(steps), size)
-    ends: list[float] = [steps[min(start + size, len(steps)) - 1] for start in starts]
-    return [ends, *([_round(fmean(column[start : start + size])) for start in starts] for column in columns)]
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+_WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
 def why(run: RunView, step: int | None = None) -> Answer:
     """Returns what removed the learning signal from a step (default: the last one with a dump): causes with examples,
     reward components, sampler–trainer mismatch, problems."""
     _, records = run.metrics()
-    rows = [row for row in run.index.rows if row.split in ("train", "")]
-    steps = sorted({row.step for row in rows})
-    chosen = step if step is not None else steps[-1] if steps else max((each["step"] for each in records), default=0)
+    chosen, steps, rows = _training_rows(run, step)
+    if step is None and not steps:
+        chosen = max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
-    step_rows = [row for row in rows if row.step == chosen]
-    dumps = {(run.folder / row.name).parent for row in step_rows}
-    problems = list(find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values())
-    try:
-        causes = find_causes(dumps.pop(), metrics, chosen) if len(dumps) == 1 else []
-    except DataError as error:  # such as a dump still being written
-        causes = []
-        problems.append(one_line(error))
-    places = {name: row.place for row in reversed(step_rows) for name in (row.uid, row.request_id) if name}
+    causes = [
+        {
+            "what": cause.what,
+            "share": cause.share,
+            "text": cause.text,
+            "examples": [{"name": name, "place": row.place} for name, row in cause.named_examples],
+        }
+        for cause in find_causes(rows, metrics)
+    ]
     return {
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
-        "causes": [
-            {
-                "what": cause.what,
-                "share": cause.share,
-                "text": cause.text,
-                "examples": _examples(cause.examples, places),
-            }
-            for cause in causes
-        ],
+        "causes": causes,
         "components": _components(metrics),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
-        "problems": problems,
-        "spread": _group_spread(step_rows),
-        "charts": [chart for title in _WHY_CHARTS if (chart := _chart(title, records)) is not None],
+        "problems": [*find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values()],
+        "spread": _group_spread(rows),
+        "charts": draw_charts(records, _WHY_CHARTS),
     }
 
 
-_WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
-
-
-def _examples(names: Iterable[str], places: Mapping[str, str]) -> list[Answer]:
-    return [{"name": name, "place": places.get(name)} for name in names]
+def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list[Row]]:
+    """Returns (`step` or the last one, all steps, the step's rows) of the training rollouts."""
+    rows = [row for row in run.index.rows if row.split in ("train", "")]
+    steps = sorted({row.step for row in rows})
+    chosen = step if step is not None else steps[-1] if steps else 0
+    return chosen, steps, [row for row in rows if row.step == chosen]
 
 
 def _components(metrics: Mapping[str, Any]) -> list[Answer]:
@@ -193,7 +154,7 @@ def _group_spread(rows: Sequence[Row]) -> list[Answer]:
             groups.append(
                 {"uid": members[0].uid, "place": members[0].place, "mean": fmean(scores), "std": pstdev(scores)}
             )
-    return sorted(groups, key=lambda group: group["std"])[:MAX_LANES]
+    return sorted(groups, key=lambda group: group["std"])[:MAX_ROWS]
 
 
 def _row(row: Row) -> Answer:
@@ -253,43 +214,44 @@ def _find(run: RunView, place: str) -> tuple[RolloutIndex, Row]:
 
 
 def trajectory(run: RunView, place: str) -> Answer:
-    """Returns a trajectory: its conversation by provenance, tool calls, rewards, facts, and the rollouts of its prompt.
+    """Returns a trajectory: what `describe_record` says, its row, and the rollouts of its prompt.
 
     Raises:
         DataError: there is no trajectory at `place`.
     """
     index, row = _find(run, place)
-    record = index.read(row)
-    sequences = sequences_of(record)
-    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
-    siblings = index.siblings(row)
     rows = index.rows
     at = next((number for number, each in enumerate(rows) if each.place == place), 0)
     return {
         "row": _row(row),
-        "sequences": [_conversation(each) for each in sequences[-_MAX_SEQUENCES:]],
-        "calls": [_call(call) for call in calls[:MAX_CALLS]],
-        "calls_omitted": max(len(calls) - MAX_CALLS, 0),
-        "siblings": [_row(each) for each in siblings[:PAGE_ROWS]],
+        **describe_record(index.read(row)),
+        "siblings": [_row(each) for each in index.siblings(row)[:PAGE_ROWS]],
         "before": rows[at - 1].place if at else None,
         "after": rows[at + 1].place if at + 1 < len(rows) else None,
     }
 
 
-def _conversation(record: Mapping[str, Any]) -> Answer:
-    conversation = parse_conversation(record, MAX_TEXT)
-    assert conversation is not None
-    return {"blocks": [vars(block) for block in conversation.blocks], "facts": conversation.facts}
+def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answer:
+    """Returns a record's sequences (the main one last) as conversations by provenance with facts, and its tool calls; texts
+    have at most `max_text` characters."""
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    conversations = [parse_conversation(each, max_text) for each in sequences_of(record)[-_MAX_SEQUENCES:]]
+    return {
+        "sequences": [
+            {"blocks": [vars(block) for block in each.blocks], "facts": each.facts} for each in conversations
+        ],
+        "calls": [_call(call, max_text) for call in calls[:MAX_CALLS]],
+        "calls_omitted": max(len(calls) - MAX_CALLS, 0),
+    }
 
 
-def _call(call: Mapping[str, Any]) -> Answer:
+def _call(call: Mapping[str, Any], max_text: int) -> Answer:
+    def shorten(value: object) -> str | None:
+        return None if value is None else (text := str(value))[:max_text] + (" …" if len(text) > max_text else "")
+
+    texts = {name: shorten(call.get(name)) for name in ("name", "arguments", "response", "error", "source")}
     numbers = ("turn", "reward", "seconds", "retries", "timeouts")
-    texts = {name: _truncate(call.get(name)) for name in ("name", "arguments", "response", "error", "source")}
-    return texts | {name: call.get(name) if is_number(call.get(name)) else None for name in numbers}
-
-
-def _truncate(text: object) -> str | None:
-    return None if text is None else str(text)[:MAX_TEXT] + (" …" if len(str(text)) > MAX_TEXT else "")
+    return texts | {name: value if is_number(value := call.get(name)) else None for name in numbers}
 
 
 def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
@@ -305,9 +267,8 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
     record = sequences[sequence]
     if not record.get("segments"):
         raise DataError("this dump holds no tokens: it is another program's, or nothing was sampled")
-    tokenizer = run.tokenizer
     try:
-        page = list(islice(list_tokens(record, tokenizer), offset, offset + PAGE_TOKENS))
+        page = list(islice(list_tokens(record, run.decode), offset, offset + PAGE_TOKENS))
     except OverflowError as error:  # a token id out of any tokenizer's range
         raise DataError(f"{place}: {one_line(error)}") from error
     total = sum(len(segment.get("token_ids") or ()) for segment in record["segments"])
@@ -326,7 +287,7 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
         "total": total,
         "offset": offset,
         "page": PAGE_TOKENS,
-        "tokenizer": tokenizer is not None,
+        "tokenizer": run.decode is not None,
         "columns": columns | values,
     }
 
@@ -334,31 +295,24 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
 def timeline(run: RunView, step: int | None = None) -> Answer:
     """Returns the timeline of a step: for each trajectory, spans of waiting, sampling, tool calls and scoring in seconds
     from the first start (older dumps have durations only); and the trainer's activities."""
-    index, (_, records) = run.index, run.metrics()
-    rows = [row for row in index.rows if row.split in ("train", "")]
-    steps = sorted({row.step for row in rows})
-    chosen = step if step is not None else steps[-1] if steps else 0
-    shown = [row for row in rows if row.step == chosen]
-    lanes: list[Answer] = []
-    for row in shown[:MAX_LANES]:
+    _, records = run.metrics()
+    chosen, steps, rows = _training_rows(run, step)
+    index, lanes = run.index, list[Answer]()
+    for row in rows[:MAX_ROWS]:
         spans, known = _spans(index.read(row))
         lanes.append({"place": row.place, "uid": row.uid, "score": row.score, "spans": spans, "known": known})
     start = min((span[1] for lane in lanes if lane["known"] for span in lane["spans"]), default=0.0)
     for lane in lanes:
         shift = start if lane["known"] else 0.0
-        lane["spans"] = [[name, _round(begin - shift), _round(length)] for name, begin, length in lane["spans"]]
+        lane["spans"] = [[name, round(begin - shift, 6), round(length, 6)] for name, begin, length in lane["spans"]]
     metrics = next((record for record in records if record["step"] == chosen), {})
-    training = {
-        name.removeprefix("timing_s/"): value
-        for name, value in metrics.items()
-        if name.startswith("timing_s/") and is_number(value)
-    }
+    timings = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     return {
         "step": chosen,
         "steps": steps[-1000:],
         "lanes": lanes,
-        "omitted": len(shown[MAX_LANES:]),
-        "training": training,
+        "omitted": len(rows[MAX_ROWS:]),
+        "training": {name: value for name, value in timings.items() if is_number(value)},
     }
 
 
@@ -398,7 +352,7 @@ def compare(run: RunView, other: RunView) -> Answer:
         if (row := index.find(pair["left"]["place"])) is not None:
             pair["prompt"] = index.texts(row)[0][-_EXCERPT:]
     return {
-        "titles": [_title(run), _title(other)],
+        "titles": [run.title, other.title],
         "differences": shown[:MAX_DIFFERENCES],
         "omitted": len(shown[MAX_DIFFERENCES:]),
         "reason": reason,
