@@ -133,7 +133,7 @@ def _sandbox(findings: Findings) -> str:
             works[mode.value] = asyncio.run(prove(mode))
         except SandboxUnavailableError as error:
             missing = mode is Isolation.BUBBLEWRAP and not shutil.which("bwrap")
-            fix = "apt-get install bubblewrap" if missing else _NAMESPACES
+            fix = "run `apt-get install bubblewrap`" if missing else _NAMESPACES
             findings.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
     if not works:
         line = "no mode isolates: model-written code cannot run here"

@@ -412,7 +412,7 @@ async def test_a_full_queue_and_a_long_wait():
     end = asyncio.Event()
     first = asyncio.create_task(stay(end))
     second = asyncio.create_task(stay(end))
-    while service.waiting < 1:
+    while service.running < 1:
         await asyncio.sleep(0)
     assert (service.running, service.waiting) == (1, 1)
     with pytest.raises(ServerBusy, match="2 requests are in progress"):
