@@ -1,4 +1,4 @@
-"""The wire format: Sandbox Fusion's messages for `/run_code` and `/run_jupyter`, our session messages, and their conversion
+"""The HTTP API: Sandbox Fusion's messages for `/run_code` and `/run_jupyter`, our session messages, and their conversion
 to and from this package's types.
 
 Invariant: fields, their defaults and the status rules are Sandbox Fusion's, so that its clients work with our server and
@@ -254,7 +254,7 @@ def run_result(response: RunCodeResponse) -> RunResult:
     """Converts a `/run_code` response to a result.
 
     Raises:
-        SandboxError: the response says that the sandbox failed, or has no result.
+        SandboxError: the response says that the sandbox failed, has no result, or is invalid.
     """
     commands = [command for command in (response.compile_result, response.run_result) if command is not None]
     failed = next((command for command in commands if command.status is CommandRunStatus.Error), None)
@@ -263,7 +263,8 @@ def run_result(response: RunCodeResponse) -> RunResult:
         raise SandboxError(f"the sandbox failed: {reason[:500]}")
     compiled = None if response.compile_result is None else _from_command(response.compile_result)
     if response.run_result is not None:
-        return replace(_from_command(response.run_result), compile=compiled, files=decode_files(response.files))
+        files = decode_files(response.files, SandboxError)
+        return replace(_from_command(response.run_result), compile=compiled, files=files)
     if compiled is None:
         raise SandboxError(f"the sandbox answered '{response.status.value}' without a result")
     return RunResult(status=RunStatus.COMPILE_FAILED, return_code=None, stdout="", stderr="", compile=compiled)
@@ -294,7 +295,11 @@ def cell_response(result: CellResult) -> CellResponse:
 
 
 def cell_result(response: CellResponse) -> CellResult:
-    """Converts a response to the result of a session's cell."""
+    """Converts a response to the result of a session's cell.
+
+    Raises:
+        SandboxError: an image is not base64.
+    """
     images = [bundle["image/png"] for bundle in response.cell.display if "image/png" in bundle]
     texts = [str(bundle["text/plain"]) for bundle in response.cell.display if "text/plain" in bundle]
     error = None
@@ -307,7 +312,7 @@ def cell_result(response: CellResponse) -> CellResult:
         stdout=response.cell.stdout,
         stderr=response.cell.stderr,
         text=texts[-1] if texts else None,
-        images=tuple(_decoded("display", image) for image in images),
+        images=tuple(_decode("display", image, SandboxError) for image in images),
         error=error,
         stdout_truncated=response.stdout_truncated,
         stderr_truncated=response.stderr_truncated,
@@ -316,13 +321,13 @@ def cell_result(response: CellResponse) -> CellResult:
     )
 
 
-def decode_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
+def decode_files(files: Mapping[str, str | None], failure: type[Exception] = SandboxRequestError) -> dict[str, bytes]:
     """Decodes contents from base64; an entry without content is skipped, as in Sandbox Fusion.
 
     Raises:
-        SandboxRequestError: a content is not base64.
+        SandboxRequestError, or `failure`: a content is not base64.
     """
-    return {path: _decoded(path, content) for path, content in files.items() if content is not None}
+    return {path: _decode(path, content, failure) for path, content in files.items() if content is not None}
 
 
 def encode_files(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -330,11 +335,11 @@ def encode_files(files: Mapping[str, bytes]) -> dict[str, str]:
     return {path: base64.b64encode(content).decode() for path, content in files.items()}
 
 
-def _decoded(path: str, content: str) -> bytes:
+def _decode(path: str, content: str, failure: type[Exception]) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise SandboxRequestError(f"files: the content of {path[:80]!r} is not base64: {error}") from error
+        raise failure(f"files: the content of {path[:80]!r} is not base64: {error}") from error
 
 
 def _command_result(result: RunResult) -> CommandRunResult:

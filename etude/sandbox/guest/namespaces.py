@@ -1,7 +1,7 @@
-"""The box of one run: its own mounts, network, host name and `/proc`, initially empty and discarded after the run.
+"""The namespaces of one run: its own mounts, network, host name and `/proc`, initially empty and discarded after the run.
 
-Invariant: after `open_box` everything that the run can write is in one size-limited tmpfs that no other run ever sees, and
-its network is not connected to anything. Without isolation the box is only a folder, without guarantees.
+Invariant: after `enter_namespaces` everything that the run can write is in one size-limited tmpfs that no other run ever
+sees, and its network is not connected to anything. Without isolation there is only a folder, without guarantees.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from . import kernel
-from .settings import BOX, SHM, TMP, WORK, Settings
+from .settings import FILES, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
 _TCP_BUFFER = 106_496  # bytes; half of Linux's default for other sockets
@@ -24,7 +24,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 @dataclass(frozen=True)
-class Box:
+class Folders:
     """The folders of a run."""
 
     work: str
@@ -38,34 +38,34 @@ class Box:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def open_box(settings: Settings, disk_mb: int, memory_mb: int) -> Box:
-    """Creates a box with `disk_mb` MiB for files, whose `/proc` shows `memory_mb` MiB of memory; without isolation it has
-    neither."""
+def enter_namespaces(settings: Settings, disk_mb: int, memory_mb: int) -> Folders:
+    """Creates the namespaces, with `disk_mb` MiB for files and a `/proc` that shows `memory_mb` MiB of memory; without
+    isolation there are only the folders."""
     if not settings.isolated:
         folder = tempfile.mkdtemp(prefix="run-", dir=settings.scratch)
         work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
         os.mkdir(work)
         os.mkdir(tmp)
-        return Box(work, tmp, folder)
+        return Folders(work, tmp, folder)
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     size = f"size={disk_mb}m,nr_inodes={_INODES},mode=700"
-    kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+    kernel.mount("tmpfs", FILES, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
     for target in (WORK, TMP, SHM):
-        source = f"{BOX}/{os.path.basename(target)}"
+        source = f"{FILES}/{os.path.basename(target)}"
         os.mkdir(source, 0o700)
         kernel.mount(source, target, "", kernel.MS_BIND)
     _limit_tcp_buffers()
     _mount_proc(memory_mb)
     _raise_loopback()
     socket.sethostname("sandbox")
-    return Box(WORK, TMP, "")
+    return Folders(WORK, TMP, "")
 
 
 def _mount_proc(memory_mb: int) -> None:
     """Mounts a `/proc` that shows the run's processes and two files made here; everything else is hidden by unreadable
     mounts."""
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    doors = f"{BOX}/proc"
+    doors = f"{FILES}/proc"
     os.mkdir(doors)
     os.mkdir(f"{doors}/folder", 0)
     written = _proc_files(memory_mb)
@@ -74,14 +74,14 @@ def _mount_proc(memory_mb: int) -> None:
             os.open(f"{doors}/{name}", os.O_CREAT | os.O_WRONLY, 0o444 if text else 0), "w", encoding="ascii"
         ) as file:
             file.write(text)
-    kernel.mount(doors, BOX, "", kernel.MS_BIND)
+    kernel.mount(doors, FILES, "", kernel.MS_BIND)
     flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("", BOX, "", flags)
+    kernel.mount("", FILES, "", flags)
     for entry in list(os.scandir("/proc")):
         if entry.is_symlink() or entry.name.isdigit():
             continue
         door = entry.name if entry.name in written else "folder" if entry.is_dir() else "file"
-        kernel.mount(f"{BOX}/{door}", entry.path, "", kernel.MS_BIND)
+        kernel.mount(f"{FILES}/{door}", entry.path, "", kernel.MS_BIND)
 
 
 def _proc_files(memory_mb: int) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""Verifies the guarantees of an isolation mode before it is used: each probe attempts something forbidden in a box.
+"""Verifies that containers confine programs: `look` when an executor opens, `check_isolation` for `etude sandbox check`.
 
-Invariant: `check_isolation` returns only if every guarantee of the table in `docs/sandbox.md` withstood a real attempt in a
-real box; otherwise it names the first broken one. The programs report what they managed to do, and the host's side (a
-listener, a secret file, the process table) is checked as well. `LOOK` runs first and only inspects its own process; the
-others start with a guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by
-mistake. A probe shows that a barrier exists, not that it has no holes: the attack suite in the tests looks for these.
+Invariant: `look` returns only if a container was seen to be confined and its memory limit ended a program; anything else
+(also a program that does not run) is an error, and the mode is refused. It is cheap, and harmless where nothing is confined:
+its first program only inspects its own process. `check_isolation` attempts to break every guarantee of the table in
+`docs/sandbox.md` in real containers, and names the first broken one; the host's side (a listener, a secret file, the process
+table) is checked as well. Attacking programs start with a guard that exits unless confined, so that they do no harm in a
+broken jail, or if run on a host by mistake. A probe shows that a barrier exists, not that it has no holes: the attack suite
+in the tests looks for these.
 """
 
 from __future__ import annotations
@@ -33,28 +35,45 @@ _ENVIRONMENT = frozenset({"PATH", "LANG", "USER", "HOME", "TMPDIR", "PWD", "PYTH
 """Environment variables that a program may have."""
 
 LOOK = r"""
-import json, os, socket, sys
+import json, os, resource, socket, sys
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+links = [line.split(":")[0].strip() for line in open("/proc/self/net/dev") if ":" in line]
+limits, disk = json.loads(sys.argv[1]), os.statvfs(".")
+hard = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] for name in ("NPROC", "NOFILE", "FSIZE")}
 print(json.dumps({
     "a user of its own": [os.getuid(), os.stat("/usr").st_uid == os.getuid()],
     "no privileges": sum(int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")),
     "none to gain": int(status["NoNewPrivs"]),
     "a filter of system calls": int(status["Seccomp"]),
-    "a PID namespace of its own": os.getppid(),
+    "a PID namespace of its own": [os.getppid(), sum(name.isdigit() for name in os.listdir("/proc"))],
     "a host name of its own": socket.gethostname(),
-    "a scrubbed environment": [name for name in sys.argv[1:] if name in os.environ],
+    "a scrubbed environment": [name for name in sys.argv[2:] if name in os.environ],
+    "no network interface but loopback": links,
+    "a read-only system": [path for path in ("/", "/usr", "/etc", "/opt/etude/guest")
+                           if not os.statvfs(path).f_flag & os.ST_RDONLY],
+    "a limit of processes": 0 <= hard["NPROC"] <= limits["processes"],
+    "a limit of open files": 0 <= hard["NOFILE"] <= limits["open_files"],
+    "a limit of a file's size": 0 <= hard["FSIZE"] <= limits["file_size_mb"] << 20,
+    "a limit of disk": 0 < disk.f_blocks * disk.f_frsize <= limits["disk_mb"] << 20,
 }))
 """
+"""Inspects its own process, and attempts nothing."""
 CONFINED = {
     "a user of its own": [PROGRAM_ID, False],
     "no privileges": 0,
     "none to gain": 1,
     "a filter of system calls": 2,
-    "a PID namespace of its own": 1,
+    "a PID namespace of its own": [1, 2],
     "a host name of its own": "sandbox",
     "a scrubbed environment": [],
+    "no network interface but loopback": ["lo"],
+    "a read-only system": [],
+    "a limit of processes": True,
+    "a limit of open files": True,
+    "a limit of a file's size": True,
+    "a limit of disk": True,
 }
-"""What `LOOK` reports from a box."""
+"""What `LOOK` reports from a container with the limits `SMALL`."""
 
 GUARD = r"""
 import os as _os, socket as _socket
@@ -174,7 +193,7 @@ CONTAINED: dict[str, Any] = {
     "a limit of a file's size": True,
     "a limit of disk": True,
 }
-"""What `ATTEMPTS` reports from a box."""
+"""What `ATTEMPTS` reports from a container."""
 
 _SLEEP = "import time\ntime.sleep(600)\n"
 
@@ -277,14 +296,26 @@ def _demand(holds: bool, guarantee: str, seen: object) -> None:
         raise GuaranteeBroken(f"{guarantee}: not kept here ({str(seen)[:200]})")
 
 
+async def look(run: Run) -> None:
+    """Looks at a container from inside, and lets it exceed a limit.
+
+    Raises:
+        GuaranteeBroken: it is not confined, or the limit did not hold.
+        SandboxError: no container was available, or the program did not run.
+    """
+    names = (name for name in os.environ if name not in _ENVIRONMENT)
+    await report(run, LOOK, CONFINED, json.dumps(vars(SMALL)), *names)
+    await check_limit(run, "a limit of all processes' memory")
+
+
 async def check_isolation(run: Run) -> None:
-    """Makes every attempt in boxes of `run`, after checking that they are confined at all.
+    """Makes every attempt in containers of `run`, after checking that they are confined at all.
 
     Raises:
         GuaranteeBroken: an attempt succeeded.
-        SandboxError: no box was available.
+        SandboxError: no container was available.
     """
-    await report(run, LOOK, CONFINED, *(name for name in os.environ if name not in _ENVIRONMENT))
+    await look(run)
     with _host() as (goals, listeners):
         await asyncio.gather(
             report(run, GUARD + ATTEMPTS, CONTAINED, json.dumps({**goals, "limits": vars(SMALL)})),

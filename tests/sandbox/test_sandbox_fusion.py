@@ -14,7 +14,7 @@ from etude.sandbox import (
     RunStatus,
     SandboxError,
     SandboxRequestError,
-    wire,
+    fusion,
 )
 
 text = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -34,11 +34,11 @@ names = st.from_regex(r"[a-z]{1,8}(/[a-z]{1,8})?\.txt", fullmatch=True)
         limits=st.builds(Limits, wall_seconds=st.floats(0.1, 30), memory_mb=st.integers(16, 1024)),
     )
 )
-def test_a_request_survives_the_wire(request):
-    message = wire.RunCodeRequest.model_validate_json(wire.run_code_request(request).model_dump_json())
-    limits = wire.with_limits(Limits(), message.run_timeout, message.memory_limit_MB)
+def test_a_request_survives_the_api(request):
+    message = fusion.RunCodeRequest.model_validate_json(fusion.run_code_request(request).model_dump_json())
+    limits = fusion.with_limits(Limits(), message.run_timeout, message.memory_limit_MB)
     assert limits == request.limits
-    back = wire.run_request(message, wire.known_language(message.language), limits)
+    back = fusion.run_request(message, fusion.known_language(message.language), limits)
     assert (back.code, back.language, back.stdin, back.compile_seconds) == (
         request.code,
         request.language,
@@ -107,13 +107,13 @@ compiled = RunResult(RunStatus.FINISHED, 0, "", "warning", wall_seconds=0.5)
     ],
 )
 def test_the_status_rules(result, status, compile_part, run_part):
-    response = wire.run_code_response(result)
+    response = fusion.run_code_response(result)
     assert response.status.value == status
     found = response.compile_result
     assert (found and (found.status.value, found.return_code)) == compile_part
     ran = response.run_result
     assert (ran and (ran.status.value, ran.return_code, ran.stdout, ran.stderr)) == run_part
-    back = wire.run_result(wire.RunCodeResponse.model_validate_json(response.model_dump_json()))
+    back = fusion.run_result(fusion.RunCodeResponse.model_validate_json(response.model_dump_json()))
     same = {RunStatus.MEMORY_LIMIT: RunStatus.FINISHED, RunStatus.KILLED: RunStatus.FINISHED}
     assert back.status is same.get(result.status, result.status)
     assert back.stdout == result.stdout
@@ -131,7 +131,7 @@ def test_the_status_rules(result, status, compile_part, run_part):
 )
 def test_a_sandbox_that_failed_is_never_a_result(answer, reason):
     with pytest.raises(SandboxError, match=reason):
-        wire.run_result(wire.RunCodeResponse.model_validate(answer))
+        fusion.run_result(fusion.RunCodeResponse.model_validate(answer))
 
 
 @pytest.mark.parametrize(
@@ -142,30 +142,30 @@ def test_a_sandbox_that_failed_is_never_a_result(answer, reason):
         CellResult(RunStatus.FINISHED, "", "", error=CellError("ValueError", "no", "line 1\nValueError: no")),
     ],
 )
-def test_a_cell_survives_the_wire(result):
-    response = wire.CellResponse.model_validate_json(wire.cell_response(result).model_dump_json())
-    assert wire.cell_result(response) == result
+def test_a_cell_survives_the_api(result):
+    response = fusion.CellResponse.model_validate_json(fusion.cell_response(result).model_dump_json())
+    assert fusion.cell_result(response) == result
 
 
 def test_every_language_of_sandbox_fusion_is_known_and_no_other():
-    for name in wire.FUSION_LANGUAGES:
-        wire.known_language(name)
-    assert len(wire.FUSION_LANGUAGES) == 29
-    assert wire.known_language("nodejs") is Language.JAVASCRIPT
-    assert wire.known_language("sql") is None
+    for name in fusion.FUSION_LANGUAGES:
+        fusion.known_language(name)
+    assert len(fusion.FUSION_LANGUAGES) == 29
+    assert fusion.known_language("nodejs") is Language.JAVASCRIPT
+    assert fusion.known_language("sql") is None
     with pytest.raises(ValueError, match="unknown language 'brainfuck'"):
-        wire.known_language("brainfuck")
+        fusion.known_language("brainfuck")
 
 
 def test_defaults_are_sandbox_fusions():
-    message = wire.RunCodeRequest(code="", language="python")
+    message = fusion.RunCodeRequest(code="", language="python")
     assert (message.compile_timeout, message.run_timeout, message.memory_limit_MB) == (10.0, 10.0, -1)
     assert (message.stdin, message.files, message.fetch_files) == (None, {}, [])
-    jupyter = wire.RunJupyterRequest(cells=[])
+    jupyter = fusion.RunJupyterRequest(cells=[])
     assert (jupyter.cell_timeout, jupyter.total_timeout, jupyter.kernel) == (0, 45, "python3")
 
 
 def test_a_file_without_content_is_left_out_and_one_that_is_no_base64_refused():
-    assert wire.decode_files({"a": None, "b": "AAE="}) == {"b": b"\0\1"}
+    assert fusion.decode_files({"a": None, "b": "AAE="}) == {"b": b"\0\1"}
     with pytest.raises(SandboxRequestError, match="the content of 'a' is not base64"):
-        wire.decode_files({"a": "A"})
+        fusion.decode_files({"a": "A"})

@@ -1,4 +1,4 @@
-"""`with_echo`: makes a Python request print the value of its last expression, like a REPL.
+"""`print_last_value`: makes a Python request print the value of its last expression, like a REPL.
 
 Invariant: the program is parsed in the sandbox, never here. Works with any `/run_code` server.
 """
@@ -13,7 +13,7 @@ from etude.sandbox.types import Language, RunRequest, SandboxRequestError
 SOURCE = ".source.py"
 
 
-def with_echo(request: RunRequest) -> RunRequest:
+def print_last_value(request: RunRequest) -> RunRequest:
     """Returns `request`, changed to print the value of its last expression after its output.
 
     Raises:
@@ -24,11 +24,11 @@ def with_echo(request: RunRequest) -> RunRequest:
     if SOURCE in request.files:
         raise SandboxRequestError(f"files: the name {SOURCE!r} is taken")
     source = request.code.encode("utf-8", "surrogatepass")
-    program = f"{inspect.getsource(_echo)}\n_echo({SOURCE!r}, '<code>')\n"
+    program = f"{inspect.getsource(_print_last_value)}\n_print_last_value({SOURCE!r}, '<code>')\n"
     return replace(request, code=program, files={**request.files, SOURCE: source})
 
 
-def _echo(path: str, shown_as: str) -> None:
+def _print_last_value(path: str, shown_as: str) -> None:
     # This function's text runs in the sandbox, alone; tracebacks omit it.
     import ast
     import linecache

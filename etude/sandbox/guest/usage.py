@@ -2,7 +2,7 @@
 
 Invariant: the numbers cover exactly the processes and sockets of the run, thanks to its PID and network namespaces; without
 isolation they cover the supervisor's descendants, and no sockets. What cannot be measured counts as its maximum: a socket's
-buffers count as full. Files in the box's tmpfs are limited by its size and not counted; `docs/sandbox.md` lists what else
+buffers count as full. Files in the run's tmpfs are limited by its size and not counted; `docs/sandbox.md` lists what else
 is not.
 """
 
