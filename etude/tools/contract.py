@@ -59,7 +59,7 @@ def refused_kwargs(tool: BaseTool, section: str, kwargs: Mapping[str, object]) -
     """Why a method, or the function of a function tool, does not take a row's keyword arguments; None if it does."""
     method = section.removesuffix("_kwargs")
     function = getattr(tool, "__wrapped__", None) if method == "execute" else None
-    given = () if function is not None else ("id", {}) if method == "execute" else ("id",)
+    given: tuple[object, ...] = () if function is not None else ("id", {}) if method == "execute" else ("id",)
     fault = _refusal(function or getattr(tool, method), given, kwargs)
     return None if fault is None else f"{_named(tool, method)}: {method} {fault}"
 
