@@ -179,6 +179,16 @@ class ChatTemplate:
                 f"the messages do not describe them; set {TOOLS_IN_SYSTEM}"
             )
 
+    def describes_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> bool:
+        """Whether a prompt tells the model what its tools take: the template writes their schemas, or the messages name each
+        tool and the arguments that it requires."""
+        if not tools or self.shows_tools:
+            return True
+        said = "\n".join(str(message.get("content")) for message in messages)
+        functions = [tool["function"] for tool in tools]
+        required = (name for each in functions for name in (each.get("parameters") or {}).get("required") or ())
+        return all(name in said for name in (*(each["name"] for each in functions), *required))
+
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
         """Rejects a prompt of which the template drops a part: a tool call, text next to one, or reasoning. Dropping
         reasoning from earlier turns is accepted as the template's policy.

@@ -252,7 +252,7 @@ class _Inspection:
 
     def _read_rows(self) -> str:
         from etude.errors import DataError
-        from etude.trainer.setup import warn_of_rewards
+        from etude.trainer.setup import warn_of_rewards, warn_of_tools
 
         setup, said, trained = self._setup, [], set[str]()
         for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
@@ -269,6 +269,7 @@ class _Inspection:
                 said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {limit})")
                 if key == "data.train_files":
                     self._train = dataset
+                    warn_of_tools(dataset)
                     warn_of_rewards(setup, dataset)
                     trained.update(tasks)
                 elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):

@@ -50,7 +50,7 @@ from etude.trainer.rollouts import (
     read_answer,
     rollouts_of,
 )
-from etude.trainer.setup import prepare
+from etude.trainer.setup import prepare, warn_of_tools
 from etude.trajectory import Trajectory
 
 Samples: TypeAlias = dict[str, list[Sample]]
@@ -102,6 +102,7 @@ def evaluate(
         dataset = setup.validation_set()
         if dataset is None:
             raise ConfigError("data.val_files is empty: give the rows to evaluate on")
+        warn_of_tools(dataset)
         facts = describe_run("eval", plain_values(config))
         identity = _identity(plain_values(config), facts["files"])
         folder = dump_folder or Path(setup.trainer.default_local_dir) / f"eval-{_digest(identity)}"

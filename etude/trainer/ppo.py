@@ -41,7 +41,7 @@ from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.sequences import expand_sequences
-from etude.trainer.setup import RunSetup, warn_of_rewards
+from etude.trainer.setup import RunSetup, warn_of_rewards, warn_of_tools
 from etude.trainer.signal import EmptySteps, JudgeBudget
 from etude.trainer.tracking import JsonlTracker, Tracking
 
@@ -63,6 +63,7 @@ class PPOTrainer:
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
+        warn_of_tools(train)
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(

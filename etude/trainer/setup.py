@@ -228,7 +228,8 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
 
 
 def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
-    """Checks that the chat template can render the results of the configured tools, and warns if it does not show them.
+    """Checks that the chat template can render the results of the configured tools, and warns if the calls that it writes
+    would not be read.
 
     Every accepted template renders messages of users and text environments.
 
@@ -249,11 +250,6 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
         ) from error
     if parser.result_tag is not None or talks.tools_in_system:
         return
-    if not bundle.chat.shows_tools:
-        logger.warning(
-            "the chat template does not show the model its tools: it knows only what a row's own messages say of their "
-            "arguments and call format; set actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write that"
-        )
     if not catalogue.has_environment:
         _warn_of_unread_calls(name, parser, bundle, template_kwargs)
 
@@ -271,6 +267,15 @@ def _warn_of_unread_calls(
             "model's calls are missed unless its prompts teach it that format; multi_turn.format=auto takes the template's",
             name,
             unread,
+        )
+
+
+def warn_of_tools(rows: RLDataset) -> None:
+    """Warns once for a run's rows if neither the chat template nor their messages tell the model what its tools take."""
+    if not rows.describes_tools:
+        logger.warning(
+            "the chat template does not show the model its tools, and rows name them without the arguments that they "
+            "require; set actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write schemas and call format"
         )
 
 

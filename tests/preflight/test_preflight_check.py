@@ -209,7 +209,7 @@ CASES = {
             agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Call guess."}]) for n in range(4)])
             or template(lambda text: CHATML)(agent)
         ),
-        (WARNING, "template", "does not show the model its tools", "multi_turn.tools_in_system=true"),
+        (WARNING, "rows", "does not show the model its tools", "multi_turn.tools_in_system=true"),
     ),
     "parser of another format": (
         overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),
