@@ -6,14 +6,13 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
 from etude.agents.batch import BY_GROUP, rows_of
-from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
@@ -50,8 +49,6 @@ class RolloutWorker(RoleWorker):
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
         self._cancel: Callable[[], object] = lambda: None  # cancels the running call
-        self._watch: StallWatch | None = None
-        self._sync_contexts = ExitStack()  # contexts that last for one weight sync
 
     @cached_property
     def context(self) -> AgentContext:
@@ -112,7 +109,9 @@ class RolloutWorker(RoleWorker):
             self.reward_model.load()
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer, (self.rank, self.world_size))
-        self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
+        self._manager = AgentLoopManager(
+            context, engine, self.scorer, deterministic=options.deterministic, stall_timeout=options.stall_timeout
+        )
         self._link = EngineLink(
             engine,
             options.rollout,
@@ -123,8 +122,6 @@ class RolloutWorker(RoleWorker):
             streams=options.streams,
             receives=options.standalone and actor is None,
         )
-        if options.stall_timeout is not None:
-            self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
             self._thread = threading.Thread(target=self._serve, name="etude-rollout", daemon=True)
@@ -147,11 +144,11 @@ class RolloutWorker(RoleWorker):
 
     async def _push(self, version: int) -> Metrics:
         await self._drain()
-        self._suspend_watch()
+        self._pause(True)
         try:
             return await self._link.push(version)
         finally:
-            self._sync_contexts.close()
+            self._pause(False)
             if self._thread is not None:
                 self._stream.resume()
 
@@ -160,10 +157,11 @@ class RolloutWorker(RoleWorker):
         if self._thread is not None and not self.options.rollout.partial_rollout:
             await self._stream.drain()
 
-    def _suspend_watch(self) -> None:
-        """Suspends the stall watch: trajectories in flight are paused from a sync's first chunk to its end."""
-        if self._watch is not None:
-            self._sync_contexts.enter_context(self._watch.suspended())
+    def _pause(self, paused: bool) -> None:
+        """Tells the manager that trajectories are paused, from a sync's first chunk to its end, so that none counts as
+        stalled."""
+        if self._manager is not None:
+            self._manager.paused = paused
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, chunk: DataProto) -> None:
@@ -176,7 +174,7 @@ class RolloutWorker(RoleWorker):
 
     async def _receive(self, chunk: DataProto) -> None:
         await self._drain()
-        self._suspend_watch()
+        self._pause(True)
         await self._link.receive(chunk)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -253,8 +251,6 @@ class RolloutWorker(RoleWorker):
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection) and shuts
         down the engine."""
-        if self._watch is not None:
-            self._watch.close()
         if self._thread is not None:
             self._run(self._stream.close())
         if self._manager is not None and hasattr(self._manager.engine, "shutdown"):
