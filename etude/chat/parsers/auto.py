@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.chat.parsers.base import TOOL_PARSERS, Calls, ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.streaming import TurnStream
 from etude.chat.parsers.trial import unread_call
 from etude.errors import ConfigError
 
@@ -100,8 +99,8 @@ class AutoToolParser(ToolParser):
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
         return self.parser.write(calls, tools)
 
-    def stream(self, thinking: bool = False) -> TurnStream:
-        return self.parser.stream(thinking)
-
     def opens_reasoning(self, prompt: str) -> bool:
         return self.parser.opens_reasoning(prompt)
+
+    def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
+        return self.parser.split_reasoning(text, opened)

@@ -18,7 +18,6 @@ from typing import ClassVar, NamedTuple
 
 from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, to_json
-from etude.chat.parsers.streaming import BlockStream, TurnStream
 from etude.schemas import FunctionCall
 
 KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
@@ -98,17 +97,40 @@ class BlockParser(ToolParser):
         """Parses a turn; the content is everything outside blocks, reasoning included, stripped."""
         return as_response(self.read(text, tools))
 
-    bare_begins: ClassVar[str] = ""
-    """Characters that a block without a tag may begin with."""
-
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """Parses a block without a tag at `start`, the beginning of the turn or of the text after reasoning; None if there
         is none."""
         return None
 
-    def stream(self, thinking: bool = False) -> TurnStream:
-        calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
-        return BlockStream(calls, glue, dict(self.reasoning_tags), thinking, self.bare_begins)
+    def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
+        """See `ToolParser.split_reasoning`; from the first call on, the rest is as the model wrote it."""
+        closing_of = dict(self.reasoning_tags)
+        closings = set(closing_of.values())
+        thoughts: list[str] = []
+        words: list[str] = []
+        position = 0
+        tags = [tag for tag in self._tags.finditer(text) if tag.group() in closings or tag.group() in closing_of]
+        if tags and tags[0].group() in closings:  # the prompt opened this block
+            thoughts, position = [text[: tags[0].start()]], tags[0].end()
+        elif opened and not tags:  # and the model did not close it
+            call = self._tags.search(text)
+            end = len(text) if call is None else call.start()
+            thoughts, position = [text[:end]], end
+        while tag := self._tags.search(text, position):
+            name = tag.group()
+            if name in closing_of:
+                words.append(text[position : tag.start()])
+                close = text.find(closing_of[name], tag.end())
+                end = len(text) if close < 0 else close
+                thoughts.append(text[tag.end() : end])
+                position = end if close < 0 else end + len(closing_of[name])
+            elif name in closings or (name in self.glue and name not in self.sections):
+                words.append(text[position : tag.end() if name in closings else tag.start()])
+                position = tag.end()
+            else:
+                break
+        reasoning = "\n".join(filter(None, map(str.strip, thoughts)))
+        return reasoning, "".join([*words, text[position:]]).strip()
 
     def opens_reasoning(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.reasoning_tags))
@@ -192,7 +214,6 @@ class BareParser(BlockParser):
     there is a call or an error, never content."""
 
     bare: ClassVar[re.Pattern[str]]
-    bare_begins = "[{"
 
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_bare`; consecutive blocks are parsed as one."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.element_call import ElementBlockParser, ElementFormat
-from etude.chat.parsers.streaming import BlockStream, TurnStream
 from etude.chat.parsers.typed import json_or_text
 
 _FUNCTION = "<function="
@@ -174,9 +173,6 @@ class DeepseekV32ToolParser(ElementBlockParser):
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         return super().parse(text.replace(f"{_DSML}tool_calls>", f"{_DSML}function_calls>"), tools)
-
-    def stream(self, thinking: bool = False) -> TurnStream:
-        return BlockStream((*self.opening, f"<{_DSML}tool_calls>"), (), dict(self.reasoning_tags), thinking)
 
 
 @ToolParser.register("kimi_k3")
