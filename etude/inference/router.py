@@ -165,9 +165,7 @@ class Router:
             if not self._in_use:
                 await self._end_watch()
 
-    async def _attempts(
-        self, request_id: str, prompt: list[int], params: SamplingParams, images: Any
-    ) -> TokenOutput:
+    async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
         failure, tried = EngineError("no replica was asked"), set[_Replica]()
         for attempt in range(self.options.attempts):
             self._counters["retries"] += bool(attempt)

@@ -13,7 +13,6 @@ preempted for another, so some request always completes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -190,7 +190,7 @@ def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
     return head | _ending(turn, completion, tokenizer) | {"content": list(_content(turn))}
 
 
-_EMPTY = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
+_EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
 """How a block of each type begins in a stream."""
 
 

@@ -107,17 +107,11 @@ def _prompt_messages(messages: list[Message], answered: list[int | None], chat: 
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": _disarm_content(message["content"], chat)}
+            message = message | {"content": chat.disarm(message["content"])}
             if chat.needs_tool_names and call is not None:
                 message = {"name": chat.disarm(calls[call]["function"]["name"]), **message}
         prepared.append(message)
     return prepared
-
-
-def _disarm_content(content: Any, chat: ChatTemplate) -> Any:
-    if isinstance(content, str):
-        return chat.disarm(content)
-    return [part | {"text": chat.disarm(part["text"])} if "text" in part else part for part in content]
 
 
 def _context_after(

@@ -181,9 +181,7 @@ def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[J
         content = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": listed}
         items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [content]})
     for number, call in enumerate(message.get("tool_calls", ())):
-        items.append(
-            {"id": f"fc_{name}_{number}", "type": "function_call", "call_id": call["id"], **call["function"]}
-        )
+        items.append({"id": f"fc_{name}_{number}", "type": "function_call", "call_id": call["id"], **call["function"]})
     return [{**item, "status": "completed"} for item in items]
 
 
@@ -227,7 +225,7 @@ def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
 def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Events:
     numbers = itertools.count()
 
-    def event(name: str, **data: Any) -> tuple[str, Json]:
+    def event(name: str, /, **data: Any) -> tuple[str, Json]:
         kind = f"response.{name}"
         return kind, {"type": kind, "sequence_number": next(numbers), **data}
 

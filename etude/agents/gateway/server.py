@@ -176,7 +176,9 @@ class _KeptAlive(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             done: set[asyncio.Task[Any]] = set()
             while not done:
-                await send({"type": "http.response.body", "body": b": the turn is being sampled\n\n", "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": b": the turn is being sampled\n\n", "more_body": True}
+                )
                 done, _ = await asyncio.wait(
                     {self._work, self._gone}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )

@@ -4,7 +4,7 @@ Stop strings and `parallel_tool_calls=false` truncate a turn after sampling: it 
 string or the first call. Later tokens cannot change that point, so what remains is what a policy that stops there would
 have sampled. A format that writes several calls as one list or block has no such point: its turn is not truncated.
 
-Invariant: a turn is parsed once, whether it is streamed or not; only a truncated one is parsed again. The remaining ids are a
+Invariant: a turn is parsed once, streamed or not; only a truncated one is parsed again. The remaining ids are a
 prefix of the sampled ones. A malformed call stays in the content, as the model wrote it, and is reported in `errors`.
 """
 

@@ -17,10 +17,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from etude.chat.parsers.arguments import Unreadable, decode, function_call, json_end, names_of, to_json
 from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Malformed, Pieces, Thought, as_response, attempt, skip_space
-from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end, to_json
-from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

@@ -17,11 +17,10 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
-from etude.agents.gateway.messages import row_for_clients
-from etude.agents.gateway.messages import plain_messages
+from etude.agents.gateway.messages import plain_messages, row_for_clients
 from etude.agents.gateway.recording import History
-from etude.agents.gateway.session import SessionRules
 from etude.agents.gateway.request import GatewayError
+from etude.agents.gateway.session import SessionRules
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ToolParser
 from etude.errors import DataError
