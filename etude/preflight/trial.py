@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
-from etude.chat.parsers.trial import write_call
+from etude.chat.parsers.auto import write_call
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.options import TrainOptions

@@ -1,9 +1,9 @@
-"""The supported part of the `/v1/chat/completions` request, and the error response.
+"""The supported part of the `/v1/chat/completions` request, the grammar that it demands, and the error response.
 
 Invariant: every parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; an
 unsupported parameter that would change the output is rejected unless its value does nothing. Two exceptions: a tool's
 `strict` is only a hint unless a call is forced, since the policy is there to learn the arguments, and
-`parallel_tool_calls=false` cannot be honoured if the model's format writes several calls as one list (see `reading`). An
+`parallel_tool_calls=false` cannot be honoured if the model's format writes several calls as one list (see `turn`). An
 error is one line with a status, a `type`, where it helps the `param` to change and a `code` for programs, and says whether
 to retry.
 """
@@ -17,7 +17,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from etude.errors import one_line
+from etude.chat import TOOL_PARSERS, ToolParser
+from etude.chat.grammar import turn_grammar
+from etude.errors import GrammarError, one_line
+from etude.inference import Grammar
 from etude.registry import did_you_mean
 
 TOO_LONG = "context_length_exceeded"
@@ -361,3 +364,28 @@ def _validate(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
         elif first["type"] == "extra_forbidden":
             reason = f"unknown parameter{did_you_mean(name, ChatRequest.model_fields)}"
         raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error
+
+
+def grammar_of(request: ChatRequest, parser: ToolParser, prompt: str) -> Grammar | None:
+    """Returns what `tool_choice` and `response_format` demand of the sampled turn, as a grammar for the engine; None if it
+    may be any text. A turn that need not call a tool may do so even if JSON is asked for; one that must is no JSON.
+
+    Args:
+        prompt: the end of the prompt's text, which may open a reasoning block.
+
+    Raises:
+        GatewayError: the format cannot be constrained, or the grammar is too long; names the parameter.
+    """
+    forced = request.forced_tools
+    if not forced and request.schema_of_content is None:
+        return None
+    tools = forced or (request.tools if request.reads_calls else None) or ()
+    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
+    schema = None if forced else request.schema_of_content
+    try:
+        return Grammar("lark", turn_grammar(parser, tools=tools, several=several, schema=schema, prompt=prompt))
+    except GrammarError as error:
+        param, advice = ("tool_choice", "tool_choice=auto") if forced else ("response_format", "no response_format")
+        able = ", ".join(name for name in TOOL_PARSERS.names() if TOOL_PARSERS.get(name).call_forms)
+        reason = f"{param}: {error}: send {advice}, or use rollout.multi_turn.format with one of {able}"
+        raise GatewayError(400, reason, param=param) from error

@@ -1,4 +1,4 @@
-"""Finds which recorded turn a request continues, and the token ids between that turn and the new one.
+"""Prefix match: which recorded turn a request continues, and the token ids between that turn and the new one.
 
 A request continues a recorded turn if its messages are that turn's history, the turn itself, and new tool or user messages
 after it. Any other request (edited, truncated or summarised messages, other tools) begins a new sequence.
@@ -16,10 +16,9 @@ from itertools import chain
 from typing import Any
 
 from etude.agents.base import AgentContext, response_room
-from etude.agents.gateway.images import ImageHeader
-from etude.agents.gateway.messages import History, Message, match_answers
-from etude.agents.gateway.recording import Recording, Turn
-from etude.agents.gateway.wire import ChatRequest, GatewayError
+from etude.agents.gateway.messages import ImageHeader, Message, match_answers
+from etude.agents.gateway.recording import History, Recording, Turn
+from etude.agents.gateway.request import ChatRequest, GatewayError
 from etude.agents.tool_messages import with_result_tag, with_tool_name
 from etude.chat import ChatTemplate, ParsedResponse
 from etude.chat.provenance import Run
@@ -30,8 +29,8 @@ from etude.trajectory import Provenance, StopReason
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in the recording a request's choices belong.
+class Prefix:
+    """What comes before a request's new turn.
 
     Attributes:
         parent: the turn that it continues; None for a new sequence.
@@ -54,55 +53,63 @@ class Place:
     ending: StopReason
 
 
-def place_request(
+def match_prefix(
     recording: Recording,
     messages: list[Message],
     image_headers: Sequence[Sequence[ImageHeader]],
     history: History,
     request: ChatRequest,
     shared: AgentContext,
-) -> Place:
-    """Returns the place after the recorded turn that the request continues, or at the start of a new sequence.
+) -> Prefix:
+    """Returns the recorded turn that the request continues and what follows it, or the prompt of a new sequence.
 
     Raises:
-        GatewayError: the chat template rejects the messages.
+        GatewayError: the chat template rejects the messages, or does not render each image exactly once.
     """
-    places = match_answers(messages)
+    chat, calls_answered = shared.chat, match_answers(messages)
     start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    new, answering = messages[start:], places[start:]
+    new, answering = messages[start:], calls_answered[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
-    if parent is not None:
-        shown = [*chain.from_iterable(image_headers[start:])]
-        context = _context_after(parent, new, answering, [header.tokens for header in shown], shared)
-        if context is not None:
-            calls = parent.message.get("tool_calls", ())
-            new_messages = [
-                message if place is None else message | {"tool_call_id": calls[place]["id"]}
-                for message, place in zip(new, answering)
-            ]
-            return _make_place(parent, context, new_messages, shown, shared)
-    chat, shown = shared.chat, [*chain.from_iterable(image_headers)]
-    tokens = [header.tokens for header in shown]
+    context: list[Run] | None = None
     try:
-        if shared.parser.result_tag is None:
-            chat.require_tools_shown(messages, request.tools)
-        prompt = chat.initial_ids(_prompt_messages(messages, places, chat), request.tools or None, tokens)
+        if parent is not None:
+            headers = [*chain.from_iterable(image_headers[start:])]
+            context = _context_after(parent, new, answering, [header.tokens for header in headers], shared)
+        if context is not None and parent is not None:
+            calls = parent.message.get("tool_calls", ())
+            new = [
+                message if call is None else message | {"tool_call_id": calls[call]["id"]}
+                for message, call in zip(new, answering)
+            ]
+        else:
+            parent, new, headers = None, messages, [*chain.from_iterable(image_headers)]
+            if shared.parser.result_tag is None:
+                chat.require_tools_shown(messages, request.tools)
+            shown = _prompt_messages(messages, calls_answered, chat)
+            prompt = chat.initial_ids(shown, request.tools or None, [header.tokens for header in headers])
+            context = [(prompt, Provenance.TEMPLATE)]
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-    return _make_place(None, [(prompt, Provenance.TEMPLATE)], messages, shown, shared)
+    ids = [] if parent is None else parent.ids()
+    for run, _ in context:
+        ids += run
+    response_length = 0 if parent is None else parent.response_length + len(ids) - parent.total
+    room, ending = response_room(shared.options, len(ids) - response_length, response_length)
+    room = min(room, longest_sequence(shared.options) - len(ids))  # without `max_model_len`, too
+    return Prefix(parent, context, new, headers, ids, response_length, room, ending)
 
 
-def _prompt_messages(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
-    """Prepares messages for rendering: escapes tool results, and adds the tool's name where the template writes it."""
+def _prompt_messages(messages: list[Message], answered: list[int | None], chat: ChatTemplate) -> list[Message]:
+    """Prepares messages for rendering: disarms tool results, and adds the tool's name where the template writes it."""
     prepared: list[Message] = []
     calls: list[Message] = []
-    for message, place in zip(messages, places):
+    for message, call in zip(messages, answered):
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": _disarm_content(message["content"], chat)}
-            if chat.needs_tool_names and place is not None:
-                message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
+            message = message | {"content": chat.disarm(message["content"])}
+            if chat.needs_tool_names and call is not None:
+                message = {"name": chat.disarm(calls[call]["function"]["name"]), **message}
         prepared.append(message)
     return prepared
 
@@ -111,41 +118,29 @@ def _context_after(
     parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
     """Encodes the messages that follow a turn, which answer its calls at the indices `answering`; None if the template
-    cannot render them there.
-
-    Raises:
-        GatewayError: the template does not render each of their images exactly once.
-    """
+    cannot render them there."""
     chat = shared.chat
-    parsed = with_result_tag(parent.read.parsed, chat, shared.parser)
+    response = with_result_tag(parent.parsed.response, chat, shared.parser)
     rendered_messages = []
     for message, place in zip(new, answering):
         rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
-            call = None if place is None else parent.read.calls[place]
-            rendered = _result_message(parsed, message["content"], call)
+            call = None if place is None else parent.parsed.calls[place]
+            rendered = _result_message(response, message["content"], call)
             name = message.get("name") if call is None else call.name
             rendered = with_tool_name(rendered, name) if chat.needs_tool_names else rendered
         rendered_messages.append(rendered)
     try:
-        return chat.context_ids(rendered_messages, after=parent.read.output.token_ids, image_tokens=image_tokens)
+        return chat.context_ids(rendered_messages, after=parent.parsed.output.token_ids, image_tokens=image_tokens)
     except ConfigError:
         return None
-    except DataError as error:
-        raise GatewayError(400, one_line(error), param="messages") from error
 
 
-def _disarm_content(content: Any, chat: ChatTemplate) -> Any:
-    if isinstance(content, str):
-        return chat.disarm(content)
-    return [part | {"text": chat.disarm(part["text"])} if "text" in part else part for part in content]
-
-
-def _result_message(parsed: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
+def _result_message(response: ParsedResponse, content: Any, call: FunctionCall | None) -> Message:
     """The message for a tool result, given as text or as parts with images, in the format of the policy's tool calls."""
     if isinstance(content, str):
-        return parsed.result_message(content, call)
-    message: Message = dict(parsed.result_message("", call))
+        return response.result_message(content, call)
+    message: Message = dict(response.result_message("", call))
     before, _, after = message["content"].partition("><")  # opening and closing tag, in formats that have them
     tags = [{"type": "text", "text": text} for text in (f"{before}>", f"<{after}") if after]
     return message | {"content": [*tags[:1], *content, *tags[1:]]}
@@ -154,20 +149,3 @@ def _result_message(parsed: ParsedResponse, content: Any, call: FunctionCall | N
 def longest_sequence(options: RolloutOptions) -> int:
     """Maximum number of tokens in a sequence, from its first prompt to its last response."""
     return options.max_model_len or options.prompt_length + options.response_length
-
-
-def _make_place(
-    parent: Turn | None,
-    context: list[Run],
-    new_messages: list[Message],
-    image_headers: list[ImageHeader],
-    shared: AgentContext,
-) -> Place:
-    options = shared.options
-    ids = [] if parent is None else parent.ids()
-    for run, _ in context:
-        ids += run
-    response_length = 0 if parent is None else parent.response_length + len(ids) - parent.total
-    room, ending = response_room(options, len(ids) - response_length, response_length)
-    room = min(room, longest_sequence(options) - len(ids))  # without `max_model_len`, too
-    return Place(parent, context, new_messages, image_headers, ids, response_length, room, ending)
