@@ -1,7 +1,7 @@
-"""What an attack must not reach, and how to see from outside that it did not: files, listeners, a victim, the process table.
+"""What an attack must not reach, and how to see from outside that it did not: files, listeners, a victim, processes.
 
-Attacks run in isolated containers only: `World` refuses an executor without isolation, and every attack in Python starts with
-a guard that ends it where it is not confined.
+Attacks run in isolated containers only: `World` refuses an executor without isolation, and every attack in Python begins
+with a guard that ends it where it is not confined.
 """
 
 from __future__ import annotations
