@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError, MissingExtraError
 from etude.trace import TRACE_BACKENDS, TraceOptions, Tracer, collect_spans, is_traced, rollout_trace_op, span, traced
-from etude.trace.background import Background
-from etude.trace.span import SpanList
-from etude.trace.truncation import MAX_CHARS, truncate_value
+from etude.trace.span import MAX_CHARS, SpanList, truncate_value
+from etude.trace.tracer import Background
 
 
 class Searcher:

@@ -15,7 +15,6 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
-from etude.inference.types import OnTokens, streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.tools import ToolSession
@@ -48,13 +47,11 @@ class TrajectoryClient:
         sampling_params: SamplingParams | Mapping[str, Any],
         draw: int | None = None,
         images: Sequence[ImageInput] | None = None,
-        on_tokens: OnTokens | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. `request_id` is ignored: the engine gets the trajectory's own id.
 
-        `draw` replaces the request's number in its seed: the same draw gives the same random numbers. `on_tokens` is called
-        with ids as they are sampled, if the engine streams them.
+        `draw` replaces the request's number in its seed: the same draw gives the same random numbers.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
@@ -70,8 +67,6 @@ class TrajectoryClient:
         prompt, shown_images = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         # A text-only engine need not have the parameter `images`.
         given: dict[str, Any] = {"images": shown_images} if shown_images else {}
-        if on_tokens is not None and streams_tokens(self._engine):
-            given["on_tokens"] = on_tokens
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:
@@ -129,6 +124,17 @@ class TrajectoryClient:
         if self._decode is not None:
             recorded.set(prompt=self._decode(asked), response=self._decode(output.token_ids))
 
+    @property
+    def progress(self) -> int:
+        """Number of generations and tool calls that have ended."""
+        return self._num_answered + sum(session.ended for session in self.sessions)
+
+    @property
+    def waits_for(self) -> str:
+        """What the trajectory waits for: a tool, the engine, or else its agent."""
+        tools = (f"tool {call.call.name}" for session in self.sessions for call in session.running)
+        return next(tools, "the engine" if self._ids.in_flight else "its agent's own code")
+
     def end(self) -> None:
         """Ends the trajectory: later requests are rejected."""
         self._ended = True
@@ -148,7 +154,7 @@ class RequestIds:
 
     def __init__(self, engine: Engine, own: str) -> None:
         self._engine, self.own = engine, own
-        self._in_flight: set[str] = set()
+        self.in_flight: set[str] = set()
         self._num_temporary = 0
         self._own_is_open = True
         self._ended = False
@@ -159,24 +165,24 @@ class RequestIds:
 
     def enter(self) -> str:
         """Returns the id for a new request; pass it to `leave` when the request is done."""
-        if not self._in_flight:
+        if not self.in_flight:
             name = self.own
         else:
             self._num_temporary += 1
             name = f"{self.own}#{self._num_temporary}"
             self._engine.open([name])
-        self._in_flight.add(name)
+        self.in_flight.add(name)
         return name
 
     def leave(self, name: str) -> None:
         """Releases the id of a request that has ended, successfully or not."""
-        self._in_flight.discard(name)
+        self.in_flight.discard(name)
         if name != self.own:
             self._engine.close(name)
-        elif self._in_flight:
+        elif self.in_flight:
             self._engine.close(name)
             self._own_is_open = False
-        if not self._in_flight and not self._own_is_open and not self._ended:
+        if not self.in_flight and not self._own_is_open and not self._ended:
             self._engine.open([self.own])
             self._own_is_open = True
 

@@ -19,7 +19,7 @@ from etude.chat.placeholders import content_of, image_count
 from etude.errors import EtudeError
 from etude.inference import SamplingParams
 from etude.schemas import FunctionCall
-from etude.tools import TokenLimit, ToolOutcome, ToolSession
+from etude.tools import TokenLimit, ToolCall, ToolSession
 from etude.trajectory import StopReason, Trajectory
 
 
@@ -158,7 +158,7 @@ def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int =
     return before
 
 
-def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
+def record(trajectory: Trajectory, outcome: ToolCall, text: str) -> None:
     trajectory.tool_calls.append(outcome.to_record(text))
     if outcome.error is None:
         trajectory.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)

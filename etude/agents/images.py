@@ -8,11 +8,10 @@ the trajectory goes on: a corrupt image is the tool's fault. A temporary failure
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from etude.bounded import BlockingCalls
-from etude.chat.placeholders import content_of
 from etude.errors import DataError, one_line
 from etude.schemas import ToolResponse
 from etude.tools import TokenLimit
@@ -29,19 +28,6 @@ _VIDEO = "(a video, which cannot be shown)"
 _MEDIA = "(the tool returned media that a text model cannot see)"
 
 _threads = BlockingCalls("etude-images", limit=4)
-
-
-@dataclass(frozen=True)
-class RenderedResponse:
-    """A tool response as the model sees it: text, images, and the number of tokens of each image."""
-
-    text: str
-    images: tuple[Image, ...] = ()
-    tokens: tuple[int, ...] = ()
-
-    def message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns `message` with the images in front of its text."""
-        return {**message, "content": content_of(message["content"], len(self.images))} if self.images else message
 
 
 async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> list[ImageInput]:
@@ -75,8 +61,9 @@ async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageIn
 
 async def render_response(
     response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None
-) -> RenderedResponse:
-    """Prepares a tool response for a vision model; its text is already truncated to `limit`.
+) -> tuple[str, Sequence[Image], Sequence[int]]:
+    """Prepares a tool response for a vision model: its text, already truncated to `limit`, images, and the number of tokens
+    of each.
 
     Raises:
         InfrastructureError: the system cannot read an image now.
@@ -98,7 +85,7 @@ async def render_response(
     if len(given) > MAX_IMAGES:
         notes.append(f"(only the first {MAX_IMAGES} images are shown)")
     images, tokens = zip(*shown) if shown else ((), ())
-    return RenderedResponse(append_notes(response.text, notes, limit), images, tokens)
+    return append_notes(response.text, notes, limit), images, tokens
 
 
 def response_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:

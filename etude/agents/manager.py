@@ -4,7 +4,9 @@ There is no barrier between trajectories: one waits for a tool while others deco
 
 Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
 `trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
-scoring has the same number of retries. A stalled trajectory (see `stalls`) is retried once, then dropped. Any other
+scoring has the same number of retries. If nothing progresses for `stall_timeout` (no generation, tool call, scoring or
+trajectory ends, and no engine step), everything in flight is retried once, whatever `infrastructure_retries`, then dropped.
+Any other
 exception is a bug in the user's code or in Étude: everything is cancelled, tools are released, and it is raised; only an
 `AgentError` just drops its own rollout. A group with fewer than `least_group` survivors is dropped: its running and waiting
 rows are cancelled and their tools released.
@@ -17,18 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
-from etude.agents.gc_tuning import relaxed_gc
 from etude.agents.validation import check_tools_shown, validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import WARNING, AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
@@ -36,8 +38,8 @@ from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import group_seed, trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
-from etude.tools.lifecycle import watch_sessions
-from etude.trace import OpenSpans, TraceSpan, span, watch_spans
+from etude.tools.session import watch_sessions
+from etude.trace import TraceSpan, span
 from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,13 @@ _LOCKSTEP = (
 )
 _USERS = ("raw_prompt", "extra_info", "reward_model", "tools_kwargs", "interaction_kwargs")
 """Columns that users' code gets and may write to: the rollouts of a prompt share the values of their rows."""
+_CHECKS = 10  # for progress, per `stall_timeout`
+_GC_THRESHOLDS = gc.get_threshold()
+_RELAXED_GC = (
+    300_000,
+    20,
+    20,
+)  # a thousand trajectories keep millions of objects alive; a full pass traverses them all
 _UNTRAINABLE = (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED)
 
 
@@ -76,13 +85,21 @@ class AgentLoopManager:
     """Runs agent loops over rows; `scorer` scores each rollout, if given."""
 
     def __init__(
-        self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
+        self,
+        context: AgentContext,
+        engine: Engine,
+        scorer: AsyncScorer | None = None,
+        *,
+        deterministic: bool = False,
+        stall_timeout: float | None = None,
     ) -> None:
+        """`stall_timeout`: in seconds; None: nothing stalls."""
         self.context, self.engine, self.scorer = context, engine, scorer
         self.progress = (0, 0)  # (ended, total) trajectories since last idle; may be read from another thread
         self._batches: list[_Batch] = []  # batches in flight
-        self.open_spans: dict[str, OpenSpans] = {}  # open spans of running attempts and scorings, by request id
-        self.deterministic = deterministic
+        self.paused = False  # the engine is paused on purpose: nothing stalls
+        self.deterministic, self._stall_timeout = deterministic, stall_timeout
+        self._watch: asyncio.Task[None] | None = None  # while batches are in flight
         self._logged = False
         slowest = max(
             (CallPolicy.from_config(t.config, name).timeout for name, t in context.tools.items()), default=0.0
@@ -108,18 +125,35 @@ class AgentLoopManager:
         ended, total = self.progress if self._batches else (0, 0)
         self.progress = (ended, total + len(rows))
         self._batches.append(batch)
-        with relaxed_gc():
-            try:
-                batch.open([batch.request_id(i, 0) for i in range(lanes)])
-                for lane in range(lanes):
-                    # In deterministic mode, which rows a lane takes must not depend on timing.
-                    following = iter(range(lane + lanes, len(rows), lanes)) if self.deterministic else rest
-                    batch.tasks.start(batch.lane(lane, following))
-                await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
-            finally:
-                self._batches.remove(batch)
-                batch.close_all()
+        if len(self._batches) == 1:
+            self._begin()
+        try:
+            batch.open([batch.request_id(i, 0) for i in range(lanes)])
+            for lane in range(lanes):
+                # In deterministic mode, which rows a lane takes must not depend on timing.
+                following = iter(range(lane + lanes, len(rows), lanes)) if self.deterministic else rest
+                batch.tasks.start(batch.lane(lane, following))
+            await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
+        finally:
+            self._batches.remove(batch)
+            batch.close_all()
+            if not self._batches:
+                self._end()
         return batch.rollouts
+
+    def _begin(self) -> None:
+        """Before the first batch in flight: watches for stalls, and garbage collection passes over older objects."""
+        if self._stall_timeout is not None:
+            self._watch = asyncio.ensure_future(self._retry_stalled(self._stall_timeout))
+        gc.freeze()
+        gc.set_threshold(*_RELAXED_GC)
+
+    def _end(self) -> None:
+        gc.unfreeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     def loop_name(self, row: Mapping[str, Any]) -> str:
         """Returns the agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` if an
@@ -140,10 +174,32 @@ class AgentLoopManager:
         """Number of engine steps so far; 0 if the engine does not count them."""
         return int(getattr(self.engine, "steps_done", 0))
 
-    def cancel_stalled(self, error: Stalled) -> None:
-        """Cancels all attempts and scorings in flight; each is retried once (see `StallWatch`)."""
-        for batch in self._batches:
-            batch.cancel_stalled(error)
+    async def _retry_stalled(self, seconds: float) -> None:
+        """Whenever nothing has progressed for `seconds`, logs what trajectories wait for, and has everything in flight
+        retried."""
+        state, unchanged = self._state(), 0
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(seconds / _CHECKS)
+            if (blocked := time.monotonic() - asleep) > seconds:
+                logger.warning("the event loop did not answer for %.0f s: something blocked it", blocked)
+            last, state = state, self._state()
+            unchanged = 0 if self.paused or state != last else unchanged + 1
+            waits: dict[str, list[str]] = defaultdict(list)
+            for batch in self._batches if unchanged == _CHECKS else ():
+                for what, request_id in batch.waits():
+                    waits[what].append(request_id)
+                batch.cancel_stalled(Stalled(f"nothing had progressed for {seconds:g} s (trainer.stall_timeout)"))
+            if waits:
+                unchanged = 0
+                found = [f"trajectory {ids[0]} waits for {what}, {len(ids) - 1} more" for what, ids in waits.items()]
+                logger.warning(
+                    "nothing has progressed for %g s: %s; all of these are tried again, once", seconds, "; ".join(found)
+                )
+
+    def _state(self) -> tuple[int, ...]:
+        """Changes with every progress."""
+        return (*self.progress, self.steps_done(), *(part for batch in self._batches for part in batch.state()))
 
     def log_failure(self, request_id: str, error: BaseException) -> None:
         """Logs the first failure as a warning, and later ones, which the metrics count, at INFO."""
@@ -173,6 +229,7 @@ class _Batch:
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._cancelled_rows: set[int] = set()
         self._running: dict[int, asyncio.Task[Any]] = {}
+        self._clients: dict[int, TrajectoryClient] = {}  # of those
         self._scoring: dict[int, asyncio.Task[Any]] = {}
         self._stalled: dict[int, Stalled] = {}  # those of either that are being cancelled because of a stall
         for i, row in enumerate(rows):
@@ -235,14 +292,14 @@ class _Batch:
                 rollout.drop(StopReason.CANCELLED)
                 return request_id
             rollout.attempts += 1
-            client = TrajectoryClient(self._engine, request_id, self._decode)
+            client = self._clients[index] = TrajectoryClient(self._engine, request_id, self._decode)
             params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
             params["stop"] = tuple(options.stop or ())
             own = {name: copy.deepcopy(row[name]) for name in _USERS if name in row}
             row_with_ids = {**row, **own, "request_id": request_id, "attempt": attempt}
             waited = time.time() - self._submitted_at
             try:
-                with self._trace(index, request_id) as trajectory_span, self._track_spans(request_id):
+                with self._trace(index, request_id) as trajectory_span:
                     task = self._running[index] = asyncio.ensure_future(
                         called(_run_loop, name, context, client, params, row_with_ids)
                     )
@@ -267,6 +324,7 @@ class _Batch:
                 continue
             finally:
                 self._running.pop(index, None)
+                self._clients.pop(index, None)
                 self._stalled.pop(index, None)
                 client.end()
             rollout.sequences[-1].timeline.insert(0, ("queue", self._submitted_at, waited))
@@ -318,7 +376,7 @@ class _Batch:
         """Scores a trajectory; retries once after a stall, then drops the rollout."""
         rollout = self.rollouts[index]
         while True:
-            with self._track_spans(trajectory.request_id), span("scorer", ""):
+            with span("scorer", ""):
                 task = self._scoring[index] = asyncio.ensure_future(called(scorer, trajectory, row))
                 try:
                     return await task
@@ -331,21 +389,21 @@ class _Batch:
             if rollout.stalls > 1:
                 return rollout.drop(StopReason.INFRASTRUCTURE)
 
+    def waits(self) -> Iterator[tuple[str, str]]:
+        """Yields (what it waits for, its request id) of each attempt and scoring in flight."""
+        yield from ((client.waits_for, client.request_id) for client in self._clients.values())
+        yield from (("the scorer", self._rows[index]["request_id"]) for index in self._scoring)
+
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change when an attempt or scoring begins, ends or progresses."""
+        return (len(self._scoring), *(part for i, c in self._clients.items() for part in (i, c.progress)))
+
     def cancel_stalled(self, error: Stalled) -> None:
-        """See `AgentLoopManager.cancel_stalled`."""
+        """Cancels all attempts and scorings in flight; each is retried once."""
         for index, task in {**self._running, **self._scoring}.items():
             if not task.done():
                 self._stalled[index] = error
                 task.cancel()
-
-    @contextmanager
-    def _track_spans(self, request_id: str) -> Iterator[None]:
-        spans = self._manager.open_spans[request_id] = OpenSpans()
-        try:
-            with watch_spans(spans):
-                yield
-        finally:
-            del self._manager.open_spans[request_id]
 
     def _cancel_small_group(self, index: int) -> None:
         """If the row was dropped for an infrastructure failure and its group is now too small, cancels the group's other

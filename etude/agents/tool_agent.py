@@ -38,15 +38,23 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
-from etude.agents.images import RenderedResponse, read_all, render_response, response_text
+from etude.agents.images import read_all, render_response, response_text
 from etude.agents.interactions import InteractionSession
-from etude.agents.tool_messages import ToolMessages, drop_images, malformed_record, replace_unwritable, with_result_tag
+from etude.agents.tool_messages import (
+    NOT_EXECUTED,
+    drop_images,
+    malformed_record,
+    refused_calls,
+    replace_unwritable,
+    shorten_results,
+    tool_messages,
+    with_result_tag,
+)
 from etude.bounded import called, gather
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
@@ -56,8 +64,8 @@ from etude.models import ImageReader
 from etude.registry import did_you_mean
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
-from etude.tools.outcome import read_execution
+from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession
+from etude.tools.contract import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards, besides tool names
@@ -106,7 +114,7 @@ class ToolAgentLoop(AgentLoopBase):
             tool_response_truncate_side=limits.tool_response_truncate_side,
             tool_parser=trainer_config.parser,
         )
-        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` forwards, by id()
+        self._outcomes: dict[int, ToolCall] = {}  # of calls that a subclass's `_call_tool` forwards, by id()
         self._broken: InfrastructureError | None = None  # set when such a call has an infrastructure failure
 
     @property
@@ -206,9 +214,9 @@ class ToolAgentLoop(AgentLoopBase):
             text = response_text(response, data.token_limit)
             append_to_last_user(trajectory.messages, self.chat.disarm(text))
             return
-        answer = await render_response(response, reader, data.token_limit)
-        images = await read_all(reader, answer.images)
-        place = append_to_last_user(trajectory.messages, self.chat.disarm(answer.text), len(images))
+        text, decoded, _ = await render_response(response, reader, data.token_limit)
+        images = await read_all(reader, decoded)
+        place = append_to_last_user(trajectory.messages, self.chat.disarm(text), len(images))
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:
@@ -264,43 +272,52 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = with_result_tag(data.parsed, self.chat, self.tool_parser)
         started = time.perf_counter()
         most = self.max_parallel_calls
-        outcomes = await self._execute(data, data.parsed.calls[:most], turn)
+        calls = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
-        with_images = {} if self.context.images is None else await self._prepare_images(data, outcomes)
-        texts = [
-            with_images[n].text if n in with_images else response_text(each.response, data.token_limit)
-            for n, each in enumerate(outcomes)
-        ]
-        texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
-        answers = ToolMessages(
-            data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.needs_tool_names
-        )
+        await self._show(data, calls)
+        calls += refused_calls(data.parsed, turn, most)
         if data.user is not None:
-            data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
-        malformed = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+            data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(calls)))
+        malformed = sum(call.error == "malformed" for call in calls)
         data.malformed_in_a_row += malformed
-        if any(outcome.error != "malformed" for outcome in outcomes):
+        if any(call.error not in ("malformed", NOT_EXECUTED) for call in calls):
             data.malformed_in_a_row = 0
-        state = self.feed_back(
-            data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
-        )
+
+        def messages() -> list[dict[str, Any]]:
+            return tool_messages(data.parsed, calls, self.chat.needs_tool_names)
+
+        def shorter(excess: int) -> list[dict[str, Any]] | None:
+            return messages() if shorten_results(calls, excess, data.token_limit) else None
+
+        state = self.feed_back(data, messages(), [tokens for call in calls for tokens in call.image_tokens], shorter)
         if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the results fit
-            for answer in with_images.values():
-                trajectory.images += await read_all(self.context.images, answer.images)
-        trajectory.tool_calls += answers.records(turn)
-        for each in outcomes:
-            if each.error is None or each.reward:
-                trajectory.add_step_reward(each.call.name, each.reward)
+            for call in calls:
+                trajectory.images += await read_all(self.context.images, call.images)
+        for call in calls:
+            trajectory.tool_calls.append(call.to_record())
+            if call.error is None or call.reward:
+                trajectory.add_step_reward(call.call.name, call.reward)
         if limits.malformed_calls == "penalise" and malformed:
             trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
 
-    async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
+    async def _show(self, data: Conversation, calls: Sequence[ToolCall]) -> None:
+        """Sets the texts, and the images if the model takes them here, that the model sees of calls that ran."""
+        reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
+        for call in calls:
+            response = call.response
+            if reader is not None and (response.image or response.video):
+                shown = await render_response(response, reader, data.token_limit)
+                call.shown, call.images, call.image_tokens = shown
+            else:
+                call.shown = response_text(response, data.token_limit)
+
+    async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolCall]:
         if type(self)._call_tool is ToolAgentLoop._call_tool:
             return await data.session.execute(calls, turn)
         return await gather(self._call_overridden(data, call, turn) for call in calls)
 
-    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
+    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolCall:
         """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
 
         Raises:
@@ -316,14 +333,14 @@ class ToolAgentLoop(AgentLoopBase):
         if self._broken is not None:
             raise self._broken
         try:
-            response, reward, metrics = read_execution(returned)
-            number = as_reward(reward, "")
+            result = read_execution(returned)
+            reward = as_reward(result.reward, "")
         except (TypeError, InfrastructureError) as error:
             raise EtudeError(f"agent loop {type(self).__name__}: _call_tool {one_line(error)}") from error
-        shown = data.session.truncate(response)
-        made = self._outcomes.pop(id(call), None) or ToolOutcome(call, turn, shown)
-        seconds = time.perf_counter() - started
-        return replace(made, response=shown, reward=number, metrics=metrics, seconds=seconds)
+        made = self._outcomes.pop(id(call), None) or ToolCall(call, turn)
+        made.response, made.reward, made.metrics = data.session.truncate(result.response), reward, dict(result.metrics)
+        made.seconds = time.perf_counter() - started
+        return made
 
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
@@ -341,16 +358,6 @@ class ToolAgentLoop(AgentLoopBase):
             raise
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
-
-    async def _prepare_images(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, RenderedResponse]:
-        """Returns the responses that have media, by index; empty if the model takes no images here."""
-        reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
-        if reader is None:
-            return {}
-        responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
-        return {
-            n: await render_response(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video
-        }
 
     def _record_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
@@ -432,12 +439,14 @@ class ToolAgentLoop(AgentLoopBase):
             return self.chat.context_ids(replaced, after=data.sampled, image_tokens=image_tokens)
 
     def _tool_tokens(self, text: str) -> int:
+        """Number of tokens of a tool result in its context; on its own, if the template writes it in its own way."""
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
         except ConfigError:  # handled for the whole tool result in `_encode_context`
-            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
+            context = []
+        labelled = sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
+        return labelled or len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     _handlers: ClassVar[dict[AgentState, str]] = {  # names, so that a subclass may override handlers
         AgentState.PENDING: "_handle_pending_state",

@@ -1,84 +1,58 @@
 """Builds the tool messages that answer a turn's calls, for the chat template to render.
 
 Invariant: no text written by a model, a tool or a user makes the run fail. That the template renders tool messages at all is
-checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result that
-contains `</think>`. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room for
-the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
+checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result with words
+at which the template cuts. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room
+for the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from etude.agents.images import RenderedResponse
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.errors import ConfigError, DataError
 from etude.schemas import FunctionCall
-from etude.tools import TokenLimit, ToolOutcome
+from etude.tools import TokenLimit, ToolCall
 from etude.trajectory import ToolCallRecord
 
 NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
 LEAST_TOKENS = 16  # minimum length of a truncated result: below this, it would be mostly the truncation mark
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
+_UNREAD = FunctionCall(name="", arguments="")  # stands for a malformed call
 
 
-@dataclass
-class ToolMessages:
-    """The tool messages for one turn's calls, one each: calls that ran, calls beyond `max_parallel_calls`, and malformed
-    calls, in this order.
+def refused_calls(parsed: ParsedResponse, turn: int, most: int) -> list[ToolCall]:
+    """Returns the calls of a turn that do not run: those beyond the first `most`, then the malformed ones."""
+    text = f"Not executed: at most {most} calls are executed in one turn."
+    beyond = [ToolCall(call, turn, error=NOT_EXECUTED, shown=text) for call in parsed.calls[most:]]
+    return beyond + [ToolCall(_UNREAD, turn, error="malformed", shown=error) for error in parsed.errors]
 
-    Attributes:
-        parsed: the parsed turn.
-        outcomes: outcomes of the calls that ran.
-        with_images: responses with images, by message index.
-        texts: the messages' texts.
-        needs_tool_names: whether the template writes the tool's name into its message.
-    """
 
-    parsed: ParsedResponse
-    outcomes: Sequence[ToolOutcome]
-    with_images: Mapping[int, RenderedResponse]
-    texts: list[str]
-    needs_tool_names: bool
+def tool_messages(parsed: ParsedResponse, calls: Sequence[ToolCall], needs_tool_names: bool) -> list[dict[str, Any]]:
+    """Returns the message that answers each call. `needs_tool_names`: the template writes the tool's name into it."""
+    messages: list[dict[str, Any]] = []
+    for call in calls:
+        known = None if call.call is _UNREAD else call.call
+        message: dict[str, Any] = parsed.result_message(call.shown or "", known)
+        if needs_tool_names and known is not None:
+            message = with_tool_name(message, known.name)
+        if call.images:
+            message = {**message, "content": content_of(message["content"], len(call.images))}
+        messages.append(message)
+    return messages
 
-    @property
-    def image_tokens(self) -> list[int]:
-        """Number of tokens of each image, in order."""
-        return [tokens for answer in self.with_images.values() for tokens in answer.tokens]
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Returns one message per call."""
-        calls = self._calls
-        unread = [None] * len(self.parsed.errors)
-        made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
-        if self.needs_tool_names:
-            made[: len(calls)] = [with_tool_name(message, call.name) for message, call in zip(made, calls)]
-        for n, answer in self.with_images.items():
-            made[n] = answer.message(made[n])
-        return made
-
-    def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
-        """Truncates the texts by `excess` tokens in total and returns the messages; None if that is not possible."""
-        cut = None if limit is None else shorten_texts(self.texts, excess, limit)
-        if cut is None:
-            return None
-        self.texts = cut
-        return self.messages()
-
-    def records(self, turn: int) -> list[ToolCallRecord]:
-        """Returns the record of each call, with the result as the model saw it."""
-        ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
-        beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
-        refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
-        return [*ran, *refused, *(malformed_record(turn, text) for text in self.texts[len(ran) + len(refused) :])]
-
-    @property
-    def _calls(self) -> list[FunctionCall]:
-        return [*[outcome.call for outcome in self.outcomes], *self.parsed.calls[len(self.outcomes) :]]
+def shorten_results(calls: Sequence[ToolCall], excess: int, limit: TokenLimit | None) -> bool:
+    """Truncates the texts of the messages by `excess` tokens in total; returns False if that is not possible."""
+    cut = None if limit is None else shorten_texts([call.shown or "" for call in calls], excess, limit)
+    for call, text in zip(calls, cut or ()):
+        call.shown = text
+    return cut is not None
 
 
 def with_result_tag(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolParser) -> ParsedResponse:

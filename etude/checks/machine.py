@@ -117,7 +117,8 @@ def _sandbox(_: None) -> Result:
     from etude.sandbox import Executor, Isolation, SandboxUnavailableError
 
     async def prove(mode: Isolation) -> str:
-        async with await Executor.open(mode, 1) as executor:
+        async with await Executor.open(mode) as executor:
+            await executor.check()
             return ", ".join(language.value for language in executor.languages)
 
     works: dict[str, str] = {}

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
-from etude.chat.parsers.trial import unread_call
+from etude.chat.parsers.auto import unread_call
 from etude.checks.findings import Result, check, error, require, warning
 from etude.checks.settings import check_names, check_records, effective_keys
 from etude.data import RLDataset, custom_rows
@@ -229,7 +229,8 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
 
 
 def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
-    """Checks that the chat template can render the results of the configured tools, and warns if it does not show them.
+    """Checks that the chat template can render the results of the configured tools, and warns if the calls that it
+    writes would not be read.
 
     Every accepted template renders messages of users and text environments.
 
@@ -251,13 +252,6 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
         ) from error
     if parser.result_tag is not None or talks.tools_in_system:
         return
-    if not bundle.chat.shows_tools:
-        logger.warning(
-            WARNING,
-            "the chat template does not show the model its tools: it knows only what a row's own messages say of their "
-            "arguments and call format",
-            f"set {key}.tools_in_system=true to write that",
-        )
     # The configured format may not be the template's, and the model's calls be missed. Only a warning, because prompts may
     # teach the format; silent for a user's own parser.
     ours = type(parser).__module__.startswith("etude.") and not catalogue.has_environment
@@ -268,6 +262,16 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
             f"{key}.format={talks.format} does not read the call that the chat template writes ({unread!r}): the model's "
             "calls are missed unless its prompts teach it that format",
             "multi_turn.format=auto takes the template's",
+        )
+
+
+def warn_of_tools(rows: RLDataset) -> None:
+    """Warns once for a run's rows if neither the chat template nor their messages tell the model what its tools take."""
+    if not rows.describes_tools:
+        logger.warning(
+            WARNING,
+            "the chat template does not show the model its tools, and rows name them without the arguments they require",
+            "set actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write schemas and call format",
         )
 
 

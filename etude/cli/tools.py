@@ -24,7 +24,7 @@ from etude.errors import ConfigError, DataError, InfrastructureError, one_line
 from etude.registry import USER_MODULE, did_you_mean
 
 if TYPE_CHECKING:
-    from etude.tools import BaseTool, ToolOutcome
+    from etude.tools import BaseTool, ToolCall
 
 REFUSED, BROKEN = 1, 3
 _MAX_JSON_BYTES = 10_000_000
@@ -318,7 +318,7 @@ def _response_record(response: Any) -> dict[str, Any]:
     return {"text": response.text or "", **media}
 
 
-def _outcome_record(outcome: ToolOutcome) -> dict[str, Any]:
+def _outcome_record(outcome: ToolCall) -> dict[str, Any]:
     return {
         "arguments": outcome.call.arguments,
         "response": _response_record(outcome.response),
@@ -329,7 +329,7 @@ def _outcome_record(outcome: ToolOutcome) -> dict[str, Any]:
     }
 
 
-def _format_outcome(outcome: ToolOutcome) -> str:
+def _format_outcome(outcome: ToolCall) -> str:
     shown = _response_record(outcome.response)
     media = "".join(f" [{count} {kind}]" for kind, count in shown.items() if kind != "text")
     error = f" ({outcome.error})" if outcome.error else ""

@@ -44,7 +44,8 @@ class RLDataset:
     `index` (extra_info.index, else the row's index over all files), `data_source`, `reward_model`, `extra_info`,
     `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes
     them). Items are copies: changing one does not change the dataset. `fingerprints` has a digest for each file: of all
-    columns of its rows, ground truths included.
+    columns of its rows, ground truths included. `describes_tools`: whether every row that was checked for its tools
+    (`shows_tools`) tells the model what they take.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
@@ -88,6 +89,7 @@ class RLDataset:
         self._agent_loops, self._shows_tools = agent_loops, shows_tools
         self.options = options
         self.overlong = 0
+        self.describes_tools = True
         self._scored = scored
         self._images = images
         self._blobs = Blobs()
@@ -163,6 +165,7 @@ class RLDataset:
             self.chat.require_whole(messages, schemas)
             if self._shows_tools and row.get("agent_name") in _OWN_LOOPS:
                 self.chat.require_tools_shown(messages, schemas)
+                self.describes_tools &= self.chat.describes_tools(messages, schemas)
             length = self.chat.prompt_length(messages, schemas, *image_args)
         except DataError as error:
             raise error.at(where) from error

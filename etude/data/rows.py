@@ -22,7 +22,7 @@ from etude.data.messages import check_messages
 from etude.errors import DataError
 from etude.registry import unknown_name
 from etude.rewards.default import check_truth
-from etude.tools.instance import SECTIONS
+from etude.tools.session import SECTIONS
 
 _NAMELESS = "gsm8k"
 

@@ -354,6 +354,11 @@ class RayOptions:
         default=300,
         unit="s",
     )
+    data_plane: Literal["objects", "transferqueue"] = key(
+        "Where batches stay between workers. objects: Ray objects, a column each, copied whole to a node that reads rows of "
+        "them. transferqueue: the storage units of TransferQueue, which sends single rows; takes 3 CPUs.",
+        default="objects",
+    )
 
 
 Device = Annotated[Text, AfterValidator(_device)]
@@ -481,9 +486,9 @@ class TrainerOptions(RunOptions):
     )
     stall_timeout: Positive | None = key(
         "If no token, tool answer or score has come for this long, say what waits for what, and try what is in flight "
-        "again, once; what stalls twice is dropped (rollout/stalled). Longer than any one call may take; the default "
-        "outlasts rollout.trajectory_timeout. Null: never.",
-        default=900.0,
+        "again, once; what stalls twice is dropped (rollout/stalled). Longer than any one call may take (the timeout of a "
+        "tool, rollout.server_timeout), and shorter than rollout.trajectory_timeout, or it has no effect. Null: never.",
+        default=400.0,
         unit="seconds",
     )
     critic_warmup: Natural = key(

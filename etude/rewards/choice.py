@@ -33,6 +33,14 @@ def extract_choice(text: str) -> str | None:
     return leading.group(1).upper() if leading else None
 
 
+def extract_answer(text: str, ground_truth: Any) -> str | None:
+    """Returns what `compute_score` compares: the chosen letter or, if no reference is a letter, the answer as text; None if
+    there is none."""
+    if any(_LETTER.fullmatch(_letter(truth)) for truth in truths_of(ground_truth)):
+        return extract_choice(text)
+    return _said(text) or None
+
+
 @reads_truth(truths_of)
 def compute_score(solution_str: str, ground_truth: Any) -> float:
     """1.0 for the reference choice, else 0.0; a reference of more than a letter is compared as text, ignoring case.
@@ -44,11 +52,20 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
 
 
 def _is_choice(solution_str: str, reference: str) -> bool:
-    letter = reference.strip(" ().")
+    letter = _letter(reference)
     if _LETTER.fullmatch(letter):
         return extract_choice(solution_str) == letter.upper()
+    return _said(solution_str) == _folded(reference)
+
+
+def _letter(reference: str) -> str:
+    return reference.strip(" ().")
+
+
+def _said(solution_str: str) -> str:
+    """The last marked answer, or else the whole text, without what a comparison ignores."""
     marked = _ANSWER.findall(solution_str[-MAX_CHARS:])
-    return _folded(marked[-1] if marked else solution_str) == _folded(reference)
+    return _folded(marked[-1] if marked else solution_str)
 
 
 def _folded(text: str) -> str:

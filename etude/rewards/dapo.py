@@ -8,6 +8,7 @@ from etude.errors import ConfigError
 from etude.options.declare import key, options
 from etude.options.types import Flag, Natural, NonNegative
 from etude.options.validate import to_options
+from etude.rewards.default import COMPONENTS
 from etude.rewards.manager import KEY, NaiveRewardManager, RewardResult, register
 from etude.rewards.overlong import overlong_penalty
 
@@ -58,5 +59,6 @@ class DAPORewardManager(NaiveRewardManager):
         tokens = int(data.batch["attention_mask"][:, -width:].sum()) if width else 0
         penalty = overlong_penalty(tokens, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
-        info = {**result["reward_extra_info"], **logged}
-        return {"reward_score": result["reward_score"] + penalty, "reward_extra_info": info}
+        score, info = result["reward_score"], result["reward_extra_info"]
+        parts = {**(info.get(COMPONENTS) or {"answer": score}), "overlong_reward": penalty}
+        return {"reward_score": score + penalty, "reward_extra_info": {**info, **logged, COMPONENTS: parts}}

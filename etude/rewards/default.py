@@ -74,7 +74,6 @@ ANSWERS: Mapping[Callable[..., Score], Callable[[str], str | None]] = {
     math.integer_score: math.last_boxed,
     math.compute_score: math.last_boxed,
     geo3k.compute_score: math.last_boxed,
-    choice.compute_score: choice.extract_choice,
     qa.compute_score: qa.extract_answer,
 }
 """Scorer that returns a number → function that extracts the answer it scores."""
@@ -84,10 +83,13 @@ def score_row(**arguments: Any) -> Score:
     """Like `compute_score`, but adds to a plain number `acc` and `pred`, the parsed answer (None if there is none). The
     managers call it if the user has no function of their own."""
     result = compute_score(**arguments)
-    read = ANSWERS.get(scorer_of(arguments["data_source"]))
-    if read is None or isinstance(result, Mapping):
+    scorer, text = scorer_of(arguments["data_source"]), arguments["solution_str"]
+    if isinstance(result, Mapping):
         return result
-    return {"score": result, "acc": result, "pred": read(arguments["solution_str"])}
+    if scorer is choice.compute_score:  # what it compares depends on the reference
+        return {"score": result, "acc": result, "pred": choice.extract_answer(text, arguments["ground_truth"])}
+    read = ANSWERS.get(scorer)
+    return result if read is None else {"score": result, "acc": result, "pred": read(text)}
 
 
 def sees_trajectory(scorer: Callable[..., object]) -> bool:

@@ -1,4 +1,4 @@
-"""Checks that a reward is a finite number.
+"""Checks that a reward is a finite number, and an ending a truth value.
 
 Invariant: only finite floats are returned; anything else from a tool or scorer is an infrastructure failure, never a
 reward to train on.
@@ -28,6 +28,23 @@ def as_float(value: object) -> float:
         return math.inf
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"returned a reward that is not a single number: {error}") from error
+
+
+def as_flag(value: object) -> bool:
+    """Returns `value`, a truth value (NumPy's and torch's, 0 and 1 included), as a bool.
+
+    Raises:
+        TypeError: it is something else, whose truth says nothing: "False" is true.
+    """
+    if isinstance(value, bool):
+        return value
+    try:
+        number = None if value is None else as_float(value)
+    except TypeError:
+        number = None
+    if number not in (0.0, 1.0):
+        raise TypeError(f"returned {value!r:.60} where True or False was expected")
+    return bool(number)
 
 
 def as_reward(value: object, source: str) -> float:

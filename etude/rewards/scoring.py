@@ -98,8 +98,10 @@ class TrajectoryScorer:
         if value is None:
             raise InfrastructureError(f"{where} returned no score")
         score = as_reward(value, where)
-        trajectory.rewards.score_info = plain_numbers(result.get("reward_extra_info") or {})
-        trajectory.rewards.score = score
+        info = plain_numbers(result.get("reward_extra_info") or {})
+        if info.get("acc") is not None:
+            as_reward(info["acc"], f"{where}, as acc,")
+        trajectory.rewards.score_info, trajectory.rewards.score = info, score
 
     async def _run(self, data: DataProto) -> RewardResult:
         if isinstance(self._manager, RewardManagerBase):

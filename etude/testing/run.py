@@ -21,7 +21,7 @@ from typing import Any
 from etude.checks.findings import Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
-from etude.checks.setup import LoadedSetup, Run, check_tool_messages, warn_of_rewards
+from etude.checks.setup import LoadedSetup, Run, check_tool_messages, warn_of_rewards, warn_of_tools
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
 from etude.config.layers import to_container
 from etude.data import ResumableLoader, RLDataset, active_tools
@@ -199,6 +199,7 @@ def _read_rows(run: Inspection) -> Result:
             said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {setup.data.max_prompt_length})")
             if key == "data.train_files":
                 run.train = dataset
+                warn_of_tools(dataset)
                 warn_of_rewards(setup, dataset)
                 trained.update(tasks)
             elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):

@@ -1,5 +1,5 @@
 """`ResultCache`: caches the results of a tool whose `execute` is pure, and shares them between concurrent calls;
-`ResultStore` keeps them in an SQLite file that processes share.
+`ResultStore` keeps them, and recordings (see `recording`), in an SQLite file that processes share.
 
 Pure means: the result (text, media, step reward and metrics) depends only on the arguments, the row's `create_kwargs` and
 `execute_kwargs`, and the tool's configuration; and executing has no side effects. Enabling the cache declares that.
@@ -27,14 +27,18 @@ from typing import Any
 
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, one_line
+from etude.tools.call import Source, ToolResult
 from etude.tools.options import CachePolicy
-from etude.tools.outcome import Source, ToolResult
 from etude.tools.wire import result_from_json, result_to_json
 
 _MAX_CHARACTERS = 2**28
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, stored REAL NOT NULL, answer TEXT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS answers_by_age ON answers (stored)",
+    "CREATE TABLE IF NOT EXISTS calls (tool TEXT, trajectory TEXT, event TEXT, row TEXT, asked TEXT, history TEXT, "
+    "answer TEXT)",
+    "CREATE INDEX IF NOT EXISTS calls_by_question ON calls (tool, row, asked)",
+    "CREATE INDEX IF NOT EXISTS calls_by_number ON calls (tool, row, event)",
 )
 _LOCK_SECONDS = 5.0
 _WRITES_BETWEEN_CLEANINGS = 64
@@ -166,9 +170,17 @@ class ResultStore:
         self._failed = False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._open().execute("SELECT key, stored, answer FROM answers LIMIT 1").fetchall()
+            self.select("SELECT key, stored, answer FROM answers LIMIT 1")
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"{self._path}: not a cache file: {one_line(error)}") from error
+
+    def select(self, statement: str, *values: object) -> list[Any]:
+        """Executes a statement; raises `sqlite3.Error`."""
+        return self._open().execute(statement, values).fetchall()
+
+    async def run(self, statement: str, *values: object) -> list[Any]:
+        """Executes a statement in the thread; raises `sqlite3.Error`."""
+        return await _thread.run(self.select, statement, *values)
 
     async def get(self, key: str) -> dict[str, Any] | None:
         """Returns the result stored under `key`; None if there is none or it has expired."""

@@ -10,12 +10,19 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from etude.errors import ConfigError, user_file
+from etude.rewards.number import as_float
+from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.call import ToolResult
+
+_MAX_METRICS = 64
+_MAX_METRIC_CHARS = 1_000
 
 _FORMS = {
     "create": "create(self, instance_id=None, **create_kwargs)",
@@ -43,9 +50,18 @@ def check_contract(tool: BaseTool) -> None:
         elif not callable(function) or _returns_nothing_awaitable(function):
             fault = "is not asynchronous"
         else:
-            fault = _refusal(function, *(("id", {}) if method == "execute" else ("id",)))
+            fault = _refusal(function, ("id", {}) if method == "execute" else ("id",), {})
         if fault is not None:
             raise ConfigError(f"{_named(tool, method)}: {method} {fault}: define async def {form}")
+
+
+def refused_kwargs(tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
+    """Why a method, or the function of a function tool, does not take a row's keyword arguments; None if it does."""
+    method = section.removesuffix("_kwargs")
+    function = getattr(tool, "__wrapped__", None) if method == "execute" else None
+    given: tuple[object, ...] = () if function is not None else ("id", {}) if method == "execute" else ("id",)
+    fault = _refusal(function or getattr(tool, method), given, kwargs)
+    return None if fault is None else f"{_named(tool, method)}: {method} {fault}"
 
 
 @contextmanager
@@ -73,10 +89,10 @@ def _named(tool: BaseTool, method: str) -> str:
     )
 
 
-def _refusal(function: Any, *given: object) -> str | None:
-    """Why a function cannot be called with these arguments and some keywords; None if it can."""
+def _refusal(function: Any, given: Sequence[object], named: Mapping[str, object]) -> str | None:
+    """Why a function cannot be called with these arguments and some more keywords; None if it can."""
     try:
-        inspect.signature(function).bind_partial(*given)
+        inspect.signature(function).bind_partial(*given, **named)
     except ValueError:  # it has no signature
         return None
     except TypeError as error:
@@ -102,3 +118,77 @@ def _returns_nothing_awaitable(function: Any) -> bool:
     if not returned:
         return not any(isinstance(node, ast.Raise) for node in nodes)
     return all(value is None or isinstance(value, ast.Tuple | ast.Constant | ast.JoinedStr) for value in returned)
+
+
+def read_response(value: object) -> ToolResponse:
+    """Converts a tool's response: a `ToolResponse`, a str, or None for an empty one.
+
+    Raises:
+        TypeError: `value` is of another type.
+    """
+    if isinstance(value, ToolResponse):
+        return value
+    if value is None:
+        return ToolResponse()
+    if isinstance(value, str):
+        return ToolResponse(text=value)
+    raise TypeError(f"must return its response as a ToolResponse or a str, not {type(value).__name__}")
+
+
+def read_execution(returned: object) -> ToolResult:
+    """Parses the return value of `execute`; its reward is a number, but may not be finite.
+
+    Raises:
+        TypeError: `returned` is not such a tuple.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise TypeError(f"must return (ToolResponse, reward, metrics), not {shape}")
+    response, reward, metrics = returned
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"must return its metrics as a dict, not {type(metrics).__name__}")
+    return ToolResult(read_response(response), as_float(reward), small_metrics(metrics) if metrics else {})
+
+
+def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
+    """Parses the return value of `create` into (instance id, initial response); accepts a bare id, or None as the id, which
+    stands for `given_id`.
+
+    Raises:
+        TypeError: `returned` is neither an id nor such a tuple.
+    """
+    if isinstance(returned, str):
+        return returned, ToolResponse()
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str | None):
+        return returned[0] or given_id, read_response(returned[1])
+    raise TypeError(f"must return (instance_id, ToolResponse), not {type(returned).__name__}")
+
+
+def small_metrics(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns up to `_MAX_METRICS` entries as JSON values: long text is truncated, large or unknown values become their
+    type's name."""
+    kept = islice(metrics.items(), _MAX_METRICS)
+    return {str(key)[:_MAX_METRIC_CHARS]: _plain_value(value) for key, value in kept}
+
+
+def _plain_value(value: Any, depth: int = 2) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value[:_MAX_METRIC_CHARS].encode("utf-8", "replace").decode("utf-8")
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return _plain_value(value.item(), 0)  # a numpy or torch scalar
+    if depth and isinstance(value, list | tuple) and len(value) <= _MAX_METRICS:
+        return [_plain_value(item, depth - 1) for item in value]
+    if depth and isinstance(value, Mapping) and len(value) <= _MAX_METRICS:
+        return {str(key)[:_MAX_METRIC_CHARS]: _plain_value(item, depth - 1) for key, item in value.items()}
+    return f"<{type(value).__name__}>"
+
+
+def merge_responses(first: ToolResponse, second: ToolResponse) -> ToolResponse:
+    """Concatenates both responses; their texts are joined by a newline."""
+    return ToolResponse(
+        text="\n".join(text for text in (first.text, second.text) if text) or None,
+        image=[*(first.image or []), *(second.image or [])] or None,
+        video=[*(first.video or []), *(second.video or [])] or None,
+    )

@@ -7,50 +7,34 @@ attempt (each retry draws again), never on the clock or concurrent work.
 from __future__ import annotations
 
 import random
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
-from etude.seeds import chance
+from etude.schemas import ToolResponse
+from etude.tools.call import Source, ToolCall, ToolResult
 from etude.tools.options import FaultPolicy
 
-
-class CallPlace(NamedTuple):
-    """The position of a call: `number` counts the calls of this tool in the trajectory from 0."""
-
-    tool: str
-    trajectory: str
-    turn: int
-    number: int
-
-    def chance(self, *salt: object) -> float:
-        """Returns a pseudo-random number in [0, 1), determined by the place and `salt`."""
-        return chance("\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number))))
-
-
-class Fault(Enum):
-    """The kinds of injected faults."""
-
-    TIMEOUT = "timeout"  # no answer in time: an infrastructure failure
-    ERROR = "error"  # the tool raises: see `config.on_exception`
-    GARBAGE = "garbage"  # the tool runs, and its text is replaced by garbage
+_GARBAGE = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
 
 
 class InjectedError(Exception):
-    """Raised for an injected `Fault.ERROR`."""
+    """Stands for an exception of the tool."""
 
 
-def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
-    """Draws the fault of this attempt; None for no fault."""
-    left = place.chance("fault", policy.seed, attempt)
-    for fault, share in ((Fault.TIMEOUT, policy.timeout), (Fault.ERROR, policy.error), (Fault.GARBAGE, policy.garbage)):
-        if left < share:
-            return fault
-        left -= share
-    return None
+async def with_faults(policy: FaultPolicy, call: ToolCall, answer: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    """Returns the result of `answer()`, or fails instead, or replaces its text by up to 400 characters of garbage.
 
-
-def garbage(policy: FaultPolicy, place: CallPlace) -> str:
-    """Returns up to 400 characters of garbage, including control characters, brackets and parts of tags."""
-    source = random.Random(f"{policy.seed} {place}")
-    pieces = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
-    return "".join(source.choices(pieces, k=source.randint(0, 400)))[:400]
+    Raises:
+        TimeoutError, InjectedError: the call is not made.
+    """
+    drawn = call.chance("fault", policy.seed, call.retries)
+    if drawn < policy.timeout:
+        raise TimeoutError("no answer in time (injected: config.faults)")
+    if drawn < policy.timeout + policy.error:
+        raise InjectedError("injected by config.faults")
+    result = await answer()
+    if drawn >= policy.timeout + policy.error + policy.garbage:
+        return result
+    source = random.Random(f"{policy.seed} {call.call.name} {call.trajectory} {call.turn} {call.number}")
+    text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
+    return replace(result, response=ToolResponse(text=text), source=Source.FAULT)

@@ -45,26 +45,38 @@ class _Untitled(GenerateJsonSchema):
 
 
 class FunctionSignature:
-    """The parameters of `function`. With `inferred`, the schema is derived from the type hints, so each parameter needs one;
-    otherwise the user provides the schema, and only hinted arguments are converted.
+    """The parameters of `function`, without those that a partial sets. With `inferred`, the schema is derived from the type
+    hints, so each parameter needs one; otherwise the user provides the schema, and only hinted arguments are converted.
 
     Raises:
-        ConfigError: `inferred`, and a parameter has no hint, cannot be named in JSON (`*args`, `**kwargs`,
-            positional-only), or has a hint that JSON Schema cannot express, or the docstring describes an unknown
+        ConfigError: a parameter cannot be given by name; or `inferred`, and a parameter has no hint, cannot be named in JSON
+            (`*args`, `**kwargs`), or has a hint that JSON Schema cannot express, or the docstring describes an unknown
             parameter; names function and parameter.
     """
 
     def __init__(self, function: Callable[..., object], *, inferred: bool) -> None:
-        self._where = f"function tool {function.__module__}.{function.__qualname__}"
-        self._parameters = inspect.signature(function).parameters
+        written, self._where = _written(function), f"function tool {_label(function)}"
+        bound = function.keywords if isinstance(function, functools.partial) else {}
+        self._parameters = {name: p for name, p in self._read_parameters(function).items() if name not in bound}
         self._inferred = inferred
-        hints = self._read_hints(function)
-        self.description, self._descriptions = read_docstring(inspect.getdoc(function) or "")
+        hints = self._read_hints(written)
+        self.description, self._descriptions = read_docstring(inspect.getdoc(written) or "")
         if inferred:
             self._check(hints)
         adapters = {name: self._make_adapter(name, hints[name]) for name in self._parameters if name in hints}
         self._adapters = {name: adapter for name, adapter in adapters.items() if adapter is not None}
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+
+    def check_schema(self, schema: OpenAIFunctionToolSchema) -> None:
+        """Checks that the function takes what a schema of the user's offers.
+
+        Raises:
+            ConfigError: it does not; names the argument.
+        """
+        offered = schema.function.parameters.properties
+        if unknown := [name for name in offered if name not in self._parameters and not self._takes_any]:
+            hint = did_you_mean(unknown[0], self._parameters)
+            raise ConfigError(f"{self._where}: its schema offers '{unknown[0]}', which it does not take{hint}")
 
     def parameters_schema(self) -> dict[str, Any]:
         """Returns the `parameters` object of the tool's schema."""
@@ -112,6 +124,17 @@ class FunctionSignature:
             place = "".join(f".{part}" for part in first["loc"])
             raise ToolError(f"argument '{name}{place}': {first['msg']}") from error
 
+    def _read_parameters(self, function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+        advice = "wrap it in a def with named, hinted parameters"
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:  # some C functions
+            raise ConfigError(f"{self._where}: Python cannot tell its parameters: {advice}") from error
+        for parameter in parameters.values():
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(f"{self._where}: parameter '{parameter}' cannot be called by name: {advice}")
+        return parameters
+
     def _read_hints(self, function: Callable[..., object]) -> dict[str, Any]:
         try:
             return typing.get_type_hints(function, include_extras=True)
@@ -122,7 +145,7 @@ class FunctionSignature:
 
     def _check(self, hints: Mapping[str, Any]) -> None:
         for name, parameter in self._parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ConfigError(
                     f"{self._where}: parameter '{parameter}' cannot be called by name; use named parameters or pass schema="
                 )
@@ -194,7 +217,8 @@ class FunctionTool(BaseTool):
         _check_kind(function)
         self._function = function
         self._signature = FunctionSignature(function, inferred=schema is None)
-        made = self._infer(name or function.__name__) if schema is None else read_schema(schema, function.__qualname__)
+        made = self._infer(name or _name_of(function)) if schema is None else read_schema(schema, _label(function))
+        self._signature.check_schema(made)
         if name is not None and made.function.name != name:
             raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
         super().__init__(dict(config or {}), made)
@@ -290,23 +314,51 @@ def load_function_tools(path: str | Path) -> list[BaseTool]:
 
 
 def _check_kind(function: Callable[..., object]) -> None:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"function tool {function.__module__}.{function.__qualname__}: it yields; return one answer")
+    if not callable(function):
+        raise ConfigError(f"@function_tool is for functions, not for an object of type {type(function).__name__}")
     if isinstance(function, type):
         raise ConfigError(f"{function.__qualname__} is a class: derive it from BaseTool, or decorate a function")
+    written = _written(function)
+    if inspect.isgeneratorfunction(written) or inspect.isasyncgenfunction(written):
+        raise ConfigError(f"function tool {_label(function)}: it yields; return one answer")
+
+
+def _written(function: Callable[..., object]) -> Callable[..., object]:
+    """The function whose hints and docstring are those of `function`: a partial's, or the method `__call__` of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__name__") else type(function).__call__
+
+
+def _label(function: Callable[..., object]) -> str:
+    written = _written(function)
+    name = getattr(written, "__qualname__", type(function).__name__)
+    return f"{getattr(written, '__module__', None) or 'builtins'}.{name}"
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'function tool {_label(function)}: it has no name: give one, @function_tool("name")')
+    return name
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:
     """Converts a function's return value to that of `BaseTool.execute`, (response, reward, metrics).
 
     Raises:
-        TypeError: the value is a tuple that is empty or has more than three entries.
+        TypeError: the value is a tuple that is empty or has more than three entries, or a pair that begins with no answer.
     """
     reward: Any = None
     metrics: Any = None
     if isinstance(result, tuple):
         if not 1 <= len(result) <= 3:
             raise TypeError(f"must return (response[, reward[, metrics]]), not a tuple of {len(result)}")
+        if len(result) == 2 and not isinstance(result[0], str | dict | ToolResponse):
+            raise TypeError(
+                f"returned a pair that begins with a {type(result[0]).__name__}; the second value of a pair is "
+                "a step reward, and the first one text, a dict or a ToolResponse: return one text, such as str((a, b))"
+            )
         result, reward, metrics = (*result, None, None)[:3]
     return as_response(result), 0.0 if reward is None else reward, {} if metrics is None else metrics
 

@@ -62,16 +62,25 @@ class ConcurrencyPolicy(ToolOptions):
 
 
 class CachePolicy(ToolOptions):
-    """`ttl` in seconds (None: for ever); `path` of an SQLite file that outlives the process (None: memory only)."""
+    """`ttl` in seconds (None: for ever); `path` of an SQLite file that outlives the process (None: memory only). `only`: the
+    file answers in place of the tool."""
 
     enabled: Flag = True
     ttl: Positive | None = None
     max_entries: Count = 10_000
     path: Text | None = None
+    only: Flag = False
+
+    @model_validator(mode="after")
+    def _has_a_file(self) -> CachePolicy:
+        if self.only and self.path is None:
+            raise ValueError("only needs a path: a file that a cache or a recording has filled")
+        return self
 
 
 class ReplayPolicy(ToolOptions):
-    """A file written by `record`. A call is looked up by what is asked (`strict`), or by its place in the trajectory."""
+    """The same as `cache: {path, only: true}`; a call is looked up by what is asked (`strict`), or by its place in the
+    trajectory (`order`)."""
 
     path: Text
     mode: Literal["strict", "order"] = "strict"
@@ -110,7 +119,7 @@ class CallPolicy(ToolOptions):
             tokenizer, and the side if None, come from the agent loop.
         on_exception: of an exception that is neither a `ToolError` nor an infrastructure failure: the model is told, the
             trajectory is retried from fresh state, or the run ends.
-        cache, record, replay, faults: None where off; `record` is the file to append to.
+        cache, record, replay, faults: None where off; `record` is the cache file to add every call to.
     """
 
     timeout: Positive = 60.0
@@ -141,9 +150,16 @@ class CallPolicy(ToolOptions):
 
     @model_validator(mode="after")
     def _records_or_replays(self) -> CallPolicy:
-        if self.record is not None and self.replay is not None:
+        if self.record is not None and self.served is not None:
             raise ValueError("record and replay exclude each other")
         return self
+
+    @property
+    def served(self) -> ReplayPolicy | None:
+        """The file that answers in place of the tool."""
+        if self.cache is not None and self.cache.only and self.cache.path is not None:
+            return ReplayPolicy(path=self.cache.path)
+        return self.replay
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | None, tool_name: str) -> CallPolicy:

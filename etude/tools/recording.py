@@ -1,172 +1,112 @@
-"""`Recorder` and `read_recording`: write and read the tool calls of a run as JSON lines.
+"""`Recording`: everything that one tool answered, in the table `calls` of a cache file. `config.record` writes it; a cache
+that is read only (`config.cache.only`, or `config.replay`) serves it, and no method of the tool is ever called.
 
-Invariant: every line is one self-contained event of one tool in one trajectory; a recording can be written by many
-processes at once, read meanwhile, concatenated with others by `cat`, and edited by hand. Infrastructure failures are
-written for human readers and skipped by `replay`.
-
-    {"tool": "search", "event": "create", "trajectory": "0-0/0/0", "kwargs": {…}, "response": {"text": …}}
-    {"tool": "search", "event": "execute", "trajectory": "0-0/0/0", "turn": 0, "number": 0, "kwargs": {…},
-     "arguments": {…}, "response": {"text": …}, "reward": 0.0, "metrics": {…}, "error": …, "seconds": 0.12}
-    {"tool": "search", "event": "calc_reward", "trajectory": "0-0/0/0", "kwargs": {…}, "reward": 1.0}
+Invariant: only what the recording determines is served; otherwise `MissingCall` names the question. In `strict` mode that is
+the answer to the same question (the row's arguments for the tool, and the call's) after the same earlier calls of the
+trajectory, or else the one answer that the question always got. In `order` mode it is the answer to the call of the same
+number in the trajectory of the same request id, or else the one answer that this number always got with these
+`create_kwargs`. Infrastructure failures are not recorded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from etude.errors import ConfigError, DataError, one_line
-from etude.jsonl import JsonLines, read_json_lines
-from etude.schemas import ToolResponse
-from etude.tools.faults import CallPlace
-from etude.tools.outcome import Source, ToolResult
-from etude.tools.wire import (
-    canonical,
-    response_from_json,
-    response_to_json,
-    result_from_json,
-    result_to_json,
-    reward_from_json,
-)
+from etude.tools.cache import ResultStore
+from etude.tools.call import Source, ToolResult
+from etude.tools.wire import result_from_json, result_to_json
 
-Kwargs = Mapping[str, Any]
-
-BROKEN = "infrastructure"
-"""The `error` of an infrastructure failure."""
+_MAX_SHOWN_CHARS = 200
+_HINT = "record the run again, or set replay.mode to order"
 
 
-class Recorder:
-    """Appends the events of one tool to a file.
+class MissingCall(DataError):
+    """The recording has no answer to a question, several that differ, or one that cannot be read."""
 
-    Its methods raise ConfigError if the file or a result (an image of an unknown type) cannot be written: a recording must
-    not lack a call.
+
+class Recording:
+    """The recording of a tool. `only`: it answers in place of the tool.
+
+    A question is put by `kwargs` within an event of a trajectory ("create", the number of a call, "calc_reward"), where
+    `row` are the `create_kwargs`, both as canonical JSON, and `history` stands for the calls so far.
     """
 
-    def __init__(self, path: str, tool: str) -> None:
-        self._lines = JsonLines(path)
-        self._tool = tool
+    def __init__(self, path: str, tool: str, mode: Literal["strict", "order"] | None = None) -> None:
+        """Opens the file; a `mode` serves it, None writes it.
 
-    def create(self, trajectory: str, kwargs: Kwargs, response: ToolResponse) -> None:
-        """Records a `create` that succeeded."""
-        self._write("create", trajectory, kwargs=kwargs, response=response)
+        Raises:
+            ConfigError: the file cannot be opened.
+            DataError: there is no file to serve, or it has no call of this tool.
+        """
+        self._tool, self._in_order, self.only = tool, mode == "order", mode is not None
+        self._where = f"tool '{tool}': {path}"
+        if self.only and not Path(path).expanduser().is_file():
+            raise DataError(f"{self._where} cannot be read: there is no such file")
+        self._store = ResultStore(path, max_entries=0, ttl=None)
+        recorded = self._store.select("SELECT 1 FROM calls WHERE tool = ? LIMIT 1", tool)
+        self._is_cache = not recorded and bool(self._store.select("SELECT 1 FROM answers LIMIT 1"))
+        if self.only and not recorded and not self._is_cache:
+            raise DataError(f"{self._where} holds no call of this tool")
 
-    def execute(
-        self,
-        place: CallPlace,
-        kwargs: Kwargs,
-        arguments: Kwargs,
-        answer: ToolResult | None,
-        seconds: float,
-        error: str = "",
-    ) -> None:
-        """Records an `execute`; after an infrastructure failure, `answer` is None and `error` is the reason."""
-        values: dict[str, Any] = {"turn": place.turn, "number": place.number, "arguments": _as_json(arguments)}
-        values["seconds"] = round(seconds, 6)
-        if answer is None:
-            values |= {"error": BROKEN, "cause": error}
-        self._write("execute", place.trajectory, kwargs=kwargs, answer=answer, **values)
+    async def keep(self, trajectory: str, event: str, row: str, kwargs: str, history: str, result: ToolResult) -> None:
+        """Records an answer.
 
-    def calc_reward(self, trajectory: str, kwargs: Kwargs, reward: float) -> None:
-        """Records a `calc_reward` that succeeded."""
-        self._write("calc_reward", trajectory, kwargs=kwargs, reward=reward)
-
-    def _write(
-        self,
-        event: str,
-        trajectory: str,
-        *,
-        kwargs: Kwargs,
-        response: ToolResponse | None = None,
-        answer: ToolResult | None = None,
-        **values: Any,
-    ) -> None:
+        Raises:
+            ConfigError: that is not possible (an image of an unknown type, a full disk): a recording must not lack a call.
+        """
         try:
-            result = result_to_json(answer) if answer is not None else {}
-            result |= {"response": response_to_json(response)} if response is not None else {}
-            line = {"tool": self._tool, "event": event, "trajectory": trajectory, "kwargs": _as_json(kwargs)}
-            self._lines.append(line | values | result)
-        except (TypeError, ValueError) as error:
+            answer = json.dumps(result_to_json(result))
+            values = (self._tool, trajectory, event, row, _question(event, kwargs), history, answer)
+            await self._store.run("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?)", *values)
+        except (TypeError, ValueError, sqlite3.Error, OSError) as error:
             raise ConfigError(
                 f"tool '{self._tool}': its answer cannot be recorded: {one_line(error)} (config.record)"
             ) from error
 
+    async def find(self, trajectory: str, event: str, row: str, kwargs: str, history: str, key: str = "") -> ToolResult:
+        """Returns the recorded answer; `key` is that of a call in a cache. A cache holds calls only: in the file of one, the
+        other events have empty answers.
 
-def _as_json(kwargs: Kwargs) -> Any:
-    """Round-trips the values through JSON, so that they compare equal in a replay."""
-    return json.loads(canonical(dict(kwargs)))
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """A recorded `execute` with its result."""
-
-    arguments: Kwargs
-    kwargs: Kwargs
-    answer: ToolResult
-
-
-@dataclass
-class RecordedInstance:
-    """The recorded events of one tool in one trajectory; `reward` is None if the trajectory ended without one."""
-
-    trajectory: str
-    kwargs: Kwargs = field(default_factory=dict)
-    initial_response: ToolResponse = field(default_factory=ToolResponse)
-    calls: dict[int, RecordedCall] = field(default_factory=dict)
-    reward: float | None = None
-    reward_kwargs: Kwargs = field(default_factory=dict)
-    broken_calls: set[int] = field(default_factory=set)
-
-    @property
-    def broken(self) -> bool:
-        """Whether a call ended in an infrastructure failure, and no retry of it succeeded."""
-        return not self.broken_calls <= self.calls.keys()
-
-    def in_order(self) -> list[RecordedCall]:
-        """Returns the calls in the order in which the model wrote them."""
-        return [call for _, call in sorted(self.calls.items())]
-
-
-def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
-    """Reads the events of `tool` from the file; one entry per trajectory, in the order in which they start.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not an event; names file and line.
-    """
-    instances: list[RecordedInstance] = []
-    latest: dict[str, RecordedInstance] = {}
-    for number, line in read_json_lines(path):
-        if line.get("tool") != tool:
-            continue
+        Raises:
+            MissingCall: the recording does not determine the answer.
+        """
+        asked = _question(event, kwargs)
+        what, preferred = ("event", "trajectory") if self._in_order else ("asked", "history")
+        values = (trajectory, self._tool, row, event) if self._in_order else (history, self._tool, row, asked)
+        statement = (
+            f"SELECT answer, {preferred} = ? FROM calls WHERE tool = ? AND row = ? AND {what} = ? ORDER BY rowid"
+        )
         try:
-            trajectory = str(line["trajectory"])
-            if (
-                line["event"] == "create" or trajectory not in latest
-            ):  # a second `create`: another run used the same name
-                latest[trajectory] = RecordedInstance(trajectory)
-                instances.append(latest[trajectory])
-            _add_event(latest[trajectory], line)
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            raise DataError(
-                f"{path}: line {number} is not a recorded call: {type(error).__name__}: {one_line(error)}"
-            ) from error
-    return instances
+            if self._is_cache:
+                kept = await self._store.get(key) if key else {}
+                found = [] if kept is None else [(result_from_json(kept, Source.REPLAY), True)]
+            else:
+                rows = await self._store.run(statement, *values)
+                found = [(result_from_json(json.loads(answer), Source.REPLAY), alike) for answer, alike in rows]
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError, sqlite3.Error) as error:
+            raise MissingCall(f"{self._where} is damaged: {type(error).__name__}: {one_line(error)}") from error
+        what = f"{event} of {trajectory}" if self._in_order else _shorten(asked)
+        if not found:
+            raise MissingCall(f"{self._where} holds no {what}, with create_kwargs {_shorten(row)}: {_HINT}")
+        alike = [result for result, same in found if same][:1]
+        first, *others = alike or [result for result, _ in found]
+        if any(
+            (each.response, each.reward, each.error) != (first.response, first.reward, first.error) for each in others
+        ):
+            raise MissingCall(
+                f"{self._where} holds different answers to {what}, with create_kwargs {_shorten(row)}, and none of the same "
+                f"trajectory so far: {_HINT}"
+            )
+        return first
 
 
-def _add_event(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
-    kwargs = dict(line.get("kwargs") or {})
-    match line["event"]:
-        case "create":
-            instance.kwargs, instance.initial_response = kwargs, response_from_json(line.get("response") or {})
-        case "execute" if line.get("error") == BROKEN:
-            instance.broken_calls.add(int(line["number"]))
-        case "execute":
-            answer = result_from_json(line, Source.REPLAY)
-            instance.calls[int(line["number"])] = RecordedCall(dict(line["arguments"]), kwargs, answer)
-        case "calc_reward":
-            instance.reward, instance.reward_kwargs = reward_from_json(line["reward"]), kwargs
-        case other:
-            raise ValueError(f"unknown event {other!r}")
+def _question(event: str, kwargs: str) -> str:
+    return f"{'call' if event.isdigit() else event} {kwargs}".rstrip()
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

@@ -1,9 +1,6 @@
-"""`ToolRuntime`: the state of a tool that all trajectories of a process share, and the path of a call through it.
+"""`ToolRuntime`: what all trajectories of a process share of a tool, and the way of a call through it.
 
-    faults ── recording? ── cache ── limits ── execute          retried as a whole after infrastructure failures
-       │      (replay)                            │
-       ▼          ▼                               ▼
-    garbage ◀── recorder ◀───────────────── answer to the model, or failure
+    faults ── recording (read only) ── cache ── limits ── execute        retried as a whole after infrastructure failures
 
 Invariant: there is one `ToolRuntime` per tool object, so that a limit of n concurrent calls holds across trajectories. Only
 infrastructure failures of `execute` are retried; the delay depends on the call's place in the trajectory, not on the clock.
@@ -17,10 +14,10 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -42,15 +39,16 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
-from etude.tools.contract import check_contract, overrides
-from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
+from etude.tools.call import Source, ToolCall, ToolResult
+from etude.tools.contract import check_contract, overrides, refused_kwargs
+from etude.tools.faults import InjectedError, with_faults
 from etude.tools.options import POLICY_KEYS, CallPolicy
-from etude.tools.outcome import Execution, Source, ToolResult
-from etude.tools.recording import Recorder
-from etude.tools.replay import Replay
+from etude.tools.recording import Recording
 from etude.tools.truncation import TokenLimit
-from etude.tools.wire import digest
+from etude.tools.wire import canonical, digest
 
+Execute = Callable[[ToolCall], Awaitable[ToolResult]]
+"""Runs the tool once, within its time limit."""
 _MAX_RETRY_DELAY = 30.0
 
 logger = logging.getLogger(__name__)
@@ -77,34 +75,11 @@ def _has_constant(code: CodeType | None, word: str) -> bool:
     return any(each == word or (isinstance(each, CodeType) and _has_constant(each, word)) for each in constants)
 
 
-@dataclass(slots=True)
-class ToolRequest:
-    """A validated call in flight.
-
-    Attributes:
-        recorded: its answer in a recording, if any.
-        shared: keyword arguments that the cache and recordings ignore (`agent_data`, if the tool takes it).
-        broken, timeouts: attempts that ended in an infrastructure failure, and those of them that timed out.
-        blocked_loop: how often the tool blocked the event loop.
-    """
-
-    call: FunctionCall
-    place: CallPlace
-    arguments: dict[str, Any]
-    kwargs: Mapping[str, Any]
-    create_kwargs: Mapping[str, Any]
-    recorded: ToolResult | None
-    shared: Mapping[str, Any]
-    broken: int = 0
-    timeouts: int = 0
-    blocked_loop: int = 0
-
-
 class ToolRuntime:
     """Created by `ToolRuntime.of(tool)`. `schema` is the tool's schema, as a read-only OpenAI dictionary.
 
     `reads_create_kwargs`, `reads_agent_data`: whether the tool's `create` takes verl's keyword `create_kwargs`, and its
-    `execute` takes `agent_data`.
+    `execute` takes `agent_data`. `recording`: None without one; if it is `only` served, no method of the tool is called.
     """
 
     @staticmethod
@@ -113,6 +88,7 @@ class ToolRuntime:
 
         Raises:
             ConfigError: the tool's `config`, schema or class is invalid; names tool and key or method.
+            DataError: the recording that shall answer for the tool has no call of it.
         """
         runtime = _shared.get(id(tool))
         if runtime is None:
@@ -126,10 +102,20 @@ class ToolRuntime:
         self.schema = tool.get_openai_tool_schema().to_openai()
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
-        self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
-        self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
-        if self.replay is None:
+        self.recording: Recording | None = None
+        self._cache: ResultCache | None = None
+        if policy.served is not None:
+            self.recording = Recording(policy.served.path, tool.name, policy.served.mode)
+        else:
             check_contract(tool)
+            self.recording = None if policy.record is None else Recording(policy.record, tool.name)
+            self._cache = None if policy.cache is None else ResultCache(policy.cache)
+        if self._cache is not None and overrides(tool, "calc_reward"):
+            raise ConfigError(
+                f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
+                "which would not see the calls that the cache answers"
+            )
+        self._is_limited = bool(policy.max_concurrent_calls or policy.calls_per_second)
         self._process_limiter: Limiter | None = None
         self._cluster_limiter: Limiter | None = None  # opened by the first call, as connecting takes a while
         self._cluster_limit: Limit | None = None
@@ -141,12 +127,6 @@ class ToolRuntime:
             process_limit = calls.limit
         if process_limit or policy.calls_per_second:
             self._process_limiter = LocalLimiter(Limit(process_limit, policy.calls_per_second))
-        self._cache = None if policy.cache is None else ResultCache(policy.cache)
-        if policy.cache is not None and overrides(tool, "calc_reward"):
-            raise ConfigError(
-                f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
-                "which would not see the calls that the cache answers"
-            )
         own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
         for key in own:
             if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
@@ -156,12 +136,30 @@ class ToolRuntime:
         self._identity = digest(tool.name, tool.__module__, code, own)
         self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")
         self.reads_agent_data = _accepts_keyword(tool, "execute", "agent_data")
-        self._exception_logged = self._release_logged = False
+        self._logged: set[str] = set()
+        self._refused_kwargs: dict[tuple[str, frozenset[str]], str | None] = {}
 
-    def log_release(self, line: str) -> None:
-        """Logs the tool's first failed release as a warning, later ones at INFO."""
-        logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
-        self._release_logged = True
+    def refused_kwargs(self, tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
+        """Why the tool does not take a row's keyword arguments (see `contract.refused_kwargs`); None if it does, or if a
+        recording answers for it."""
+        names = (section, frozenset(kwargs))
+        if names not in self._refused_kwargs and not (self.recording is not None and self.recording.only):
+            self._refused_kwargs[names] = refused_kwargs(tool, section, kwargs)
+        return self._refused_kwargs.get(names)
+
+    def log_first(self, what: str, line: str, **more: object) -> None:
+        """Logs the tool's first `what` as a warning, later ones at INFO."""
+        logger.log(logging.INFO if what in self._logged else logging.WARNING, "%s", line, **more)  # type: ignore[arg-type]
+        self._logged.add(what)
+
+    def log_blocking(self, method: str, seconds: float) -> None:
+        """Logs that a step of the tool's method blocked the event loop."""
+        self.log_first(
+            "block",
+            f"tool '{self.name}': its {method} blocked the event loop for {seconds:.3g} s, and every trajectory "
+            "of this process waited; write it as a plain 'def' function, which runs in a thread, or call what blocks by "
+            "asyncio.to_thread",
+        )
 
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
         """Decodes and validates the call's arguments.
@@ -177,83 +175,61 @@ class ToolRuntime:
             raise ArgumentError(f"the arguments are longer than {limit} tokens")
         return self._checker.check(decode_arguments(text))
 
-    async def answer(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
-        """Returns the result of a call, retrying infrastructure failures; `execute` runs the tool once, within its time
-        limit.
+    async def answer(self, call: ToolCall, execute: Execute) -> ToolResult:
+        """Returns the result of a call, retrying infrastructure failures.
 
         Raises:
             Exception: the infrastructure failure of the last attempt.
             ConfigError: the tool violates its contract, or raised one.
+            MissingCall: the recording that answers for the tool has no answer.
             EtudeError: `config.on_exception` is `stop` and the tool raised.
         """
         while True:
             try:
-                return await self._attempt(request, execute)
+                if self.policy.faults is None:
+                    return await self._result(call, execute)
+                try:
+                    return await with_faults(self.policy.faults, call, partial(self._result, call, execute))
+                except InjectedError as error:
+                    return replace(self._failure(error), source=Source.FAULT)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
-                request.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
-                if request.broken >= self.policy.max_retries:
+                call.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
+                if call.retries >= self.policy.max_retries:
                     raise
-                request.broken += 1
+                call.retries += 1
             # Exponential back-off with jitter, so that calls that failed together do not retry together.
-            longest = min(self.policy.retry_delay * 2 ** min(request.broken - 1, 30), _MAX_RETRY_DELAY)
-            await asyncio.sleep(longest * (1 - 0.5 * request.place.chance("delay", request.broken)))
+            longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)
+            await asyncio.sleep(longest * (1 - 0.5 * call.chance("delay", call.retries)))
 
-    def reaches_tool(self, place: CallPlace) -> bool:
-        """Whether the faults of `config.faults` let the call reach the tool or its recording."""
-        if self.policy.faults is None:
-            return True
-        retried = {Fault.TIMEOUT}
-        if self.policy.on_exception == "infrastructure":
-            retried.add(Fault.ERROR)
-        drawn = (draw(self.policy.faults, place, attempt) for attempt in range(self.policy.max_retries + 1))
-        final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
-        return final in (None, Fault.GARBAGE)
+    async def _result(self, call: ToolCall, execute: Execute) -> ToolResult:
+        """Returns the result of the recording, the cache or the tool; records it if `config.record` is set."""
+        recording, row, given = self.recording, dict(call.create_kwargs), dict(call.execute_kwargs)
+        if self._cache is None and recording is None:
+            return await self._live(call, execute)
+        key = digest(self._identity, call.parameters, given, row)
+        place = (call.trajectory, str(call.number), canonical(row), canonical([call.parameters, given]), call.history)
+        if recording is not None and recording.only:
+            return await recording.find(*place, key)
+        if self._cache is None:
+            result = await self._live(call, execute)
+        else:
+            result = await self._cache.answer(key, lambda: self._live(call, execute))
+        if recording is not None:
+            await recording.keep(*place, result)
+        return result
 
-    async def _attempt(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
-        faults, place = self.policy.faults, request.place
-        fault = None if faults is None else draw(faults, place, request.broken)
-        if fault is Fault.TIMEOUT:
-            raise TimeoutError("no answer in time (injected: config.faults)")
-        if fault is Fault.ERROR:
-            return replace(self._failure_result(InjectedError("injected by config.faults")), source=Source.FAULT)
-        answer = request.recorded or await self._execute_or_recall(request, execute)
-        if faults is not None and fault is Fault.GARBAGE:
-            return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
-        return answer
-
-    async def _execute_or_recall(self, request: ToolRequest, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
-        """Returns the result of the cache or the tool; records it if `config.record` is set."""
-        started = time.perf_counter()
-        try:
-            if self._cache is None:
-                answer = await self._live(execute)
-            else:
-                key = digest(self._identity, request.arguments, dict(request.kwargs), dict(request.create_kwargs))
-                answer = await self._cache.answer(key, lambda: self._live(execute))
-        except Exception as error:
-            if self.recorder is not None and is_infrastructure(error):
-                self._record(request, None, started, f"{type(error).__name__}: {one_line(error)}")
-            raise
-        if self.recorder is not None:
-            self._record(request, answer, started)
-        return answer
-
-    def _record(self, request: ToolRequest, answer: ToolResult | None, started: float, cause: str = "") -> None:
-        assert self.recorder is not None
-        seconds = time.perf_counter() - started
-        self.recorder.execute(request.place, request.kwargs, request.arguments, answer, seconds, cause)
-
-    async def _live(self, execute: Callable[[], Awaitable[Execution]]) -> ToolResult:
+    async def _live(self, call: ToolCall, execute: Execute) -> ToolResult:
         with contextlib.ExitStack() as permits:
-            for limiter in await self._limiters():
+            for limiter in await self._limiters() if self._is_limited else ():
                 permits.enter_context(await limiter.acquire())
             try:
-                response, reward, metrics = await execute()
+                result = await execute(call)
             except Exception as raised:
-                return self._failure_result(raised)
-        return ToolResult(response, as_reward(reward, "it"), metrics)
+                return self._failure(raised)
+        as_reward(result.reward, "it")
+        return result
 
     async def _limiters(self) -> list[Limiter]:
         """Returns the limiters that a call needs a permit of; the cluster's is last, so that its permit is not held while
@@ -263,7 +239,7 @@ class ToolRuntime:
             self._cluster_limiter = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
-    def _failure_result(self, raised: Exception) -> ToolResult:
+    def _failure(self, raised: Exception) -> ToolResult:
         """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run, as an
         error does that only the user can mend."""
         if isinstance(raised, ToolError):
@@ -278,12 +254,11 @@ class ToolRuntime:
             raise EtudeError(
                 f"tool '{self.name}' raised {describe_error(raised)}; its config.on_exception is 'stop'"
             ) from raised
-        if not self._exception_logged and not isinstance(raised, InjectedError):
-            self._exception_logged = True
-            logger.warning(
-                "tool '%s' raised %s; the error goes to the model; later ones are only counted",
-                self.name,
-                describe_error(raised),
+        if "exception" not in self._logged and not isinstance(raised, InjectedError):
+            self.log_first(
+                "exception",
+                f"tool '{self.name}' raised {describe_error(raised)}; the error goes to the model; later ones are only "
+                "counted",
                 exc_info=raised if debugging() else None,
             )
         return ToolResult(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

@@ -26,8 +26,8 @@ from uuid import uuid4
 from etude.errors import EtudeError, InfrastructureError, MissingExtraError, one_line
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.lifecycle import ToolSession
-from etude.tools.outcome import merge_responses
+from etude.tools.contract import merge_responses
+from etude.tools.session import ToolSession
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server

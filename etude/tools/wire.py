@@ -16,7 +16,8 @@ from typing import Any
 from etude.errors import DataError, InfrastructureError, one_line
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
-from etude.tools.outcome import Source, ToolResult, small_metrics
+from etude.tools.call import Source, ToolResult
+from etude.tools.contract import small_metrics
 
 _MEDIA = ("image", "video")
 

@@ -1,11 +1,11 @@
 """`TraceSpan`: one recorded section of a trajectory; and `span`, which records nested spans through a context variable.
 
 Invariant: a span's parent is the span that was open in its context when it began; tasks inherit the context in which they
-are started, so spans of concurrent trajectories never mix. Outside a traced trajectory `span` records nothing.
+are started, so spans of concurrent trajectories never mix. Outside a traced trajectory `span` records nothing. Time and size
+of an attribute are limited however large its value is; of objects of unknown classes only the class name is read, so tracing
+has no side effects and cannot fail.
 
-`watch_spans` tracks which spans are open, traced or not, without recording them.
-
-`backends` defines where spans go, `tracer` which trajectories are traced.
+`tracer` defines where spans go, and which trajectories are traced.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, ParamSpec, Protocol, TypeVar
-
-from etude.trace.truncation import truncate_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_CHARS = 4_000
 _MAX_ATTRIBUTES = 64
-
-_WAITS = {"generation": "the engine", "scorer": "the scorer"}  # what spans of a kind wait for; others: kind and name
+_MAX_ITEMS = 50
+_MAX_DEPTH = 5
 
 _numbers = itertools.count(1)
 
@@ -90,59 +90,14 @@ class _TraceContext:
 _context: contextvars.ContextVar[_TraceContext | None] = contextvars.ContextVar("etude_trace_place", default=None)
 
 
-class OpenSpans:
-    """The open spans of one piece of work, and how many have `ended`; another thread may read it."""
-
-    def __init__(self) -> None:
-        self.began, self.ended = time.monotonic(), 0
-        self._open: dict[int, tuple[str, float]] = {}
-
-    def open(self) -> list[tuple[str, float]]:
-        """Returns what each open span waits for, and its start time by `time.monotonic`."""
-        return list(self._open.values())
-
-    def begin(self, what: str) -> int:
-        """Adds an open span; returns its number."""
-        self._open[number := next(_numbers)] = (what, time.monotonic())
-        return number
-
-    def end(self, number: int) -> None:
-        """Removes a span that has ended."""
-        self._open.pop(number, None)
-        self.ended += 1
-
-
-_watched: contextvars.ContextVar[OpenSpans | None] = contextvars.ContextVar("etude_open_spans", default=None)
-
-
-@contextmanager
-def watch_spans(spans: OpenSpans) -> Iterator[None]:
-    """Keeps the spans that open inside the block, or in tasks started there, in `spans` while they are open."""
-    token = _watched.set(spans)
-    try:
-        yield
-    finally:
-        _watched.reset(token)
-
-
 @contextmanager
 def span(kind: str, name: str) -> Iterator[TraceSpan | None]:
     """Records its block as a span, and yields the `TraceSpan`; None if nothing is traced here."""
-    context, watched = _context.get(), _watched.get()
-    number = None if watched is None else watched.begin(_WAITS.get(kind, f"{kind} {name}"))
-    try:
-        if context is None:
-            yield None
-        else:
-            with _record(context, TraceSpan(name, kind, context.trace_id, context.span)) as recorded:
-                yield recorded
-    finally:
-        if watched is not None and number is not None:
-            watched.end(number)
-
-
-@contextmanager
-def _record(context: _TraceContext, recorded: TraceSpan) -> Iterator[TraceSpan]:
+    context = _context.get()
+    if context is None:
+        yield None
+        return
+    recorded = TraceSpan(name, kind, context.trace_id, context.span)
     context.backend.begin(recorded)
     token, began = _context.set(replace(context, span=recorded)), time.perf_counter()
     try:
@@ -223,3 +178,44 @@ def _inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping
         return {}
     named.pop("self", None)
     return named
+
+
+def truncate_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Converts any value to a JSON value: long text is truncated, long containers are cut and end with a count, and other
+    objects become their class name."""
+    if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
+        return value if not isinstance(value, int) or abs(value) < 2**63 else f"<int of {value.bit_length()} bits>"
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str):
+        text = value if len(value) <= MAX_CHARS else f"{value[:MAX_CHARS]}… ({len(value)} characters)"
+        return text.encode("utf-8", "replace").decode("utf-8")
+    if depth == 0:
+        return f"<{type(value).__name__}>"
+    if type(value) in (list, tuple):
+        more = [f"… ({len(value)} items)"] if len(value) > _MAX_ITEMS else []
+        return [truncate_value(item, depth - 1) for item in value[:_MAX_ITEMS]] + more
+    pairs = _pairs(value)
+    if pairs is None:
+        return f"<{type(value).__name__}>"
+    named = {
+        str(key)[:100] if isinstance(key, str | int) else "?": truncate_value(item, depth - 1)
+        for key, item in pairs[:_MAX_ITEMS]
+    }
+    return named | ({"…": f"{len(pairs)} entries"} if len(pairs) > _MAX_ITEMS else {})
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the items of a dict, or the non-empty fields of a dataclass or pydantic model; None for other values."""
+    if isinstance(value, dict):
+        return (
+            [(key, value[key]) for key, _ in zip(value, range(_MAX_ITEMS + 1))]
+            if len(value) > 10_000
+            else list(value.items())
+        )
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, item) for f in fields(value) if (item := getattr(value, f.name, None)) not in (None, {}, [])]
+    declared = getattr(type(value), "model_fields", None)
+    if isinstance(declared, Mapping):
+        return [(name, item) for name in declared if (item := getattr(value, name, None)) is not None]
+    return None

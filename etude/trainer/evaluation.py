@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from omegaconf import DictConfig
 
 from etude.chat import ChatTemplate
+from etude.checks.setup import warn_of_tools
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.events import EventSink, RunEnded, RunStarted, ignore_event
@@ -102,6 +103,7 @@ def evaluate(
         dataset = setup.validation_set()
         if dataset is None:
             raise ConfigError("data.val_files is empty: give the rows to evaluate on")
+        warn_of_tools(dataset)
         facts = describe_run("eval", plain_values(config))
         identity = _identity(plain_values(config), facts["files"])
         folder = dump_folder or Path(setup.trainer.default_local_dir) / f"eval-{_digest(identity)}"

@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.checks.setup import warn_of_rewards
+from etude.checks.setup import warn_of_rewards, warn_of_tools
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
@@ -64,6 +64,7 @@ class PPOTrainer:
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
+        warn_of_tools(train)
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(

@@ -6,6 +6,7 @@ from the configuration and from tools, never from a model's output.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -158,13 +159,24 @@ def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: 
         parts[f"step/{source}"] += tool_weight * value
     for tool, value in rewards.final.items():
         parts[f"final/{tool}"] += tool_weight * value
-    own = rewards.score_info.get(COMPONENTS)
-    if isinstance(own, Mapping):
-        for name, value in own.items():
-            parts[f"score/{name}"] += score_weight * value
-    elif rewards.score is not None:
+    own = _components(rewards)
+    for name, value in own.items():
+        parts[f"score/{name}"] += score_weight * value
+    if not own and rewards.score is not None:
         parts["score"] += score_weight * rewards.score
     return parts
+
+
+def _components(rewards: Rewards) -> Mapping[str, float]:
+    """The parts that the score is the sum of, by label; empty if the scorer named none, or others than it summed."""
+    own = rewards.score_info.get(COMPONENTS)
+    if (
+        rewards.score is None
+        or not isinstance(own, Mapping)
+        or not all(isinstance(v, int | float) for v in own.values())
+    ):
+        return {}
+    return own if math.isclose(math.fsum(own.values()), rewards.score, rel_tol=1e-6, abs_tol=1e-9) else {}
 
 
 def component_metrics(
@@ -174,10 +186,9 @@ def component_metrics(
     component's share of the variance of the total reward, Cov(component, total) / Var(total), if two or more components
     vary. The shares sum to 1; a component near 1 dominates training."""
     metrics: dict[str, float] = {}
-    labels = dict.fromkeys(name for each in rewards for name in each.score_info.get(COMPONENTS) or ())
-    for label in labels:
-        values = [each.score_info[label] for each in rewards if label in each.score_info]
-        metrics[f"reward/score/{label}/mean"] = float(np.mean(values))
+    for label in dict.fromkeys(name for each in rewards for name in _components(each)):
+        if values := [each.score_info[label] for each in rewards if label in each.score_info]:
+            metrics[f"reward/score/{label}/mean"] = float(np.mean(values))
     parts = [reward_components(each, tool_weight, score_weight) for each in rewards]
     columns = {
         name: np.array([part.get(name, 0.0) for part in parts]) for name in dict.fromkeys(n for p in parts for n in p)

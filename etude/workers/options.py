@@ -32,7 +32,7 @@ class RoleOptions:
     `needs_ref`: some loss or reward uses the reference policy. `value_head`: the critic is a head on the actor's trunk.
     `teacher`: the folder or server with which a `TeacherWorker` scores. `standalone`: rollout workers are a separate group,
     which gets its weights from the actor's. `streams`: rollouts continue while the policy is trained, on weights of up to
-    `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`, `seed` (None: unchanged)
+    `adapter_versions` steps. `stall_timeout`: see `etude.agents.manager`. `plugins`, `num_threads`, `seed` (None: unchanged)
     and `deterministic` are settings of the worker's process. `config` is the whole resolved configuration as plain
     containers, for users' agent loops and reward managers.
 

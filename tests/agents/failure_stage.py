@@ -172,14 +172,16 @@ ENGINES = {
 class World:
     """A manager whose every part stands at `gate`, with `rows` rows that go through every state."""
 
-    def __init__(self, point="nowhere", engine="scripted", *, rows=3, limits=None, **given):
+    def __init__(self, point="nowhere", engine="scripted", *, rows=3, limits=None, stall_timeout=None, **given):
         self.gate = Gate(point)
         self.engine = ENGINES[engine](self.gate) if isinstance(engine, str) else engine
         self.tool, self.user = Tool(self.gate, **(limits or {})), User(self.gate, **(limits or {}))
         self.scored = []
         shared = context([self.tool], interactions=[self.user], response_length=900, **given)
         deterministic = isinstance(self.engine, Native) and self.engine.options.deterministic
-        self.manager = AgentLoopManager(shared, self.engine, self.score, deterministic=deterministic)
+        self.manager = AgentLoopManager(
+            shared, self.engine, self.score, deterministic=deterministic, stall_timeout=stall_timeout
+        )
         self.rows = [
             {
                 "uid": f"u{i}",

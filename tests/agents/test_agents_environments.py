@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
 from hypothesis import given, settings
@@ -462,6 +463,16 @@ def test_a_text_environment_is_closed_in_every_ending(broken, caplog):
         assert Guess.log["close"] == 2  # its own note, and the loop's
 
 
+@pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError("late"), InfrastructureError("down")])
+def test_a_close_that_fails_because_of_infrastructure_costs_no_trajectory(error, caplog):
+    def fail(self):
+        raise error
+
+    trajectory, _ = play([says("5")], type("Broken", (Guess,), {"close": fail}), row=ROW)
+    assert trajectory.rewards.steps == [(0, "env", 1.0)]
+    assert "close failed" in caplog.text
+
+
 def test_asynchronous_methods_are_awaited():
     class Later(TextEnv):
         async def reset(self, *, seed=None, options=None):
@@ -679,6 +690,14 @@ def test_a_manager_may_hold_tools_in_qwen_agents_shape():
         ({"step": lambda self, action: ("x", float("inf"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ("x", float("nan"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ({"text": "x"}, 1.0, False, False, {})}, "must observe text or messages"),
+        (
+            {"step": lambda self, action: ([{"role": "assistant", "content": "x"}], 1.0, False, False, {})},
+            "not of the assistant",
+        ),
+        ({"step": lambda self, action: ("x", None, True, False, {})}, "returned no reward"),
+        ({"step": lambda self, action: ("x", 1.0, "False", False, {})}, "'False' where True or False was expected"),
+        ({"step": lambda self, action: ("x", 1.0, None, None, {})}, "None where True or False was expected"),
+        ({"step": lambda self, action: ("x", 1.0, np.array([True, False]), False, {})}, "True or False was expected"),
     ],
 )
 def test_a_text_environment_that_returns_something_else_is_named(methods, message):

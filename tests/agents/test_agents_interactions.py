@@ -145,8 +145,11 @@ def test_a_finalize_that_fails_costs_nothing(caplog):
 
 @pytest.mark.parametrize(
     "answer",
-    [None, (True, "x", 1.0), (False, None, 0.0, {}), (False, "x", float("nan"), {}), (False, "x", "much", {})],
-    ids=["none", "three", "no-text", "nan", "no-number"],
+    [
+        *(None, (True, "x", 1.0), (False, None, 0.0, {}), (False, "x", float("nan"), {}), (False, "x", "much", {})),
+        *(("False", "x", 1.0, {}), (None, "x", 1.0, {}), (False, "x", None, {})),
+    ],
+    ids=["none", "three", "no-text", "nan", "no-number", "word", "no-end", "no-reward"],
 )
 def test_a_user_that_returns_nonsense_is_infrastructure(answer):
     class Odd(Patient):

@@ -1,8 +1,10 @@
 """The manager: one result a row, retries, drops, lanes, cancellation, streaming scores, and releases in every case."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
@@ -707,3 +709,22 @@ def test_a_retried_trajectory_does_not_hold_up_the_deterministic_engine():
     assert [r.failures for r in results] == [0, 1, 0, 2, 1, 0]
     assert engine._rows == {}
     assert tool.log["create"] == tool.log["release"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_collection_is_relaxed_while_trajectories_are_in_flight(fails):
+    found, seen = gc.get_threshold(), []
+
+    def respond(arguments):
+        seen.append((gc.get_threshold(), gc.get_freeze_count()))
+        if fails:
+            raise ValueError
+        return "x"
+
+    manager, _ = make(tools=[Echo(respond=respond, on_exception="stop")])
+    with pytest.raises(EtudeError) if fails else nullcontext():
+        generate(manager, rows_of(2))
+    assert all(thresholds > found and frozen > 10_000 for thresholds, frozen in seen)
+    assert seen
+    assert gc.get_threshold() == found
+    assert gc.get_freeze_count() < 10_000

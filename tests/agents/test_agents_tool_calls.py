@@ -8,8 +8,8 @@ import pytest
 from agents_stage import QUESTION, SAMPLING, Echo, Recorder, call, context, says, schema
 
 from etude.agents import AgentLoopManager
-from etude.errors import DataError
 from etude.tools import BaseTool
+from etude.tools.recording import MissingCall
 from etude.trace import TraceOptions, Tracer
 from etude.trainer.metrics import tool_metrics
 
@@ -92,7 +92,7 @@ def test_cache_hits_refused_arguments_and_metrics_of_a_tools_own():
 
 
 def test_a_rollout_is_recorded_and_replayed_token_for_token(tmp_path):
-    path = str(tmp_path / "calls.jsonl")
+    path = str(tmp_path / "calls.db")
     live = rolled([Echo("echo", reward=0.25, final=2.0, record=path)])
     tool = Echo("echo", replay=path)
     again = rolled([tool])
@@ -101,7 +101,7 @@ def test_a_rollout_is_recorded_and_replayed_token_for_token(tmp_path):
         assert second.trajectory.rewards == first.trajectory.rewards
         assert [record.source for record in second.trajectory.tool_calls] == ["replay"] * 2
     assert not tool.log
-    with pytest.raises(DataError, match="holds no call with"):
+    with pytest.raises(MissingCall):
         rolled([Echo("echo", replay=path)], script=[says(call(text="three")), says("5")])
 
 

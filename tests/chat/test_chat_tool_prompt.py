@@ -101,6 +101,17 @@ def test_tools_that_neither_template_nor_messages_show_are_refused():
         chat.require_tools_shown([QUESTION], TOOLS)
 
 
+def test_tools_are_described_where_messages_name_them_and_what_they_require():
+    plain = ChatTemplate(tokenizer_with(CHATML))
+    parameters = {"type": "object", "properties": {"first": {}, "then": {}}, "required": ["first"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    assert not plain.describes_tools([{"role": "system", "content": "Call add."}, QUESTION], tools)
+    assert not plain.describes_tools([{"role": "system", "content": "Say first."}, QUESTION], tools)
+    assert plain.describes_tools([{"role": "system", "content": "Call add(first)."}, QUESTION], tools)
+    assert plain.describes_tools([QUESTION], None)
+    assert chat_of(CHATML).describes_tools([QUESTION], tools)
+
+
 def test_a_parser_that_cannot_write_its_format_is_refused():
     class Own(ToolParser):
         def parse(self, text, tools=None):

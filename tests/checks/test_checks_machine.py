@@ -42,7 +42,7 @@ def test_sandbox_modes_are_those_that_prove_themselves(inspected, isolation):
 
 
 def test_a_sandbox_that_does_not_isolate_is_a_warning(monkeypatch):
-    async def broken(mode, workers):
+    async def broken(mode):
         raise SandboxUnavailableError(f"{mode.value}: the host's files can be read")
 
     monkeypatch.setattr(Executor, "open", broken)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rewards import choice, compute_score, geo3k, qa
+from etude.rewards.default import score_row
 
 NQ = Path(__file__).parents[3] / "shared" / "data" / "nq_open" / "nq_open_dev.jsonl"
 
@@ -61,6 +62,21 @@ def test_choices(text, letter):
 def test_a_reference_choice_may_be_in_parentheses(truth):
     assert choice.compute_score("<answer>B</answer>", truth) == 1.0
     assert choice.compute_score("<answer>C</answer>", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "answer"),
+    [
+        ("<answer>A red kite.</answer>", "a red kite", "a red kite"),
+        ("<answer>B</answer>", ["B", "a red kite"], "B"),
+        ("It is a red kite", "a red kite", "it is a red kite"),
+        ("<answer> </answer>", "a red kite", None),
+    ],
+)
+def test_the_answer_that_is_reported_is_the_one_that_is_compared(text, truth, answer):
+    found = score_row(data_source="TencentARC/Video-Holmes", solution_str=text, ground_truth=truth)
+    assert found["pred"] == answer
+    assert found["score"] == found["acc"] == (answer in ("a red kite", "B"))
 
 
 @given(st.text(max_size=200))

@@ -24,7 +24,7 @@ from etude.rewards import (
     load_compute_score,
     register,
 )
-from etude.rewards.default import WeightedSum
+from etude.rewards.default import COMPONENTS, WeightedSum
 from etude.trajectory import Provenance, Segment, Trajectory
 
 
@@ -443,6 +443,16 @@ def test_a_batch_without_a_response_mask_is_scored_by_its_attention_mask():
     assert NaiveRewardManager(Letters(), lambda **_: 1.0)(data).nonzero().tolist() == [[0, 8], [1, 8]]
 
 
+@pytest.mark.parametrize("acc", [float("nan"), float("inf"), "1.0", [1.0]])
+def test_an_acc_that_is_no_finite_number_is_no_failure_of_the_model(acc):
+    rollout = trajectory(("x", "#### 42"))
+    with pytest.raises(InfrastructureError, match="as acc"):
+        score(rollout, row(), lambda **_: {"score": 0.5, "acc": acc})
+    assert rollout.rewards.score is None
+    assert score(rollout, row(), lambda **_: {"score": 0.5, "acc": np.bool_(True)}).score_info["acc"] is True
+    assert score(rollout, row(), lambda **_: {"score": 0.5, "acc": None}).score == 0.5
+
+
 # DAPO's length penalty
 
 
@@ -457,7 +467,10 @@ def test_dapo_takes_a_share_of_the_buffer_that_is_used(tokens, penalty):
     manager = made_by_name("dapo", half, overlong_buffer_cfg=buffer, max_resp_len=16)
     asyncio.run(TrajectoryScorer(manager)(rollout, row()))
     assert rollout.rewards.score == 0.5 + 0.5 * penalty
-    assert rollout.rewards.score_info == {"acc": 0.5, "overlong_reward": 0.5 * penalty, "overlong": penalty < 0}
+    parts = {"answer": 0.5, "overlong_reward": 0.5 * penalty}
+    logged = {"overlong_reward": 0.5 * penalty, "overlong": penalty < 0}
+    assert rollout.rewards.score_info == {"acc": 0.5, **logged, COMPONENTS: parts}
+    assert rollout.rewards.score == sum(parts.values())
 
 
 def made_by_name(name, scorer=None, config=None, **reward_kwargs):

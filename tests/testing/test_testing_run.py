@@ -212,7 +212,7 @@ CASES = {
     "template that shows no tools, named in the prompt": (
         named_in_the_prompt,
         WARNING,
-        "template",
+        "rows",
         "multi_turn.tools_in_system=true",
     ),
     "parser of another format": (

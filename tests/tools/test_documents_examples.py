@@ -28,7 +28,7 @@ from etude.data import check_row, read_rows, write_parquet
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, ToolSession, load_tools
 from etude.tools.builtin.geo3k import Geo3kTool
-from etude.tools.instance import SECTIONS
+from etude.tools.session import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = next((ROOT.parent / "shared" / "seeds").glob("000_*.txt"), None)

@@ -19,8 +19,8 @@ from etude.errors import ConfigError, ToolError
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolRuntime, ToolSession
 from etude.tools.cache import ResultCache, ResultStore
+from etude.tools.call import Source, ToolResult
 from etude.tools.options import CachePolicy
-from etude.tools.outcome import Source, ToolResult
 
 
 class Oracle(BaseTool):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from session_stage import Scripted, call, outcome_of, run, schema, session
 
-from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.errors import ConfigError, DataError, InfrastructureError, ToolError
 from etude.schemas import ToolResponse
-from etude.tools import BaseTool, FunctionTool, load_tools
+from etude.tools import BaseTool, FunctionTool, ToolSession, load_tools
 
 EXECUTE = "async def execute(self, instance_id, parameters, **kwargs): return 'x', 0.0, {}"
 BROKEN = {
@@ -135,7 +135,8 @@ def test_a_wrong_return_value_of_execute_ends_the_run_at_once(returned, config):
 
 
 @pytest.mark.parametrize(
-    ("method", "value"), [("create", ["x"]), ("create", (1, None)), ("calc_reward", "1.0"), ("calc_reward", {})]
+    ("method", "value"),
+    [("create", ["x"]), ("create", (1, None)), ("calc_reward", "1.0"), ("calc_reward", {}), ("calc_reward", None)],
 )
 def test_so_does_one_of_its_other_methods(method, value):
     tool = Returns({}, **{method: value})
@@ -175,3 +176,19 @@ def test_a_function_that_returns_too_much_ends_the_run_and_one_that_raises_does_
 async def _outcome(tool):
     async with session(tool) as opened:
         return (await opened.execute([call(tool.name, '{"n": 1}')], 0))[0]
+
+
+class Stubborn(Returns):
+    async def create(self, instance_id=None, size=1):
+        return self._value("create")
+
+
+@pytest.mark.parametrize("section", ["create_kwargs", "execute_kwargs"])
+def test_a_rows_arguments_that_a_method_does_not_take_are_an_error_of_the_row(section):
+    def double(size: int) -> str:
+        return str(2 * size)
+
+    tool = Stubborn({}) if section == "create_kwargs" else FunctionTool(double, "t")
+    ToolSession({"t": tool}, {"t": {section: {"size": 2}}}, request_id="r")
+    with pytest.raises(DataError, match=rf"tools_kwargs.t.{section}: .*sise"):
+        ToolSession({"t": tool}, {"t": {section: {"sise": 2}}}, request_id="r")

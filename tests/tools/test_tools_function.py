@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import datetime
 import enum
+import functools
 import json
+import math
 import sys
 import threading
 import typing
@@ -145,6 +147,12 @@ async def test_a_function_in_a_session():
 )
 def test_normalize_result(returned, expected):
     assert normalize_result(returned) == expected
+
+
+@pytest.mark.parametrize("returned", [(48.8, 2.35), divmod(7, 2), (None, 0.5), (["a"], 1)])
+def test_a_pair_without_an_answer_is_no_step_reward(returned):
+    with pytest.raises(TypeError, match="step reward"):
+        normalize_result(returned)
 
 
 @pytest.mark.parametrize("returned", [(), (1, 2, 3, 4)])
@@ -380,6 +388,51 @@ def unknown_hint(a: "NoSuchName") -> int:  # noqa: F821
 
 def callback(a: Callable[[int], int]) -> int:
     return a(1)
+
+
+def offering(**properties):
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+
+
+CALLABLES = {
+    "a builtin": (math.sqrt, None, "cannot be called by name"),
+    "a builtin with a schema": (math.sqrt, offering(x={"type": "number"}), "cannot be called by name"),
+    "no signature": (max, offering(x={}), "cannot tell its parameters"),
+    "a partial without a name": (functools.partial(search, tags=None), None, "has no name"),
+    "no function": (7, None, "not for an object of type int"),
+    "another argument": (lambda x: x, offering(y={}), "its schema offers 'y', which it does not take"),
+}
+
+
+@pytest.mark.parametrize("case", CALLABLES)
+def test_what_cannot_be_called_by_name_is_refused_when_it_is_decorated(case):
+    function, schema, message = CALLABLES[case]
+    with pytest.raises(ConfigError, match=message):
+        FunctionTool(function, schema=schema)
+
+
+class Scaled:
+    """An object that is called."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    async def __call__(self, n: int) -> str:
+        """Multiplies."""
+        return str(n * self.factor)
+
+
+def multiplied(n: int, factor: int = 1) -> str:
+    """Multiplies."""
+    return str(n * factor)
+
+
+@pytest.mark.parametrize("function", [Scaled(3), functools.partial(multiplied, factor=3), Scaled(3).__call__])
+def test_partials_and_objects_are_described_by_what_they_call(function):
+    tool = FunctionTool(function, "triple")
+    described = tool.tool_schema.to_openai()["function"]
+    assert (described["description"], list(described["parameters"]["properties"])) == ("Multiplies.", ["n"])
+    assert asyncio.run(tool.execute("i", {"n": 2}))[0].text == "6"
 
 
 UNEXPRESSIBLE = {

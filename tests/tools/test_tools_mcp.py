@@ -512,6 +512,80 @@ def test_a_retry_reconnects(tmp_path):
     close_connections()
 
 
+FICKLE = """
+import os, sys, pathlib
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server, before = MCPServer("fickle", log_level="ERROR"), pathlib.Path(sys.argv[1])
+
+
+def look(word: str) -> str:
+    if sys.argv[2] == "forgets":
+        server.remove_tool("look")
+    elif sys.argv[2] == "refuses":
+        raise ToolError("no such tool is known for " + word)
+    else:
+        os._exit(3)
+    return "seen"
+
+
+def look_again(words: list[str]) -> str:
+    return "seen"
+
+
+if sys.argv[2] == "renames" and before.exists():
+    server.tool(name="find", structured_output=False)(look)
+elif sys.argv[2] == "changes" and before.exists():
+    server.tool(name="look", structured_output=False)(look_again)
+else:
+    server.tool(name="look", structured_output=False)(look)
+before.touch()
+server.run("stdio")
+"""
+
+
+@pytest.mark.parametrize("how", ["forgets", "renames", "changes"])
+def test_a_tool_that_its_server_no_longer_has_as_prompts_show_it_is_no_mistake_of_the_models(tmp_path, how):
+    (tmp_path / "fickle.py").write_text(FICKLE)
+    close_connections()
+    arguments = [str(tmp_path / "fickle.py"), str(tmp_path / "started"), how]
+    tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
+    try:
+        if how == "forgets":
+            assert text_of(tool, word="x") == "seen"
+        else:
+            with pytest.raises(InfrastructureError):  # it dies
+                execute(tool, word="x")
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match="look"):
+                execute(tool, word="x")
+        if how == "changes":  # a new start of a run takes the tool as it now is
+            tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
+            assert text_of(tool, words=["x"]) == "seen"
+    finally:
+        close_connections()
+
+
+def test_servers_without_any_tool_are_no_tools(tmp_path):
+    (tmp_path / "bare.py").write_text(
+        "from mcp.server import MCPServer\nMCPServer('bare', log_level='ERROR').run('stdio')"
+    )
+    with pytest.raises(ConfigError, match="no tool is listed by MCP server 'bare'"):
+        configured(tmp_path, {"bare": {"command": sys.executable, "args": [str(tmp_path / "bare.py")]}})
+    close_connections()
+
+
+def test_a_tools_own_words_about_tools_are_for_the_model(tmp_path):
+    (tmp_path / "fickle.py").write_text(FICKLE)
+    close_connections()
+    arguments = [str(tmp_path / "fickle.py"), str(tmp_path / "started"), "refuses"]
+    tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
+    with pytest.raises(ToolError, match="no such tool is known"):
+        execute(tool, word="x")
+    close_connections()
+
+
 def test_a_server_beside_its_configuration_is_found_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     shutil.copy(STDIO["args"][0], tmp_path / "mine" / "server.py")

@@ -63,6 +63,9 @@ def test_the_parts_of_the_spread_of_rewards():
         "reward/spread/score/right": "99 % of the spread of rewards comes from 'score/right' alone: see what it rewards"
     }
     assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
+    parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
+    claimed = [Rewards(score=0.0 + n, score_info={COMPONENTS: part}) for n, part in enumerate(parts)]
+    assert component_metrics(claimed) == {}
 
 
 def test_warnings_of_shares():

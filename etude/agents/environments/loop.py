@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.options import EnvOptions
 from etude.protocol import DataProto
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_flag, as_reward
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 
@@ -156,6 +156,10 @@ class EnvAgentLoop(ToolAgentLoop):
                 _warn_of_control_tokens()
             return [{"role": "user", "content": observation}]
         if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
+            if any(message["role"] == "assistant" for message in observation):
+                raise EtudeError(
+                    "an environment must observe messages of users, tools or the system, not of the assistant"
+                )
             return [dict(message) for message in observation]
         raise EtudeError(f"an environment must observe text or messages, not {type(observation).__name__}")
 
@@ -217,7 +221,9 @@ class EnvStage:
             returned = await self._environment.call("step", step, texts, self._loop.tokenizer, limited=limited)
         try:
             observations, dones, _, _ = returned
-            return [(observation, bool(done)) for _, observation, done in zip(texts, observations, dones, strict=True)]
+            return [
+                (observation, as_flag(done)) for _, observation, done in zip(texts, observations, dones, strict=True)
+            ]
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return next_obs, dones, valid_action, is_tool, each with one entry a response",
@@ -265,12 +271,13 @@ class TextStage:
         returned = await self._environment.call("step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
-            metrics = dict(info or {})
+            over, metrics = as_flag(terminated) or as_flag(truncated), dict(info or {})
+            if reward is None:
+                raise TypeError("returned no reward: return 0.0 for a turn that earns nothing")
         except (TypeError, ValueError) as error:
             raise self._environment.wrong(
                 "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
-        over = bool(terminated or truncated)
         return Observation([] if over else self._loop.as_messages(observation), over, reward, metrics)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
@@ -283,8 +290,14 @@ class TextStage:
         if closing is not None:
             try:
                 await self._environment.call("close", closing)
-            except EtudeError as error:
-                logger.warning("%s", error)
+            except (EtudeError, InfrastructureError) as error:
+                _warn_of_close(str(error))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_close(line: str) -> None:
+    """Logs a failure once: every trajectory's environment is likely to fail in the same way."""
+    logger.warning("%s", line)
 
 
 @cache

@@ -25,7 +25,7 @@ from etude.chat.turns import Stub
 from etude.errors import ConfigError, InfrastructureError
 from etude.registry import Registry
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools import BaseTool, QwenTool, ToolOutcome, ToolSession, load_tools
+from etude.tools import BaseTool, QwenTool, ToolCall, ToolSession, load_tools
 
 ACTIONS, ANSWER = "actions", "answer"
 Called = list[dict[str, str]]
@@ -40,7 +40,7 @@ class Turn:
     session: ToolSession
     number: int
     loop: asyncio.AbstractEventLoop
-    outcomes: list[ToolOutcome] = field(default_factory=list)
+    outcomes: list[ToolCall] = field(default_factory=list)
 
 
 _TURNS: ContextVar[Sequence[Turn]] = ContextVar("etude_environment_turns", default=())
@@ -194,12 +194,12 @@ class ToolManager:
             turn.outcomes.extend(whole)
         return [{"role": "tool", "content": self.result_text(outcome)} for outcome in whole]
 
-    def _missing(self, name: str, args: str, turn: int) -> ToolOutcome:
+    def _missing(self, name: str, args: str, turn: int) -> ToolCall:
         error = "malformed" if name == EMPTY_TOOL["name"] else "unknown_tool"
         response = ToolResponse(text=self.missing_text(name))
-        return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, error=error)
+        return ToolCall(FunctionCall(name=name, arguments=args), turn, response=response, error=error)
 
-    def result_text(self, outcome: ToolOutcome) -> str:
+    def result_text(self, outcome: ToolCall) -> str:
         """Returns the text that the model sees for a tool call that ran or was rejected."""
         return outcome.response.text or ""
 

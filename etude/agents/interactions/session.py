@@ -17,7 +17,7 @@ from typing import Any
 from etude.agents.interactions.base import BaseInteraction
 from etude.bounded import uninterrupted, within
 from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_flag, as_reward
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,10 @@ class InteractionSession:
             over, text, reward, metrics = returned
             if not isinstance(text, str):
                 raise TypeError(f"its text is a {type(text).__name__}")
+            if reward is None:
+                raise TypeError("it has no reward: return 0.0 for a turn that earns nothing")
             return UserTurn(
-                bool(over),
+                as_flag(over),
                 text[: self._limits.max_response_chars],
                 as_reward(reward, "generate_response"),
                 dict(metrics or {}),

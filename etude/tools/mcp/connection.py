@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import contextlib
 import random
+import re
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,16 +32,21 @@ _LONGEST_PAUSE = 8.0
 R = TypeVar("R")
 
 _EXIT_SECONDS = 15.0  # for connections to close: a subprocess that ignores SIGTERM takes up to 6
+_UNKNOWN_TOOL = re.compile(r"(?i)unknown tool|no such tool|tool\b.{0,200}\bnot found")
 _MAX_PAGES, _MAX_TOOLS = 100, 10_000
 _NOT_RETRIED = (FileNotFoundError, PermissionError, NotADirectoryError)  # the command cannot be started
 _jitter = random.Random()  # a separate generator, so that reconnecting does not advance the global one
 
 
 class McpConnection:
-    """One connection to `server`, opened on demand and reopened after it is lost."""
+    """One connection to `server`, opened on demand and reopened after it is lost.
 
-    def __init__(self, server: McpServer) -> None:
-        self.server = server
+    `first_listed`: the arguments of each tool when the run's tools were loaded, which prompts show. All connections to the
+    server share it.
+    """
+
+    def __init__(self, server: McpServer, first_listed: dict[str, Any]) -> None:
+        self.server, self._first_listed = server, first_listed
         self.busy = 0
         self.tools: list[Tool] = []
         self._session: McpSession | None = None
@@ -52,8 +58,8 @@ class McpConnection:
         """Calls the tool `name` and returns its result, which may be an error result.
 
         Raises:
-            ToolError: the server rejected the arguments, or has no such tool.
-            InfrastructureError: the server cannot be reached, timed out, or broke meanwhile.
+            ToolError: the server rejected the arguments.
+            InfrastructureError: the server cannot be reached, timed out, broke meanwhile, or no longer has that tool.
         """
         self.busy += 1
         try:
@@ -66,8 +72,12 @@ class McpConnection:
 
         for again in (True, False):
             session = await self.session()
+            self._require_unchanged(name)
             try:
-                return await session.request(lambda client: client.call_tool(name, arguments, timeout))
+                result = await session.request(lambda client: client.call_tool(name, arguments, timeout))
+                if result.is_error:
+                    await self._verify_known(session, name, str(result.content))
+                return result
             except asyncio.CancelledError:
                 self._probe(session)
                 raise
@@ -75,7 +85,10 @@ class McpConnection:
                 self._drop(session)
                 raise InfrastructureError(f"{self.server}: {error}{session.hint()}") from error
             except Exception as error:
+                if isinstance(error, InfrastructureError):
+                    raise
                 if getattr(error, "code", None) == INVALID_PARAMS:
+                    await self._verify_known(session, name, str(error))
                     raise ToolError(one_line(error)) from error
                 self._handle_error(session, error)
                 if again and _never_ran(error):
@@ -83,6 +96,28 @@ class McpConnection:
                 why = session.hint() if session.lost.done() or session.status >= 400 else ""
                 raise InfrastructureError(f"{self.server}: '{name}': {one_line(root_cause(error))}{why}") from error
         raise AssertionError("unreachable")
+
+    async def _list(self, session: McpSession) -> None:
+        self.tools = await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
+        if not self._first_listed:
+            self._first_listed.update({tool.name: tool.input_schema for tool in self.tools})
+
+    async def _verify_known(self, session: McpSession, name: str, said: str) -> None:
+        """Lists the tools again if the server's error says that it does not know `name`; raises as `_require_unchanged`."""
+        if _UNKNOWN_TOOL.search(said):
+            await self._list(session)
+            self._require_unchanged(name)
+
+    def _require_unchanged(self, name: str) -> None:
+        """Raises InfrastructureError if the server no longer has the tool as prompts show it: that is no mistake of the
+        model's."""
+        listed = {tool.name: tool.input_schema for tool in self.tools}
+        if name not in listed:
+            raise InfrastructureError(f"{self.server}: it has no tool '{name}' (any more)")
+        if listed[name] != self._first_listed.get(name, listed[name]):
+            raise InfrastructureError(
+                f"{self.server}: '{name}' takes other arguments than when the run began, which prompts show: start again"
+            )
 
     def _handle_error(self, session: McpSession, error: Exception) -> None:
         """Drops or probes the connection if the error of a failed call means that it is, or may be, dead."""
@@ -122,7 +157,7 @@ class McpConnection:
             session = McpSession(self.server)
             try:
                 await session.opened()
-                self.tools = await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
+                await self._list(session)
                 return session
             except EtudeError:
                 raise
@@ -175,7 +210,8 @@ class McpPool:
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
-        self.connections = [McpConnection(server) for _ in range(server.num_instances)]
+        self._first_listed: dict[str, Any] = {}
+        self.connections = [McpConnection(server, self._first_listed) for _ in range(server.num_instances)]
 
     async def list_tools(self) -> list[Tool]:
         """Returns the tools of the server, listed over the first connection; the others are opened on demand.
@@ -184,6 +220,8 @@ class McpPool:
             InfrastructureError: the server cannot be reached.
         """
         await self.connections[0].session()
+        self._first_listed.clear()
+        self._first_listed.update({tool.name: tool.input_schema for tool in self.connections[0].tools})
         return self.connections[0].tools
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:

@@ -57,7 +57,8 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
     paths are looked up in `folder` first. All servers are contacted concurrently; the connections stay open for the calls.
 
     Raises:
-        ConfigError: an option is invalid, or a server does not respond, lists an unusable tool, or lacks a selected one.
+        ConfigError: an option is invalid, or a server does not respond, lists an unusable tool, or lacks a selected one, or
+            none lists any.
     """
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError(f"{where}: mcpServers must be a mapping of names to servers")
@@ -71,6 +72,8 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
         found = _ask_servers(made, selection.prefix, where)
     else:
         found = _read_schema_file(made, selection, folder, where)
+    if not found:
+        raise ConfigError(f"{where}: no tool is listed by {', '.join(str(server) for server in made)}")
     selected = set(selection.tool_selected_list)
     known = {name for each in found for name in (each.remote_name, each.schema.function.name)}
     for name in selection.tool_selected_list:
