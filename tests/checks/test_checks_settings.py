@@ -118,7 +118,9 @@ actor_rollout_ref.model.dtype=float64 {ROLLOUT}.dtype=half {ROLLOUT}.trace.backe
 {ROLLOUT}.multi_turn.format=hermez {ROLLOUT}.temperature=0 {ROLLOUT}.top_k=0 {ROLLOUT}.top_p=0
 {ROLLOUT}.val_kwargs.n=0 {ROLLOUT}.seed=-1 actor_rollout_ref.env.name= trainer.logger=[csv] trainer.test_freq=0
 trainer.save_freq=0 trainer.max_actor_ckpt_to_keep=0 trainer.num_threads=10000 trainer.device=gpu trainer.seed=-1
-data.val_max_samples=0 data.prompt_key=''
+data.val_max_samples=0 data.prompt_key='' trainer.total_training_steps=0 trainer.total_epochs=0
+trainer.min_valid_fraction=2 {ACTOR}.loss_agg_mode=token {ACTOR}.kl_loss_type=low_var algorithm.kl_penalty=kll
+algorithm.adv_estimator=grop {LOSS}=vanila {ACTOR}.optim.name=sgd
 """
 
 
