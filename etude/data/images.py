@@ -56,7 +56,9 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
     column = None if key is None else row.pop(key, None)
     inline = _take_inline_images(row[prompt_key])
     if inline and column:
-        raise DataError(f"{where}: image parts of the prompt name pictures, and so does {key}", fix="give them in one place")
+        raise DataError(
+            f"{where}: image parts of the prompt name pictures, and so does {key}", fix="give them in one place"
+        )
     column, named = (inline, "image part") if inline else (column, key)
     if column is not None and not isinstance(column, list):
         raise DataError(f"{where}: {key} must be a list of images, got {type(column).__name__}")
