@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -199,7 +200,12 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 class FunctionTool(BaseTool):
-    """Wraps a function as a tool; calling the tool calls the function."""
+    """Wraps a function as a tool; calling the tool calls the function.
+
+    `decorated_in`: the module that made it a tool with `@function_tool`, if any.
+    """
+
+    decorated_in: str | None = None
 
     def __init__(
         self,
@@ -289,25 +295,29 @@ def function_tool(
     Raises:
         ConfigError: the name is taken, or no schema can be derived from the function; names function and parameter.
     """
-    if callable(name):
-        return function_tool()(name)
+    given = None if callable(name) else name
+    if not isinstance(given, str | None):
+        raise ConfigError(f"@function_tool is for functions, not for an object of type {type(given).__name__}")
+    decorated_in = sys._getframe(1).f_globals.get("__name__")
 
     def decorate(function: Callable[..., object]) -> FunctionTool:
-        tool = FunctionTool(function, name, schema, config)
+        tool = FunctionTool(function, given, schema, config)
+        tool.decorated_in = decorated_in
         return FUNCTION_TOOLS.register(tool.name)(tool)
 
-    return decorate
+    return decorate(name) if callable(name) else decorate
 
 
 def load_function_tools(path: str | Path) -> list[BaseTool]:
-    """Returns the function tools defined in the file (or dotted module) `path`, in the order of their definition.
+    """Returns the function tools of the file (or dotted module) `path`, in the order of their definition: its own functions,
+    and others that it decorates.
 
     Raises:
         ConfigError: the file cannot be imported, or defines no tool.
     """
     module = import_module(str(path))
     tools = [tool for tool in vars(module).values() if isinstance(tool, FunctionTool)]
-    own = [tool for tool in tools if tool.__module__ == module.__name__]
+    own = [tool for tool in tools if module.__name__ in (tool.__module__, tool.decorated_in)]
     if not own:
         raise ConfigError(f"{path} defines no tool: decorate a function with @function_tool")
     return list(dict.fromkeys(own))
@@ -364,11 +374,18 @@ def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any
 
 
 def as_response(result: object) -> ToolResponse:
-    """Returns a `ToolResponse` unchanged, a dict as JSON text, anything else as its `str`."""
+    """Returns a `ToolResponse` unchanged, a dict as JSON text, anything else as its `str`.
+
+    Raises:
+        TypeError: the `str` says nothing but the type and an address: of an iterator, or an object without one of its own.
+    """
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, dict):
         return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
+    kind = type(result)
+    if isinstance(result, Iterator) or (kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__):
+        raise TypeError(f"returned a {kind.__name__}, of which a model reads nothing: return text or a dict")
     return ToolResponse(text=str(result))
 
 

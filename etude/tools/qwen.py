@@ -21,6 +21,7 @@ from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.contract import returned_by
 from etude.tools.function_tool import as_response, read_schema
 from etude.trace import rollout_trace_op
 
@@ -144,7 +145,9 @@ class QwenTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Calls `call(params, **execute_kwargs)` and returns its result as the response."""
         params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
-        return _response(await self._threads.call(self._tool.call, params, **execute_kwargs)), 0.0, {}
+        returned = await self._threads.call(self._tool.call, params, **execute_kwargs)
+        with returned_by(self, "call"):
+            return _response(returned), 0.0, {}
 
 
 def parameters_schema(parameters: object, where: str = "parameters") -> dict[str, Any]:

@@ -155,6 +155,12 @@ def test_a_pair_without_an_answer_is_no_step_reward(returned):
         normalize_result(returned)
 
 
+@pytest.mark.parametrize("returned", [object(), iter([]), (n for n in "ab"), map(str, [1])])
+def test_an_object_of_which_a_model_reads_an_address_is_no_answer(returned):
+    with pytest.raises(TypeError, match="a model reads nothing"):
+        normalize_result(returned)
+
+
 @pytest.mark.parametrize("returned", [(), (1, 2, 3, 4)])
 def test_tuples_of_another_length(returned):
     with pytest.raises(TypeError, match="tuple of"):
@@ -224,6 +230,28 @@ def test_load_function_tools(tmp_path):
         load_function_tools(tmp_path / "empty.py")
     with pytest.raises(ConfigError, match="file not found"):
         load_function_tools(tmp_path / "absent.py")
+
+
+def test_functions_of_other_modules_are_tools_of_the_file_that_decorates_them(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import functools, textwrap\n"
+        "from etude.tools import function_tool\n"
+        "from etude.tools.builtin.calculator import Calculator as _unused\n"
+        "def scale(n: int, by: int) -> str:\n    'Scales.'\n    return str(n * by)\n"
+        "first = function_tool('doubles')(functools.partial(scale, by=2))\n"
+        "schema = {'type': 'function', 'function': {'name': 'dedents', 'parameters': {'properties': {'text': {}}}}}\n"
+        "second = function_tool(schema=schema)(textwrap.dedent)\n"
+    )
+    (tmp_path / "other.py").write_text(
+        f"from etude.registry import import_module\nfirst = import_module({str(tmp_path / 'mine.py')!r}).first\n"
+    )
+    tools = load_function_tools(tmp_path / "mine.py")
+    assert [tool.name for tool in tools] == ["doubles", "dedents"]
+    assert asyncio.run(tools[0].execute("i", {"n": 4}))[0].text == "8"
+    with pytest.raises(ConfigError, match="defines no tool"):
+        load_function_tools(tmp_path / "other.py")  # it only imports one
+    with pytest.raises(ConfigError, match="not for an object of type dict"):
+        function_tool({})
 
 
 class Unit(enum.Enum):
