@@ -29,7 +29,7 @@ install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   train a tiny model to use a calculator, on the CPU"
+	@echo "make quickstart   train a language model to use a calculator, on the CPU"
 	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
 	@echo "make test         the tests (all but the soak tests)"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"

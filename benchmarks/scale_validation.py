@@ -21,8 +21,8 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from async_training import _TOOLS as TOOLS  # noqa: E402
 from house_stage import ACTOR, ROLLOUT, Tiny, metrics  # noqa: E402
 
+from etude.cli.scale import Placement, measure, predict  # noqa: E402
 from etude.trainer.run import train  # noqa: E402
-from etude.viewer.scale import Placement, measure, predict  # noqa: E402
 
 WARM_UP = 2  # steps that are not measured
 

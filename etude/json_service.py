@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -152,29 +152,21 @@ class JsonService:
             raise InfrastructureError(f"{self.host} answered with {one_line(error)}") from None
 
 
-async def read_body(
-    response: aiohttp.ClientResponse, limit: int, too_long: Exception, on_line: Callable[[bytes], None] | None = None
-) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, limit: int, too_long: Exception) -> bytes:
     """Reads the body of a response to a session with `auto_decompress=False`; raises `too_long` if it is longer than `limit`
-    bytes, decompressed. With `on_line`, calls it with each line and returns the unterminated rest; the limit then applies to
-    each line, not to the body, as each event of a stream may repeat the whole response so far.
+    bytes, decompressed.
 
     Raises:
         ValueError: it is not compressed as its header says.
     """
-    buffer: list[bytes] = []
+    chunks: list[bytes] = []
     size = 0
     async for chunk in decompress(response.content.iter_any(), response.headers.get("Content-Encoding", "")):
-        *ends, rest = chunk.split(b"\n") if on_line else [chunk]
-        if size + max(map(len, (*ends, rest))) > limit:
+        size += len(chunk)
+        if size > limit:
             raise too_long
-        for end in ends:
-            assert on_line is not None
-            on_line(b"".join([*buffer, end]))
-            buffer, size = [], 0
-        buffer.append(rest)
-        size += len(rest)
-    return b"".join(buffer)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def decompress(chunks: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:

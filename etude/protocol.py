@@ -119,9 +119,26 @@ class DataProto:
         batch = TensorDict(tensors, batch_size=data.batch_size) if tensors or not objects else None
         return cls(batch, objects, _deep_copy(meta_info))
 
+    # What a reference to a batch has too (`etude.distributed.BatchRef`), so that a batch can stand in for one.
+
     def fetch(self) -> DataProto:
-        """Returns itself, so that a batch can stand in for a reference to one (`etude.distributed.BatchRef`)."""
+        """Returns itself."""
         return self
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of all columns."""
+        return frozenset(self._tensors()) | self.non_tensor_batch.keys()
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """Names of the columns that are not tensors."""
+        return frozenset(self.non_tensor_batch)
+
+    def restrict(self, columns: Iterable[str]) -> DataProto:
+        """Restricts the batch to those of `columns` that it has."""
+        wanted = frozenset(columns)
+        return self.select(sorted(wanted & self._tensors().keys()), sorted(wanted & self.non_tensor_batch.keys()))
 
     def to_tensordict(self) -> TensorDict:
         """Inverse of `from_tensordict`; raises ValueError if a key of `meta_info` is also a column."""
@@ -358,13 +375,13 @@ class DataProto:
         are pickled normally. Where the receiver's buffers are read-only (Ray's object store), tensors wrap them without a
         copy, and as everywhere workers must not write to them.
         """
-        tensors = {key: _to_bytes(tensor) for key, tensor in self._tensors().items()}
+        tensors = {key: pack_tensor(tensor) for key, tensor in self._tensors().items()}
         rows = None if self.batch is None else len(self)
         objects, meta_info = dict(self.non_tensor_batch), _deep_copy(self.meta_info)  # copy.copy uses this too
         return {"rows": rows, "tensors": tensors, "objects": objects, "meta_info": meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors = {key: _from_bytes(*packed) for key, packed in state["tensors"].items()}
+        tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
         self.batch = None if state["rows"] is None else TensorDict(tensors, batch_size=[state["rows"]])
         self.non_tensor_batch, self.meta_info = state["objects"], state["meta_info"]
 
@@ -609,11 +626,13 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
 
 
-def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+def pack_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+    """The arguments of `unpack_tensor`, which pickle sends without a copy."""
     return byte_view(tensor).numpy(), tensor.dtype, tensor.shape
 
 
-def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def unpack_tensor(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Wraps the bytes as a tensor, without a copy; it must not be written to if the memory is shared."""
     if not data.size:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.asarray(_Memory(data))).view(dtype).reshape(shape)

@@ -86,11 +86,10 @@ def counted_bytes():
 
     def counting(self, name, parts, ranks):
         add(name, parts)
-        futures = run(self, name, parts, ranks)
+        future = run(self, name, parts, ranks)
         if name != "progress":  # as often as there is time
-            for future in futures:
-                future.add_done_callback(lambda done: done.exception() or add(name, done.result()))
-        return futures
+            future.add_done_callback(lambda done: done.exception() or add(name, done.result()))
+        return future
 
     def fetching(self):
         data = fetch(self)
@@ -102,10 +101,3 @@ def counted_bytes():
         yield counts
     finally:
         RayWorkerGroup._run, BatchRef.fetch = run, fetch
-
-
-def kept_blocks():
-    """How many blocks this process keeps, a rank's."""
-    from etude.distributed import ray_store
-
-    return len(ray_store._kept)

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from safetensors.numpy import load_file
 
@@ -163,7 +163,6 @@ class State:
     requests: list = field(default_factory=list)
     drawn: int = 0  # tokens
     adapters: dict = field(default_factory=dict)  # models by name
-    incremental: bool = False  # --incremental-streaming-output
 
 
 def log_softmax(logits):
@@ -196,21 +195,6 @@ def spans_of(versions):
         else:
             spans.append({"version": version, "start": place, "end": place + 1})
     return spans
-
-
-async def events_of(whole, incremental):
-    """The answer as `/generate` streams it: two tokens an event, cumulative or, with the server's flag, what is new."""
-    meta, count = whole["meta_info"], len(whole["output_ids"])
-    lists = {name for name in meta if name.startswith("output_token_")}
-    for end in range(2, count + 2, 2):
-        part = slice(end - 2 if incremental else 0, end)
-        last = end >= count
-        told = {name: meta[name][part] if name in lists else meta[name] for name in meta}
-        told |= {"completion_tokens": min(end, count), "finish_reason": meta["finish_reason"] if last else None}
-        event = {"text": "", "output_ids": whole["output_ids"][part], "meta_info": told}
-        yield f"data: {json.dumps(event)}\n\n"
-        await asyncio.sleep(0)
-    yield "data: [DONE]\n\n"
 
 
 def build_app(state):
@@ -282,8 +266,6 @@ def build_app(state):
         if state.fault == "too many":
             out, meta["output_token_logprobs"] = out * 2, meta["output_token_logprobs"] * 2
         whole = {"text": "", "output_ids": out, "meta_info": meta}
-        if obj.stream:
-            return StreamingResponse(events_of(whole, state.incremental), media_type="text/event-stream")
         return Response(json.dumps(whole), media_type="application/json")
 
     @app.post("/abort_request")

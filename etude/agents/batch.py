@@ -16,7 +16,10 @@ from torch import Tensor
 
 from etude.distributed import BatchRef, DispatchMode
 from etude.distributed.dispatch import Arguments
+from etude.errors import DataError
+from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
+from etude.rewards.number import MAX_REWARD
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.trajectory import KEPT_IDS, Rollout, Trajectory
 
@@ -69,7 +72,8 @@ def add_missing_columns(parts: Sequence[DataProto]) -> None:
 
 
 def concat_batches(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenates batches of different widths, padding prompts on the left and responses on the right."""
+    """Concatenates batches of different widths, padding prompts on the left and responses on the right. Without the columns
+    `prompts` and `responses`, which tell the widths, tensors must have equal ones."""
     if len(parts) == 1:
         return parts[0]
     add_missing_columns(parts)
@@ -79,7 +83,7 @@ def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     for part in parts:
         for name in names:
             part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
-    if any(part.batch is None for part in parts):
+    if not all({"prompts", "responses"} <= part.columns for part in parts):
         return DataProto.concat(parts)
     prompt = max(part.batch["prompts"].shape[1] for part in parts)
     response = max(part.batch["responses"].shape[1] for part in parts)
@@ -139,6 +143,26 @@ def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: flo
     """Returns (batch, width) float64 rewards at their tokens (`Trajectory.token_level_scores`); zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
     return pad_rows(rows, 0.0, width=width, kind=np.float64)
+
+
+def place_scores(batch: DataProto, reward: RewardOptions, rows: Sequence[dict[str, Any]] | None = None) -> None:
+    """Adds the column `token_level_scores` (batch, response_len), float64, of the column `rollout`. `rows`: the rows, which
+    errors name (default: the batch's own object columns).
+
+    Raises:
+        DataError: a reward is not finite or exceeds `MAX_REWARD`; names its row.
+    """
+    width, results = batch.batch["response_mask"].shape[1], batch.non_tensor_batch["rollout"].tolist()
+    scores = token_level_scores(results, width, reward.tool_reward_weight, reward.score_weight)
+    for number, result in enumerate(results):
+        if result.trajectory is not None and not bool((scores[number].abs() <= MAX_REWARD).all()):
+            row, rewards = (rows or rows_of(batch))[number], result.trajectory.rewards
+            names = {name: row[name] for name in ("data_source", "index", "uid") if name in row}
+            raise DataError(
+                f"row {names}: rewards must be finite and at most {MAX_REWARD:g} in size: steps {rewards.steps}, "
+                f"final {rewards.final}, score {rewards.score}"
+            )
+    batch.batch["token_level_scores"] = scores
 
 
 def pad_rows(

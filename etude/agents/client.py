@@ -15,7 +15,6 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
-from etude.inference.types import OnTokens, streams_tokens
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.tools import ToolSession
@@ -48,13 +47,11 @@ class TrajectoryClient:
         sampling_params: SamplingParams | Mapping[str, Any],
         draw: int | None = None,
         images: Sequence[ImageInput] | None = None,
-        on_tokens: OnTokens | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. `request_id` is ignored: the engine gets the trajectory's own id.
 
-        `draw` replaces the request's number in its seed: the same draw gives the same random numbers. `on_tokens` is called
-        with ids as they are sampled, if the engine streams them.
+        `draw` replaces the request's number in its seed: the same draw gives the same random numbers.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
@@ -70,8 +67,6 @@ class TrajectoryClient:
         prompt, shown_images = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         # A text-only engine need not have the parameter `images`.
         given: dict[str, Any] = {"images": shown_images} if shown_images else {}
-        if on_tokens is not None and streams_tokens(self._engine):
-            given["on_tokens"] = on_tokens
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:

@@ -439,12 +439,14 @@ class ToolAgentLoop(AgentLoopBase):
             return self.chat.context_ids(replaced, after=data.sampled, image_tokens=image_tokens)
 
     def _tool_tokens(self, text: str) -> int:
+        """Number of tokens of a tool result in its context; on its own, if the template writes it in its own way."""
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
         except ConfigError:  # handled for the whole tool result in `_encode_context`
-            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
+            context = []
+        labelled = sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
+        return labelled or len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     _handlers: ClassVar[dict[AgentState, str]] = {  # names, so that a subclass may override handlers
         AgentState.PENDING: "_handle_pending_state",

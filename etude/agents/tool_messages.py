@@ -1,9 +1,9 @@
 """Builds the tool messages that answer a turn's calls, for the chat template to render.
 
 Invariant: no text written by a model, a tool or a user makes the run fail. That the template renders tool messages at all is
-checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result that
-contains `</think>`. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room for
-the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
+checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result with words
+at which the template cuts. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room
+for the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
 """
 
 from __future__ import annotations

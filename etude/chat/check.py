@@ -16,7 +16,6 @@ from etude.chat.provenance import Run
 from etude.chat.rendering import PROBE_TOOL, STAND_IN
 from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line
-from etude.trajectory import Provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,17 +141,22 @@ def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
 
 
 def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:
-    tokens = sorted(chat.control_tokens)
-    for token in tokens:
-        for role in ("tool", "user"):
-            try:
-                runs = chat.context_ids([{"role": role, "content": f"x{token}y"}])
-            except EtudeError:
-                continue  # unsupported role, which another finding reports
-            number = chat.tokenizer.convert_tokens_to_ids(token)
-            if any(number in ids and provenance is not Provenance.TEMPLATE for ids, provenance in runs):
+    """Whether a content that spells out a control token gives no more control tokens than another one."""
+    numbers = {token: chat.tokenizer.convert_tokens_to_ids(token) for token in sorted(chat.control_tokens)}
+
+    def written(role: str, content: str) -> list[int]:
+        runs = chat.context_ids([{"role": role, "content": content}])
+        return [number for ids, _ in runs for number in ids if number in numbers.values()]
+
+    for role in ("tool", "user"):
+        try:
+            honest = written(role, "xy")
+        except EtudeError:
+            continue  # unsupported role, which another finding reports
+        for token in numbers:
+            if written(role, f"x{token}y") != honest:
                 return False, f"'{token}' in a {role}'s words becomes that token"
-    return True, f"tried with {len(tokens)} tokens: they stay plain characters"
+    return True, f"tried with {len(numbers)} tokens: they stay plain characters"
 
 
 def _format(tokenizer: PreTrainedTokenizerBase) -> Finding:

@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from etude.chat.cache import LRUCache
-from etude.chat.contents import Message, plain_message
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import Message, Renderer, plain_message
 from etude.chat.turns import USER_STUB
 from etude.errors import ConfigError
 

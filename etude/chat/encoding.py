@@ -56,6 +56,11 @@ class Encoder:
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoding["input_ids"]), list(encoding["offset_mapping"])
 
+    def ids_after(self, token: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Like `with_offsets`, for `text` as it follows the special token `token`."""
+        ids, offsets = self.with_offsets(token + text)
+        return ids[1:], [(start - len(token), end - len(token)) for start, end in offsets[1:]]
+
     def _ready(self) -> Any:
         """Returns the backend, or None if another caller enabled padding or truncation, which would change ids."""
         backend = self._backend

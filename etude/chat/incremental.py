@@ -1,36 +1,32 @@
-"""`IncrementalRenderer`: renders the messages that follow an assistant turn, and locates their contents in the text.
+"""`IncrementalRenderer`: renders the messages that follow an assistant turn, and encodes them; `TemplateCapabilities`: which
+messages a template can render there.
 
 A short stub conversation is rendered with the new messages, and the text after the stub's end of turn is kept: the cost
-depends on the new messages only, however long the rollout is. The text that the template writes *around* contents, the
-glue, is cached by the messages' shape (everything but their texts), from one rendering with probes as contents. If glue and
-contents concatenate to the rendered text, contents are in it verbatim. If not (the template trims, escapes or inspects a
-content), each content is rendered once more between marks.
+depends on the new messages only, however long the rollout is.
 
-Invariant: the text always comes from the template, rendered for exactly these messages; only the positions of contents are
-inferred, and a content whose position is ambiguous is an error. The ids are those of the whole conversation because the
-boundary is a special token; `check` tests that.
+Invariant: the text always comes from the template, rendered for exactly these messages, in which control tokens that a text
+spells out are cut (`control`); a template that drops a content, in whole or in part, is an error. The ids are those of the
+whole conversation because the boundary is a special token; `check` tests that. Which of them are a content's is found by
+searching the text between its control tokens, for the label only.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import repeat
+from dataclasses import dataclass
 
-from etude.chat.cache import LRUCache
-from etude.chat.contents import CLOSE, OPEN, Message, around, clean_message, texts_of, with_texts
+from etude.chat.control import CUT, ControlTokens
 from etude.chat.encoding import Encoder
-from etude.chat.provenance import ContentSpan, Run
-from etude.chat.rendering import STAND_IN, Renderer
-from etude.chat.turns import ANCHOR, USER_STUB, Stub, Turns
+from etude.chat.placeholders import IMAGE_PROBE, Placeholders
+from etude.chat.provenance import ContentSpan, Run, label_runs
+from etude.chat.rendering import STAND_IN, Message, Renderer, clean_message, texts_of, with_texts
+from etude.chat.turns import ANCHOR, PROBE, USER_STUB, Stub, Turns
 from etude.errors import ConfigError
 from etude.trajectory import Provenance
 
 _UNWRITTEN = "the chat template cannot render these messages"
-_SHAPES_KEPT = 64
-
-Place = tuple[int, int]
-"""Character range [start, end) of a text."""
+_EDGE = "qzxv"
 
 
 def owner_of(message: Message) -> Provenance:
@@ -39,25 +35,35 @@ def owner_of(message: Message) -> Provenance:
 
 
 class IncrementalRenderer:
-    """The incremental renderer of one template, whose turn ends are `turns`."""
+    """The incremental renderer of one template, whose turn ends are `turns`; contents never produce a token of `control`."""
 
-    def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns) -> None:
-        self._renderer, self._encoder, self._turns = renderer, encoder, turns
-        self._glue = LRUCache[list[str]](_SHAPES_KEPT)
+    def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns, control: ControlTokens) -> None:
+        self._renderer, self._encoder, self._turns, self._control = renderer, encoder, turns, control
 
     def runs(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
         """Encodes `messages` and a generation prompt, as they follow the end of the stub turn.
 
-        No control token comes from a message's content (see `provenance`).
-
         Raises:
-            ConfigError: the template rejects the messages, or does not write each content exactly once.
+            ConfigError: the template rejects the messages, drops a content, or completes a control token that one begins.
         """
-        answers = [clean_message(message) for message in stub.answers_to(messages)]
+        plain = [clean_message(message) for message in stub.answers_to(messages)]
+        if any(self._control.spelled("".join(self._control.cut(texts_of(message)))) for message in plain):
+            raise ConfigError(f"{_UNWRITTEN}: parts of one content spell out a control token together")
+        answers = self._control.cut(plain)
         text = self._tail(stub, answers)
-        owners = [owner_of(answer) for answer in answers for _ in texts_of(answer)]
-        spans = [ContentSpan(*place, owner) for place, owner in zip(self._locate(stub, answers, text), owners) if place]
-        return self._turns.end(stub, str(messages[0].get("role"))).encoder.runs(text, spans)
+        spans = self._locate(stub, answers, text)
+        end = self._turns.end(stub, str(messages[0].get("role")))
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for piece in text.split(CUT):
+            more, places = self._encoder.ids_after(end.text, piece)
+            ids += more
+            offsets += [(position + start, position + stop) for start, stop in places]
+            position += len(piece) + 1
+        if len([number for number in ids if number in self._control.ids]) > len(self._control.spelled(text)):
+            raise ConfigError(f"{_UNWRITTEN}: the tokenizer makes a control token of other characters")
+        return label_runs(ids, offsets, spans)
 
     def text(self, stub: Stub, messages: Sequence[Message], first: Message = USER_STUB) -> str:
         """Returns the text that `runs` encodes, in a conversation that begins with `first`.
@@ -77,11 +83,14 @@ class IncrementalRenderer:
         return self._encoder.ids(self._renderer.stub_text([*stub.before(answers), *answers], generate=True))
 
     def check(self, stub: Stub, messages: Sequence[Message]) -> None:
-        """Checks that `whole` ends with the ids of `runs`, and that these contain nothing of the stub turn.
+        """Checks, for messages that have `PROBE` as their text, that the template writes each once, that `whole` ends with
+        the ids of `runs`, and that these contain nothing of the stub turn.
 
         Raises:
             ConfigError: the check fails, or the template rejects the messages.
         """
+        if self.text(stub, messages).count(PROBE) != len(messages):
+            raise ConfigError(f"{_UNWRITTEN}: it does not write the content of every message exactly once")
         end = self._turns.end(stub, str(messages[0].get("role")))
         tail = [end.id, *(number for ids, _ in self.runs(stub, messages) for number in ids)]
         if self.whole(stub, messages)[-len(tail) :] != tail:
@@ -102,81 +111,130 @@ class IncrementalRenderer:
             raise ConfigError(f"{_UNWRITTEN}: it lists the tools again after a turn")
         return tail
 
-    def _locate(self, stub: Stub, answers: Sequence[Message], text: str) -> list[Place | None]:
-        """Locates each text of the messages in `text`, the rendered tail; None for a blank one that is not verbatim."""
-        contents = [content for answer in answers for content in texts_of(answer)]
-        places: list[Place | None] = []
-        written = ""
-        for glue, content in zip(self._glue_of(stub, answers, len(contents)), [*contents, ""]):
-            written += glue
-            places.append((len(written), len(written) + len(content)))
-            written += content
-        if written == text:
-            return places[:-1]
-        places = [self._locate_by_marks(stub, answers, contents, n, text) for n in range(len(contents))]
-        return _fill_missing([content.strip() for content in contents], places, text)
+    def _locate(self, stub: Stub, answers: Sequence[Message], text: str) -> list[ContentSpan]:
+        """Returns where the contents stand in `text`, verbatim, trimmed, or as a JSON string; one that the template changes
+        in another way has no place.
 
-    def _glue_of(self, stub: Stub, answers: Sequence[Message], count: int) -> list[str]:
-        """Returns the text before, between and after the `count` contents of messages of this shape; empty if the template
-        does not write each content exactly once."""
-        shape = f"{stub.value} {with_texts(answers, repeat(''))}"
-        glue = self._glue.get(shape)
-        if glue is None:
-            glue, probes = [], [f"Words of probe number {n}." for n in range(count)]
-            try:
-                rest = self._tail(stub, with_texts(answers, probes))
-            except ConfigError:  # the template may still accept the actual contents
-                rest = ""
-            if all(rest.count(probe) == 1 for probe in probes):
-                for probe in probes:
-                    before, _, rest = rest.partition(probe)
-                    glue.append(before)
-                glue.append(rest)
-            self._glue.put(shape, glue)
-        return glue
-
-    def _locate_by_marks(
-        self, stub: Stub, answers: Sequence[Message], contents: Sequence[str], number: int, text: str
-    ) -> Place | None:
-        """Locates a content by rendering it between marks; None if it is blank, or if the marks change the text."""
-        lead, words, trail = around(contents[number])
-        if not words:
-            return None
-        filling = [*contents[:number], f"{lead}{OPEN}{words}{CLOSE}{trail}", *contents[number + 1 :]]
-        before, *more = self._tail(stub, with_texts(answers, filling)).split(OPEN)
-        within, *after = more[0].split(CLOSE) if len(more) == 1 else [""]
-        if len(after) != 1:
-            raise ConfigError(f"{_UNWRITTEN}: it does not write the content of every message exactly once")
-        if f"{before}{within}{after[0]}" != text:  # the template inspects how the content begins or ends
-            return None
-        # White space that the template kept around the words, verbatim or JSON-escaped, is part of the content.
-        leads = (len(each) for each in (lead, _escape(lead)) if before.endswith(each))
-        trails = (len(each) for each in (trail, _escape(trail)) if after[0].startswith(each))
-        return len(before) - next(leads, 0), len(before) + len(within) + next(trails, 0)
+        Raises:
+            ConfigError: the template drops the beginning or the end of a content, or completes a control token there.
+        """
+        contents = [(content, owner_of(answer)) for answer in answers for content in texts_of(answer)]
+        gaps, spans, position = self._control.gaps(text), list[ContentSpan](), 0
+        for number, (content, owner) in enumerate(contents):
+            words = content.strip()
+            forms = (content, _json_string(content), words, _json_string(words)) if words else ()
+            found = next((span for form in forms if (span := _find(text, form, position, gaps))), None)
+            if found is not None:
+                spans.append(ContentSpan(*found, owner))
+                position = found[1]
+                continue
+            for edged in (f"{_EDGE} {words}", f"{words} {_EDGE}") if words else ():
+                filled = [edged if n == number else each for n, (each, _) in enumerate(contents)]
+                tail = self._tail(stub, with_texts(answers, filled))
+                if _EDGE not in tail or len(self._control.gaps(tail)) != len(gaps):
+                    raise ConfigError(f"{_UNWRITTEN}: it does not write the whole content of every message as it is")
+        return spans
 
 
-def _escape(space: str) -> str:
-    return json.dumps(space, ensure_ascii=False)[1:-1]
+def _find(text: str, form: str, position: int, gaps: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Returns the first place of `form` from `position` on that lies in one of the `gaps`, between control tokens."""
+    for begin, end in gaps:
+        if end > position and (start := text.find(form, max(begin, position), end)) >= 0:
+            return start, start + len(form)
+    return None
 
 
-def _fill_missing(words: Sequence[str], places: Sequence[Place | None], text: str) -> list[Place | None]:
-    """Fills in missing places by searching `text` for the words, in order; blank words keep None.
+def _json_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
-    Raises:
-        ConfigError: the words are not in `text` in this order, or their positions are ambiguous.
+
+_USER: Message = {"role": "user", "content": PROBE}
+_TOOL: Message = {"role": "tool", "content": PROBE}
+
+
+@dataclass(frozen=True)
+class TemplateCapabilities:
+    """The capabilities of one template.
+
+    Attributes:
+        repeats_users: whether it supports consecutive user messages.
+        tool_stub: the stub turn after which it renders tool messages; None if it renders none.
+        tool_problem: why it renders no tool messages, or not two in a row.
+        needs_tool_names: whether the rendering of a tool message depends on the function's name.
+        image_roles: roles of messages that may have images.
     """
-    known = [n for n, each in enumerate(words) if each]
-    starts, position = [], 0
-    for n in known:
-        place = places[n]
-        starts.append(place[0] if place else text.find(words[n], position))
-        position = place[1] if place else starts[-1] + len(words[n])
-    from_end, position = [], len(text)
-    for n in reversed(known):
-        place = places[n]
-        position = place[0] if place else text.rfind(words[n], 0, position)
-        from_end.append(position)
-    if starts != from_end[::-1] or -1 in starts:
-        raise ConfigError(f"{_UNWRITTEN}: it does not write the content of every message exactly once")
-    found = dict(zip(known, starts))
-    return [place or ((found[n], found[n] + len(words[n])) if n in found else None) for n, place in enumerate(places)]
+
+    repeats_users: bool
+    tool_stub: Stub | None
+    tool_problem: str
+    needs_tool_names: bool
+    image_roles: frozenset[str]
+
+    @classmethod
+    def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> TemplateCapabilities:
+        """Tests one template; `images` is None for a text model.
+
+        Raises:
+            ConfigError: it cannot render a user message after an assistant turn.
+        """
+        incremental.check(Stub.ANSWER, [_USER])
+        tool_stub, problem = _tool_stub(incremental)
+        needs_tool_names = tool_stub is not None and _shows_names(incremental, tool_stub)
+        image_roles: list[str] = []
+        if images is not None:
+            stubs = [("user", Stub.ANSWER), ("tool", tool_stub)]
+            image_roles = [
+                role for role, stub in stubs if stub is not None and _shows_images(incremental, images, stub, role)
+            ]
+        return cls(_repeats_users(incremental), tool_stub, problem, needs_tool_names, frozenset(image_roles))
+
+
+def _repeats_users(incremental: IncrementalRenderer) -> bool:
+    try:
+        incremental.check(Stub.ANSWER, [_USER, _USER])
+    except ConfigError:
+        return False
+    return True
+
+
+def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
+    """Returns the stub turn after which tool messages can be rendered, preferably two in a row, or None with the reason.
+
+    Some templates require a separate call for each tool message, some render at most one call, others none.
+    """
+    supported, reason = None, ""
+    for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):
+        try:
+            incremental.check(stub, [_TOOL])
+            supported = supported or stub
+            incremental.check(stub, [_TOOL, _TOOL])
+        except ConfigError as error:
+            reason = str(error)
+            continue
+        return stub, reason
+    return supported, reason
+
+
+def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:
+    texts = []
+    for name in ({}, {"name": "one"}, {"name": "two"}):
+        try:
+            runs = incremental.runs(stub, [{**_TOOL, **name}])
+        except ConfigError:
+            return False
+        texts.append([number for ids, _ in runs for number in ids])
+    return texts[0] != texts[1] or texts[1] != texts[2]
+
+
+def _shows_images(incremental: IncrementalRenderer, images: Placeholders, stub: Stub, role: str) -> bool:
+    """Whether messages of `role` may have images: after a turn, their ids are those of the whole conversation, and do not
+    depend on earlier images (a template may number images)."""
+    message = {"role": role, "content": IMAGE_PROBE}
+    try:
+        incremental.check(stub, [message])
+        runs = incremental.runs(stub, [message])
+        before = [USER_STUB, {"role": "user", "content": IMAGE_PROBE}]
+        texts = {incremental.text(stub, [message], first) for first in before}
+    except ConfigError:
+        return False
+    return len(texts) == 1 and sum(ids.count(images.id) for ids, _ in runs) == 1

@@ -11,25 +11,18 @@ has.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from etude.chat.contents import Message, plain_message
-from etude.chat.control import ControlTokens
+from etude.chat.control import ControlTokens, TokenTexts
 from etude.chat.provenance import Run
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import Message, Renderer
 from etude.chat.turns import PROBE
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
 IMAGE_PROBE = [{"type": "image"}, {"type": "text", "text": PROBE}]
-
-CUT = "\ufdd2"
-"""A Unicode noncharacter, which no text may contain; marks where a spelled-out token is to be split."""
-
-_WITHOUT_CUT = {ord(CUT): "\ufffd"}
 
 
 def is_image(part: object) -> bool:
@@ -58,11 +51,11 @@ def text_of(content: Any) -> str:
 
 
 class Placeholders:
-    """One model's image placeholder, with `id`, and the texts of all tokens that the template writes for an image."""
+    """One model's image placeholder, with `id`, and the `texts` of all tokens that the template writes for an image."""
 
     def __init__(self, number: int, texts: Iterable[str]) -> None:
         self.id = number
-        self._texts = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        self.texts = TokenTexts(texts)
 
     @classmethod
     def of(cls, processor: Any, renderer: Renderer, control: ControlTokens) -> Placeholders:
@@ -86,23 +79,6 @@ class Placeholders:
         except ConfigError:  # the template takes no image parts, but texts may still spell out the tokens
             return cls(number, tokens)
         return cls(number, tokens | set(within - without))
-
-    def guard(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Puts a `CUT` inside every image token that a text in `messages` spells out, at any depth."""
-        return [self._guard(plain_message(message)) for message in messages]
-
-    def guard_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Like `guard`, for tool dicts."""
-        return [self._guard(tool) for tool in tools]
-
-    def _guard(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._texts.sub(_insert_cut, value.translate(_WITHOUT_CUT))
-        if isinstance(value, Mapping):
-            return {self._guard(key): self._guard(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._guard(each) for each in value]
-        return value
 
     def expand(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
         """Repeats the n-th placeholder in `ids` `image_tokens[n]` times.
@@ -138,10 +114,6 @@ class Placeholders:
                 rest = rest[place + 1 :]
             whole.append((rest, provenance))
         return [(ids, provenance) for ids, provenance in whole if ids]
-
-
-def _insert_cut(found: re.Match[str]) -> str:
-    return f"{found[0][0]}{CUT}{found[0][1:]}"
 
 
 def _check_count(placeholders: int, images: int) -> None:

@@ -1,7 +1,7 @@
-"""`Renderer`: renders messages to text with a tokenizer's chat template.
+"""`Renderer`: renders messages to text with a tokenizer's chat template; and the form of messages that templates expect.
 
-Invariant: every rendering has the same options, and messages in the form that templates expect (`plain_message`). Any
-failure in a template becomes a one-line error.
+Invariant: every rendering has the same options, and messages in that form (`plain_message`): a content is a string, or a
+list of parts of which some have a text. Any failure in a template becomes a one-line error.
 
 A tokenizer may have a separate template for conversations with tools (`tool_use`; Hermes and Command R do), and a template
 may always require tools. Messages after a turn are rendered after a stub, without the row's tools; a stand-in tool replaces
@@ -11,12 +11,12 @@ that write the stand-in's name after a turn, where the model would see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from etude.chat.contents import Message, plain_message, with_text_arguments
 from etude.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -39,6 +39,75 @@ PROBE_TOOL = {
     },
 }
 """The tool with which templates are tested."""
+Message = Mapping[str, Any]
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Returns a copy without None keys, and with tool-call arguments decoded if they are a JSON object.
+
+    Rows read from parquet have None for every key that another row has; templates test whether a key exists.
+    """
+    copy = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if copy.get("tool_calls"):
+        copy["tool_calls"] = [_with_arguments(call, _as_object) for call in copy["tool_calls"]]
+    return copy
+
+
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a plain message with its calls' arguments as JSON strings."""
+    calls = message.get("tool_calls") or ()
+    return {**message, "tool_calls": [_with_arguments(call, _as_text) for call in calls]} if calls else dict(message)
+
+
+def _with_arguments(call: Mapping[str, Any], changed: Callable[[Any], Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], changed)}
+    return {**call, "arguments": changed(call.get("arguments"))}
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def clean_message(message: Message) -> dict[str, Any]:
+    """Returns a plain message whose content is a string or parts."""
+    copy = plain_message(message)
+    copy["content"] = _with_each_text(copy.get("content"), str)
+    return copy
+
+
+def texts_of(message: Message) -> list[str]:
+    """Returns the texts of a clean message: its content, or the texts of its parts."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if _has_text(part)]
+
+
+def with_texts(messages: Iterable[Message], texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Replaces the texts of clean messages by `texts`, in order."""
+    left = iter(texts)
+    return [{**each, "content": _with_each_text(each["content"], lambda _: next(left))} for each in messages]
+
+
+def _with_each_text(content: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(content, str):
+        return change(content)
+    if isinstance(content, Sequence):
+        return [{**part, "text": change(part["text"])} if _has_text(part) else part for part in content]
+    return ""
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 class Renderer:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-from etude.chat.contents import Message
+from etude.chat.control import CUT
 from etude.chat.encoding import Encoder, common_beginning
-from etude.chat.placeholders import CUT, Placeholders
-from etude.chat.rendering import Renderer
+from etude.chat.placeholders import Placeholders
+from etude.chat.rendering import Message, Renderer, plain_message
 from etude.chat.turns import ANCHOR, USER_STUB, Stub, TurnEnd, Turns
 from etude.errors import ConfigError, DataError
 
@@ -33,7 +33,7 @@ class SampledTurns:
                 images.
         """
         if self._images is not None:
-            [message] = self._images.guard([message])
+            message = self._images.texts.cut(plain_message(message))
         tools = self._renderer.stand_in_for([message])
         head = self._renderer.text_of_row([USER_STUB], tools, generate=True)
         whole = self._renderer.text_of_row([USER_STUB, message], tools, generate=False)
@@ -41,10 +41,12 @@ class SampledTurns:
             raise DataError("the chat template does not write this assistant message after its generation prompt")
         first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
         start, ids = self._encoder.ids(head), self._encoder.ids(first)
-        encoder = self._turns.answered.encoder
+        before = self._turns.answered.text
         # Else the first words merged with the generation prompt, which a policy cannot sample: encode them separately.
-        written = ids[len(start) :] if ids[: len(start)] == start else encoder.ids(first[len(head) :])
-        written += [number for piece in rest for number in encoder.ids(piece)]
+        written = (
+            ids[len(start) :] if ids[: len(start)] == start else self._encoder.ids_after(before, first[len(head) :])[0]
+        )
+        written += [number for piece in rest for number in self._encoder.ids_after(before, piece)[0]]
         if self._images is not None and self._images.id in written:
             raise DataError("an assistant message has an image: a model writes none")
         return written

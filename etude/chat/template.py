@@ -16,20 +16,18 @@ Images: with the processor of a vision model, contents may have image parts; see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.cache import LRUCache, rendering_key
-from etude.chat.capabilities import TemplateCapabilities
-from etude.chat.contents import Message
-from etude.chat.control import ControlTokens
+from etude.chat.control import CUT, ControlTokens
 from etude.chat.dropped_parts import DroppedParts
 from etude.chat.encoding import Decoder, Encoder
-from etude.chat.incremental import IncrementalRenderer, owner_of
+from etude.chat.incremental import IncrementalRenderer, TemplateCapabilities, owner_of
 from etude.chat.parsers.base import ToolParser
-from etude.chat.placeholders import CUT, Placeholders, image_count
+from etude.chat.placeholders import Placeholders, image_count
 from etude.chat.provenance import Run
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import Message, Renderer, plain_message
 from etude.chat.sampled import SampledTurns
 from etude.chat.tool_prompt import ToolPrompt
 from etude.chat.turns import Stub, Turns
@@ -39,6 +37,7 @@ from etude.trajectory import Provenance
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
 _CONTEXTS_KEPT = 1024
@@ -83,15 +82,15 @@ class ChatTemplate:
         if plain is not None:
             plain.has_system = renderer.shows_tools() is True
         self.shows_tools = renderer.shows_tools() is not False
-        self._turns = turns = Turns(renderer, self._encoder, self._control.ids)
+        self._turns = turns = Turns(renderer, self._encoder)
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = SampledTurns(renderer, self._encoder, turns, self._images)
         self._sampled.check()
-        self._incremental = IncrementalRenderer(renderer, self._encoder, turns)
+        self._incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control)
         capabilities = TemplateCapabilities.of(self._incremental, self._images)
         if plain is not None and capabilities.tool_stub is None:
             plain.answers_as_user = True
-            self._incremental = IncrementalRenderer(renderer, self._encoder, turns)
+            self._incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control)
             capabilities = TemplateCapabilities.of(self._incremental, self._images)
         self._capabilities = capabilities
         if capabilities.tool_stub is not None:
@@ -119,8 +118,8 @@ class ChatTemplate:
         """Texts of the tokens that only the template or the policy may write."""
         return self._control.texts
 
-    def disarm(self, text: str) -> str:
-        """Puts a zero-width space inside every control token that `text` spells out.
+    def disarm(self, text: T) -> T:
+        """Puts a zero-width space inside every control token that a string in `text` spells out, at any depth.
 
         Use it for third-party text in a prompt: `initial_ids` trusts the prompt's messages, where a spelled-out control
         token becomes that token.
@@ -145,11 +144,13 @@ class ChatTemplate:
         found = self._prompts.get(key)
         if found is None:
             if self._images is not None:
-                messages, tools = self._images.guard(messages), self._images.guard_tools(tools or ())
+                cut = self._images.texts.cut
+                messages, tools = [cut(plain_message(message)) for message in messages], cut(list(tools or ()))
             text = self._renderer.text_of_row(messages, tools, generate=True)
             first, *rest = [text] if self._images is None else text.split(CUT)
-            after = self._turns.answered.encoder
-            found = (*self._encoder.ids(first), *(number for piece in rest for number in after.ids(piece)))
+            after = self._turns.answered.text
+            pieces = [self._encoder.ids(first), *(self._encoder.ids_after(after, piece)[0] for piece in rest)]
+            found = tuple(chain.from_iterable(pieces))
             self._prompts.put(key, found)
         return list(found) if self._images is None else self._images.expand(found, image_tokens)
 

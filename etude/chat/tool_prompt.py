@@ -13,10 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.chat.contents import Message
+from etude.chat.parsers.arguments import to_json
 from etude.chat.parsers.base import ToolParser
-from etude.chat.parsers.json_call import to_json
-from etude.chat.rendering import PROBE_TOOL, STAND_IN
+from etude.chat.rendering import PROBE_TOOL, STAND_IN, Message
 from etude.errors import ConfigError
 from etude.schemas import example_of
 

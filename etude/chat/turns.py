@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from etude.chat.contents import Message
 from etude.chat.encoding import Encoder, common_beginning
-from etude.chat.provenance import ProvenanceEncoder
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import Message, Renderer
 from etude.errors import ConfigError
 
 ANCHOR = "Etude stub turn"
@@ -100,7 +98,6 @@ class TurnEnd:
         id: its id.
         closes: whether it belongs to the turn, rather than being the first token of the next message.
         written: ids to insert if the policy did not end its turn with it.
-        encoder: encodes text that follows the token.
     """
 
     text: str
@@ -108,18 +105,17 @@ class TurnEnd:
     id: int
     closes: bool
     written: tuple[int, ...]
-    encoder: ProvenanceEncoder
 
 
 class Turns:
-    """The turn ends of one template; `control` are the ids that content must never produce.
+    """The turn ends of one template.
 
     Raises:
         ConfigError: the template does not write an assistant's content, or does not end it with a token.
     """
 
-    def __init__(self, renderer: Renderer, encoder: Encoder, control: frozenset[int]) -> None:
-        self._renderer, self._encoder, self._control = renderer, encoder, control
+    def __init__(self, renderer: Renderer, encoder: Encoder) -> None:
+        self._renderer, self._encoder = renderer, encoder
         added = renderer.tokenizer.added_tokens_decoder
         self._added = {token.content: number for number, token in added.items() if token.content.strip()}
         self._tokens = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
@@ -182,8 +178,7 @@ class Turns:
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
         if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
             ids = self._encoder.ids(before.lstrip() + written)
-        encoder = ProvenanceEncoder(self._encoder, written, self._control)
-        return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
+        return TurnEnd(written, lead, self._added[written], closes, tuple(ids))
 
     def _closing_token(self, stub: Stub) -> tuple[str | None, str]:
         """Returns (the token that closes the stub as the last message, the text between anchor and token)."""

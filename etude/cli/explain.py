@@ -5,7 +5,7 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            _print_tokens(console, list_tokens(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
+            _print_tokens(console, list_tokens(sequence, _decoder(folder or _any_checkpoint(rollouts))))
         if folder is None or weights is None or weights.folder != folder:
             weights = None if folder is None else Weights(folder)
         checks = check_sequence(sequence, weights, tolerance)
@@ -102,10 +102,10 @@ def _any_checkpoint(rollouts: Path) -> Path | None:
     return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
 
 
-def _tokenizer(folder: Path | None) -> Any:
+def _decoder(folder: Path | None) -> Callable[[list[int]], str] | None:
     from etude.models import load_tokenizer
 
-    return None if folder is None else load_tokenizer(folder)
+    return None if folder is None else load_tokenizer(folder).decode
 
 
 def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, Any]) -> None:

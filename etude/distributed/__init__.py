@@ -4,8 +4,16 @@
 `dispatch.py`); a `WorkerGroup` executes the call. Nothing here depends on what the workers do.
 """
 
-from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, DispatchMode, Execute, register
-from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
+from etude.distributed.dispatch import (
+    OUTPUT_PADDING_ROWS,
+    PADDING_ROWS,
+    Dispatch,
+    DispatchMode,
+    Execute,
+    reads,
+    register,
+)
+from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError
 from etude.distributed.pool import ResourcePool
 from etude.distributed.ray_group import RayWorkerGroup
 from etude.distributed.worker import MeshPlace, Worker
@@ -23,10 +31,10 @@ __all__ = [
     "InProcessWorkerGroup",
     "LostSamplesError",
     "MeshPlace",
-    "PlaneFullError",
     "RayWorkerGroup",
     "ResourcePool",
     "Worker",
     "WorkerGroup",
+    "reads",
     "register",
 ]

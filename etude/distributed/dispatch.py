@@ -1,5 +1,5 @@
-"""`@register` and the seven dispatch modes: how a call is divided among ranks and its results collected. `DispatchMode` is
-for custom ones.
+"""`@register` and the dispatch modes: how a call is divided among ranks and its results collected. `MODES` is the table of
+the seven documented ones; a `DispatchMode` is one of your own.
 
 | mode | each rank gets | the caller gets |
 |---|---|---|
@@ -38,9 +38,10 @@ are copies, so that a worker computing a loss or a metric can skip them. All ran
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
@@ -53,7 +54,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-REGISTRATION = "_etude_registration"
+REGISTRATION, READS = "_etude_registration", "_etude_reads"
 TRAIN_MESH = "train"
 PADDING_ROWS = "padding_rows"
 OUTPUT_PADDING_ROWS = "output_padding_rows"
@@ -80,29 +81,11 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A custom dispatch mode, passed to `register` instead of a `Dispatch`.
-
-    `divide(shards, args, kwargs)` returns the arguments of each shard; `collect(results, args, kwargs)` combines the shards'
-    results, in order, into one value. Both get the arguments of the original call.
-    """
+    """A dispatch mode: `divide(shards, args, kwargs)` returns the arguments of each shard; `collect(results, args, kwargs)`
+    combines the shards' results, in order, into one value. Both get the arguments of the original call."""
 
     divide: Callable[[int, tuple[Any, ...], dict[str, Any]], list[Arguments]]
     collect: Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
-
-    def __call__(self, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Divides a call.
-
-        Raises:
-            ValueError: `divide` did not return one entry per shard.
-        """
-        parts = self.divide(shards, args, kwargs)
-        if len(parts) != shards:
-            raise ValueError(f"a dispatch mode divided a call into {len(parts)} parts for {shards} shards")
-        return Call(
-            [part for part, _ in parts],
-            [part for _, part in parts],
-            lambda results: self.collect(results, args, kwargs),
-        )
 
 
 @dataclass(frozen=True)
@@ -123,34 +106,27 @@ class Registration:
         ranks = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, Dispatch.DIRECT_ROLLOUT_METHOD)
         return self.execute_mode is Execute.ALL and self.dispatch_mode not in ranks
 
+    @property
+    def mode(self) -> DispatchMode:
+        """The functions that divide a call and collect its results."""
+        if self.execute_mode is Execute.RANK_ZERO:
+            return RANK_ZERO_MODE
+        return MODES[self.dispatch_mode] if isinstance(self.dispatch_mode, Dispatch) else self.dispatch_mode
+
     def select(self, method: str, value: Any) -> Any:
-        """Restricts an argument to the declared columns, if it is a batch or a list of batches.
+        """Restricts an argument to the declared columns, if it is a batch or a list of batches; waits for a future.
 
         Raises:
             ValueError: a declared column is missing; names the column and the method.
         """
         if isinstance(value, list):
             return [self.select(method, each) for each in value]
-        value = _wait_for(value)
+        value = value.get() if isinstance(value, DataProtoFuture) else value
         if self.columns is None or not isinstance(value, DataProto | BatchRef):
             return value
-        tensors = set() if isinstance(value, BatchRef) or value.batch is None else set(value.batch.keys())
-        known = value.columns if isinstance(value, BatchRef) else tensors | value.non_tensor_batch.keys()
-        if missing := self.columns - known:
+        if missing := self.columns - value.columns:
             raise ValueError(f"{method} needs the column '{min(missing)}', which the batch does not have")
-        wanted = self.columns | self.optional
-        if isinstance(value, BatchRef):
-            return value.select(wanted)
-        return value.select(sorted(tensors & wanted), sorted(value.non_tensor_batch.keys() & wanted))
-
-
-@dataclass(frozen=True)
-class Call:
-    """A divided call: the arguments of shards 0, 1, … (ONE_TO_ALL: one entry for all ranks) and the collect function."""
-
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    collect: Callable[[list[Any]], Any]
+        return value.restrict(self.columns | self.optional)
 
 
 def register(
@@ -191,6 +167,17 @@ def register(
     return mark
 
 
+def reads(*columns: str) -> Callable[[F], F]:
+    """Decorates a function for `RoleWorker.run`: of a batch that is passed by reference, it gets those of `columns` that the
+    batch has. Without it, a function gets all."""
+
+    def mark(function: F) -> F:
+        setattr(function, READS, columns)
+        return function
+
+    return mark
+
+
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """The registered methods of a class by name. An override inherits the registration unless it has its own."""
     methods: dict[str, Registration] = {}
@@ -201,81 +188,74 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
     return methods
 
 
-def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Divides a call among `shards` shards, after waiting for any argument that is a `DataProtoFuture`.
-
-    Raises:
-        ValueError: the arguments do not fit the mode; says why.
-        TypeError: a TensorDict where a `DataProto` is needed.
-        RuntimeError: the method is a DIRECT_ROLLOUT_METHOD.
-    """
-    mode = registration.dispatch_mode
-    args = tuple(_wait_for(value) for value in args)
-    kwargs = {key: _wait_for(value) for key, value in kwargs.items()}
-    if registration.execute_mode is Execute.RANK_ZERO:
-        return Call([args], [kwargs], lambda results: results[0])
-    if isinstance(mode, DispatchMode):
-        return mode(shards, args, kwargs)
-    if mode is Dispatch.ONE_TO_ALL:
-        return Call([args], [kwargs], list)
-    if mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-        return Call(*_split_arguments(shards, args, kwargs, lambda value: _per_rank_entries(value, shards)), list)
-    if mode is Dispatch.DIRECT_ROLLOUT_METHOD:
-        raise RuntimeError(f"a {mode.name} bypasses the controller: call it on one rank, with WorkerGroup.direct")
-    if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
-        raise ValueError(f"{mode.name} needs a function as its first positional argument")
-    return _divide_rows(mode, shards, args, kwargs)
+# -- the modes ---------------------------------------------------------------------------------------------------------
 
 
-def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    size = _common_size(mode, [*args, *kwargs.values()])
-    chunk_size = -(-size // world_size)
-    padding = [min(max((rank + 1) * chunk_size - size, 0), chunk_size) for rank in range(world_size)]
-    idle = [0 < chunk_size == rows for rows in padding]
-    metric = mode is Dispatch.DP_COMPUTE_METRIC
-    removed = [rows if metric and not rank_idle else 0 for rows, rank_idle in zip(padding, idle)]
+def _divide_whole(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    return [(args, kwargs)] * shards
+
+
+def _divide_lists(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, list | tuple) or len(value) != shards:
+            got = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+            raise ValueError(f"an argument must be a list with one entry for each of {shards} ranks, got {got}")
+    return _deal(shards, args, kwargs, lambda value: value)
+
+
+def _divide_rows(
+    shards: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, metric: bool = False
+) -> list[Arguments]:
+    _, padding, idle = _padding(shards, args, kwargs)
+    removed = [rows if metric and not is_idle else 0 for rows, is_idle in zip(padding, idle)]
 
     def share(value: Any) -> list[Any]:
         if not isinstance(value, DataProto | BatchRef):
-            return [value] * world_size
+            return [value] * shards
         rows: Any = value  # a reference is padded and divided like a batch
-        chunks = pad_dataproto_to_divisor(rows, world_size)[0].chunk(world_size)
+        chunks = pad_dataproto_to_divisor(rows, shards)[0].chunk(shards)
         chunks = [unpad_dataproto(chunk, rows) for chunk, rows in zip(chunks, removed)]
         for rank, chunk in enumerate(chunks):
             chunk.meta_info[PADDING_ROWS] = padding[rank] - removed[rank]
         return chunks
 
-    def collect(results: list[Any]) -> Any:
-        busy = [rank for rank in range(world_size) if not idle[rank]]
-        if metric:
-            return [results[rank] for rank in busy]
-        return _gather_rows({rank: results[rank] for rank in busy}, chunk_size, padding)
-
-    return Call(*_split_arguments(world_size, args, kwargs, share), collect)
+    return _deal(shards, args, kwargs, share)
 
 
-def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
-    """The number of rows that all batches among `values` share."""
-    if any(isinstance(value, TensorDict) for value in values):
-        raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
-    batches = [value for value in values if isinstance(value, DataProto | BatchRef)]
-    sizes = {len(batch) for batch in batches}
-    if len(sizes) != 1:
-        raise ValueError(f"{mode.name} needs batches (DataProto) of one size, got sizes {sorted(sizes) or 'of none'}")
-    if any(batch.meta_info.get(PADDING_ROWS) for batch in batches):
-        raise ValueError(f"the batch is a padded chunk already: remove its '{PADDING_ROWS}' before dividing it again")
-    return sizes.pop()
+def _divide_rows_for(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    if not (args and callable(args[0])):
+        raise ValueError("DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first positional argument")
+    return _divide_rows(shards, args, kwargs)
 
 
-def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int]) -> Any:
-    """Concatenates the outputs of the ranks in `results` without their padding rows."""
-    if all(result is None for result in results.values()):
+def _refuse(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    raise RuntimeError("a DIRECT_ROLLOUT_METHOD bypasses the controller: call it on one rank, with WorkerGroup.direct")
+
+
+def _collect_list(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return results
+
+
+def _collect_first(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return results[0]
+
+
+def _collect_metrics(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    _, _, idle = _padding(len(results), args, kwargs)
+    return [result for result, is_idle in zip(results, idle) if not is_idle]
+
+
+def _collect_rows(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Concatenates the outputs of the ranks with a real row, without their padding rows."""
+    chunk_size, padding, idle = _padding(len(results), args, kwargs)
+    busy = [rank for rank in range(len(results)) if not idle[rank]]
+    if all(results[rank] is None for rank in busy):
         return None
     parts = []
-    for rank, result in results.items():
-        if not isinstance(result, DataProto | BatchRef):
-            raise TypeError(f"rank {rank} returned a {type(result).__name__} where a DataProto is gathered")
-        part: Any = result[:]
+    for rank in busy:
+        if not isinstance(results[rank], DataProto | BatchRef):
+            raise TypeError(f"rank {rank} returned a {type(results[rank]).__name__} where a DataProto is gathered")
+        part: Any = results[rank][:]
         part.meta_info.pop(PADDING_ROWS, None)
         declared = part.meta_info.pop(OUTPUT_PADDING_ROWS, None)
         if declared is None and len(part) not in (0, chunk_size):
@@ -289,25 +269,47 @@ def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int
     return type(parts[0]).concat(parts)
 
 
-def _split_arguments(
-    world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Returns the arguments of each rank; `share` splits one argument into one value per rank."""
+RANK_ZERO_MODE = DispatchMode(_divide_whole, _collect_first)
+MODES: Mapping[Dispatch, DispatchMode] = {
+    Dispatch.ONE_TO_ALL: DispatchMode(_divide_whole, _collect_list),
+    Dispatch.ALL_TO_ALL: DispatchMode(_divide_lists, _collect_list),
+    Dispatch.DP_COMPUTE: DispatchMode(_divide_lists, _collect_list),
+    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_divide_rows, _collect_rows),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(_divide_rows_for, _collect_rows),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(partial(_divide_rows, metric=True), _collect_metrics),
+    Dispatch.DIRECT_ROLLOUT_METHOD: DispatchMode(_refuse, _collect_list),
+}
+
+
+def _padding(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, list[int], list[bool]]:
+    """The rows of a chunk, how many of each shard's are padding, and which shards have nothing else.
+
+    Raises:
+        ValueError: the batches among the arguments differ in size, or are padded chunks; there is none.
+        TypeError: a TensorDict where a `DataProto` is needed.
+    """
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, TensorDict) for value in values):
+        raise TypeError("a call divided by rows takes a DataProto: make one with DataProto.from_tensordict")
+    batches = [value for value in values if isinstance(value, DataProto | BatchRef)]
+    sizes = {len(batch) for batch in batches}
+    if len(sizes) != 1:
+        raise ValueError(f"a call divided by rows needs batches of one size, got sizes {sorted(sizes) or 'of none'}")
+    if any(batch.meta_info.get(PADDING_ROWS) for batch in batches):
+        raise ValueError(f"the batch is a padded chunk already: remove its '{PADDING_ROWS}' before dividing it again")
+    size = sizes.pop()
+    chunk_size = -(-size // shards)
+    padding = [min(max((rank + 1) * chunk_size - size, 0), chunk_size) for rank in range(shards)]
+    return chunk_size, padding, [0 < chunk_size == rows for rows in padding]
+
+
+def _deal(
+    shards: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
+) -> list[Arguments]:
+    """Returns the arguments of each shard; `share` splits one argument into one value per shard."""
     positional = [share(value) for value in args]
     named = {key: share(value) for key, value in kwargs.items()}
-    ranks = range(world_size)
-    return (
-        [tuple(shares[rank] for shares in positional) for rank in ranks],
-        [{key: shares[rank] for key, shares in named.items()} for rank in ranks],
-    )
-
-
-def _per_rank_entries(value: Any, world_size: int) -> Sequence[Any]:
-    if not isinstance(value, list | tuple) or len(value) != world_size:
-        got = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {got}")
-    return value
-
-
-def _wait_for(value: Any) -> Any:
-    return value.get() if isinstance(value, DataProtoFuture) else value
+    return [
+        (tuple(shares[rank] for shares in positional), {key: shares[rank] for key, shares in named.items()})
+        for rank in range(shards)
+    ]

@@ -1,19 +1,18 @@
-"""`DataPlane`: keeps the columns of samples, by sample id, between the workers that write and read them.
+"""The data plane: batches that stay where they were made, and references to them.
 
-The driver holds the plane, which is metadata only: which block of which store has a sample's columns, and the total size.
-The data stay in the store: in this process (`InProcessStore`), as Ray objects on the node that produced them
-(`ray_store.py`), or in TransferQueue (`queue_store.py`). A batch is sent to a worker as a `BatchRef`, which the worker
-fetches; what a worker wrote comes back as a `Block`, which the plane adopts. So the driver's traffic grows with the number
-of samples and columns, never with their length.
+A worker's batch is written to a `BlockStore` as a block: columns of some rows. The driver holds a `BatchRef`, which records
+the block and row of each column of each of its rows, and passes it to workers, which fetch the columns that they declare.
+So the driver's traffic grows with the number of samples and columns, never with their length. Two stores serve a run
+(`ray.data_plane`): Ray objects (`ray_store.py`) and TransferQueue (`queue_store.py`). `DataPlane` keeps columns by sample
+id, for programs of your own.
 
-Invariant: a column of a sample is written once. What was put and not evicted can be read, or the reader gets an error that
-names samples and node: nothing is lost silently. A reader gets the rows in the order it asks for, bit for bit, whatever
-blocks hold them; they may be shared with other readers, so they must not be written to.
+Invariant: what was written can be read, bit for bit and in any order, until nothing in the driver refers to it, or the
+reader gets an error that names samples and node: nothing is lost silently. What is read may be shared with other readers,
+so it must not be written to.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +20,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from tensordict import TensorDict
 
 from etude.errors import InfrastructureError
 from etude.protocol import DataProto, object_array
 
-SECONDS = 600.0  # timeout for reading samples, or for waiting for room
+SECONDS = 600.0  # timeout for reading samples
 _RETRY_SECONDS = 10.0  # timeout of the retry that finds out which samples are lost
 _MAX_NAMED = 3  # max. number of samples that an error names
 
 
 class LostSamplesError(InfrastructureError):
-    """Samples that were put and not evicted can no longer be read; names them and the node that held them."""
-
-
-class PlaneFullError(InfrastructureError):
-    """The data plane had no room within the timeout; names its limit and what it holds."""
+    """Samples that were written can no longer be read; names them and the node that held them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,6 @@ class Block:
     rows: int
     handles: Mapping[str, Any]
     objects: frozenset[str]
-    nbytes: int
     node: str
 
 
@@ -73,11 +68,13 @@ class BlockStore(ABC):
             LookupError: a block is gone or did not arrive within `timeout` seconds; says why.
         """
 
-    @abstractmethod
-    def drop(self, block: Block) -> None:
-        """Frees a block that nothing reads any more."""
+    def watch(self, block: Block) -> None:  # noqa: B027  (blocks of memory and of Ray are counted anyway)
+        """Called by the driver for each block: it is free once nothing in this process refers to it."""
 
-    def close(self) -> None:  # noqa: B027  (a store may have nothing to close)
+    def sweep(self) -> None:  # noqa: B027
+        """Frees the watched blocks that nothing refers to any more."""
+
+    def close(self) -> None:  # noqa: B027
         """Stops what the store started."""
 
 
@@ -86,22 +83,18 @@ class InProcessStore(BlockStore):
 
     def write(self, data: DataProto) -> Block:
         columns = {**({} if data.batch is None else dict(data.batch.items())), **data.non_tensor_batch}
-        return Block(len(data), columns, frozenset(data.non_tensor_batch), tensor_bytes(data), "this process")
+        return Block(len(data), columns, frozenset(data.non_tensor_batch), "this process")
 
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
-        batches = []
-        for block, columns, rows in pieces:
-            data = DataProto.from_single_dict({name: block.handles[name] for name in columns})
-            batches.append(select_rows(data, rows))
-        return batches
-
-    def drop(self, block: Block) -> None:
-        """Does nothing: the columns are freed with the block."""
+        return [
+            select_rows(DataProto.from_single_dict({name: block.handles[name] for name in columns}), rows)
+            for block, columns, rows in pieces
+        ]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where some columns of a batch are stored: for each sample an index into `blocks`, and its row in that block."""
+    """Where some columns of a batch are stored: for each row an index into `blocks`, and its row in that block."""
 
     names: frozenset[str]
     blocks: tuple[Block, ...]
@@ -109,11 +102,11 @@ class Layout:
     row: np.ndarray
 
     def take(self, places: np.ndarray) -> Layout:
-        """The layout of the samples at `places`."""
+        """The layout of the rows at `places`."""
         return replace(self, block=self.block[places], row=self.row[places])
 
     def pieces(self) -> tuple[list[np.ndarray], list[Piece]]:
-        """Returns, for each block with samples, the positions of these samples, and the piece to read."""
+        """Returns, for each block with rows, the positions of these rows, and the piece to read."""
         numbers = list(dict.fromkeys(self.block.tolist()))
         members, pieces = [np.flatnonzero(self.block == number) for number in numbers], []
         for number, places in zip(numbers, members):
@@ -122,13 +115,23 @@ class Layout:
             pieces.append(Piece(block, columns, None if rows == tuple(range(block.rows)) else rows))
         return members, pieces
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the blocks that no row is in, and their columns without those of other layouts."""
+        numbers, block = np.unique(self.block, return_inverse=True)
+        blocks = [self.blocks[number] for number in numbers.tolist()]
+        kept = tuple(
+            replace(each, handles={name: each.handles[name] for name in self.names & each.handles.keys()})
+            for each in blocks
+        )
+        return {"names": self.names, "blocks": kept, "block": block, "row": self.row}
+
 
 @dataclass(frozen=True)
 class BatchRef:
     """A reference to a batch whose columns are in a store; the driver holds it, and sends it to workers, instead of a
     `DataProto`.
 
-    It is selected, chunked, concatenated and united like a `DataProto`, but nothing is read before `fetch`.
+    It is restricted, chunked, concatenated and united like a `DataProto`, but nothing is read before `fetch`.
     """
 
     ids: np.ndarray  # (rows,) sample ids, for error messages
@@ -147,6 +150,12 @@ class BatchRef:
         layout = Layout(frozenset(block.handles), (block,), np.zeros(len(data), dtype=np.int64), rows)
         return cls(ids, (layout,), store, timeout, dict(data.meta_info))
 
+    def watched(self) -> BatchRef:
+        """Has the store free the blocks once nothing in this process refers to them; returns itself."""
+        for block in {id(block): block for layout in self.layouts for block in layout.blocks}.values():
+            self.store.watch(block)
+        return self
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -161,7 +170,7 @@ class BatchRef:
         blocks = ((layout.names, block) for layout in self.layouts for block in layout.blocks)
         return frozenset(name for names, block in blocks for name in names & block.objects)
 
-    def select(self, columns: Iterable[str]) -> BatchRef:
+    def restrict(self, columns: Iterable[str]) -> BatchRef:
         """Restricts the batch to those of `columns` that it has."""
         wanted = frozenset(columns)
         kept = (replace(layout, names=layout.names & wanted) for layout in self.layouts)
@@ -194,7 +203,9 @@ class BatchRef:
             raise ValueError(f"cannot unite {len(self)} rows with {len(other)}")
         if both := self.columns & other.columns:
             raise ValueError(f"column '{min(both)}' is in both batches")
-        return replace(self, layouts=(*self.layouts, *other.layouts), meta_info=other.meta_info | self.meta_info)
+        join = self.join if other.join is DataProto.concat else other.join
+        meta_info = other.meta_info | self.meta_info
+        return replace(self, layouts=(*self.layouts, *other.layouts), meta_info=meta_info, join=join)
 
     @staticmethod
     def concat(parts: Sequence[BatchRef], join: Callable[[list[DataProto]], DataProto] | None = None) -> BatchRef:
@@ -246,96 +257,51 @@ class BatchRef:
     def _read(self, layout: Layout) -> DataProto:
         members, pieces = layout.pieces()
         try:
-            parts = self.store.read(pieces, self.timeout)
+            found = iter(self.store.read([piece for piece in pieces if piece.columns], self.timeout))
         except LookupError as error:
             lost = [i for i, piece in enumerate(pieces) if not self._readable(piece)] or range(len(pieces))
             ids = self.ids[np.sort(np.concatenate([members[i] for i in lost]))]
             nodes = ", ".join(sorted({pieces[i].block.node for i in lost}))
             raise LostSamplesError(f"{_name_samples(ids)}, held by {nodes}, cannot be read: {error}") from error
+        parts = [
+            next(found) if piece.columns else DataProto(TensorDict({}, batch_size=[len(places)]))
+            for piece, places in zip(pieces, members)
+        ]
         whole = parts[0] if len(parts) == 1 else self.join(parts)
         places = np.concatenate(members)
         return whole if (places == np.arange(len(places))).all() else whole.select_idxs(np.argsort(places))
 
 
-@dataclass
-class _StoredBlock:
-    """A block in the plane, and how many of its samples have not been evicted."""
-
-    block: Block
-    live: int
-
-
 class DataPlane:
-    """Stores columns by sample id. Thread-safe.
+    """Stores columns by sample id, in `store` (default: the memory of this process). Thread-safe.
 
-    `max_bytes` limits its size (None: no limit): a `put` for which there is no room waits until other samples are evicted.
+    Invariant: a column of a sample is put once, and can be read until the sample is evicted.
     """
 
-    def __init__(
-        self, store: BlockStore | None = None, *, max_bytes: int | None = None, timeout: float = 600.0
-    ) -> None:
-        self.store, self.max_bytes, self.timeout = store or InProcessStore(), max_bytes, timeout
-        self.nbytes = 0
-        self._room = threading.Condition()
-        self._blocks: dict[int, _StoredBlock] = {}
-        self._samples: dict[str, list[tuple[int, int]]] = {}  # id → (block, row) of each of its blocks
-        self._numbers = itertools.count()
+    def __init__(self, store: BlockStore | None = None, *, timeout: float = SECONDS) -> None:
+        self.store, self.timeout = store or InProcessStore(), timeout
+        self._lock = threading.Lock()
+        self._samples: dict[str, dict[str, tuple[Block, int]]] = {}  # id → column → its block and row
 
-    def put(self, ids: Sequence[str], data: DataProto) -> None:
-        """Adds the columns of `data`, one row per id, to these samples.
+    def put(self, ids: Sequence[str], data: DataProto | BatchRef) -> None:
+        """Adds the columns of `data`, one row per id, to these samples. A reference is one that a worker wrote to the store.
 
         Raises:
             ValueError: ids are repeated, their number differs from that of the rows, or a sample already has a column.
-            PlaneFullError: no room within the plane's timeout, or more than the plane can ever hold.
         """
-        if len(ids) != len(data):
-            raise ValueError(f"{len(ids)} sample ids for {len(data)} rows")
+        if len(ids) != len(data) or len(set(ids)) != len(ids):
+            raise ValueError(f"{len(set(ids))} different sample ids for {len(data)} rows")
         if not len(data):
             return
-        nbytes = tensor_bytes(data)
-        with self._room:
-            self._check_new(ids, columns_of(data))
-            self.wait_for_room(nbytes)
-            self.nbytes += nbytes  # reserved: other threads may put while this block is written
-        block = None
-        try:
-            block = self.store.write(data)
-        finally:
-            # Under the lock, so that no thread sees reservation and block both counted, or a failed write's room as taken.
-            with self._room:
-                self.nbytes -= nbytes
-                if block is None:
-                    self._room.notify_all()
-                else:
-                    self.adopt(ids, block)
-
-    def adopt(self, ids: Sequence[str], block: Block) -> None:
-        """Adds a block that a worker has written, one row per id; see `put`. Never waits: the data already exist."""
-        with self._room:
-            self._check_new(ids, block.handles.keys())
-            number = next(self._numbers)
-            self._blocks[number] = _StoredBlock(block, len(ids))
-            self.nbytes += block.nbytes
-            for row, sample in enumerate(ids):
-                self._samples.setdefault(sample, []).append((number, row))
-
-    def wait_for_room(self, nbytes: int = 0) -> None:
-        """Waits until `nbytes` more fit; with 0, until the plane is within its limit.
-
-        Raises:
-            PlaneFullError: not within the plane's timeout, or more than the plane can ever hold.
-        """
-        limit = self.max_bytes
-        if limit is None:
-            return
-        if nbytes > limit:
-            raise PlaneFullError(f"a batch of {nbytes:,} bytes does not fit into a data plane of {limit:,}")
-        with self._room:  # reentrant: `put` calls this with the lock held
-            if not self._room.wait_for(lambda: self.nbytes + nbytes <= limit, self.timeout):
-                raise PlaneFullError(
-                    f"no room for {nbytes:,} bytes within {self.timeout:g} s: the data plane holds {self.nbytes:,} of "
-                    f"{limit:,} bytes, of {len(self._samples)} samples that nobody has evicted"
-                )
+        with self._lock:
+            self._check_new(ids, data.columns)
+        ref = (BatchRef.of(data, self.store, self.timeout) if isinstance(data, DataProto) else data).watched()
+        with self._lock:
+            self._check_new(ids, ref.columns)  # another thread may have put them meanwhile
+            for layout in ref.layouts:
+                for sample, number, row in zip(ids, layout.block.tolist(), layout.row.tolist()):
+                    columns = self._samples.setdefault(sample, {})
+                    columns.update(dict.fromkeys(layout.names, (layout.blocks[number], row)))
 
     def refer(
         self, ids: Sequence[str], columns: Iterable[str] | None = None, meta_info: Mapping[str, Any] | None = None
@@ -346,33 +312,25 @@ class DataPlane:
         Raises:
             KeyError: a sample is unknown or evicted, or lacks a requested column or one that another sample has; names it.
         """
-        wanted = None if columns is None else frozenset(columns)
-        places: dict[str, tuple[list[int], list[int]]] = {}  # column → block number and row of each sample so far
-        with self._room:
-            for count, sample in enumerate(ids):
-                if sample not in self._samples:
-                    raise KeyError(f"the data plane has no sample '{sample}' (evicted, or never put)")
-                for number, row in self._samples[sample]:
-                    for name in self._blocks[number].block.handles:
-                        if wanted is None or name in wanted:
-                            numbers, rows = places.setdefault(name, ([], []))
-                            numbers.append(number)
-                            rows.append(row)
-                lacks = {name for name, (numbers, _) in places.items() if len(numbers) <= count} | (
-                    wanted or set()
-                ) - places.keys()
-                if lacks:
+        with self._lock:
+            if unknown := [sample for sample in ids if sample not in self._samples]:
+                raise KeyError(f"the data plane has no {_name_samples(unknown)} (evicted, or never put)")
+            found = [self._samples[sample] for sample in ids]
+            names = set(columns) if columns is not None else {name for each in found for name in each}
+            for sample, each in zip(ids, found):
+                if lacks := names - each.keys():
                     raise KeyError(f"sample '{sample}' has no column '{min(lacks)}' in the data plane")
-            held = {number: self._blocks[number].block for numbers, _ in places.values() for number in numbers}
-        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-        for name, (numbers, rows) in places.items():
-            groups.setdefault((tuple(numbers), tuple(rows)), []).append(name)
-        order = {number: i for i, number in enumerate(held)}
-        layouts = tuple(
-            Layout(frozenset(names), tuple(held.values()), np.array([order[each] for each in numbers]), np.array(rows))
-            for (numbers, rows), names in groups.items()
-        )
-        return BatchRef(object_array(list(ids)), layouts, self.store, self.timeout, dict(meta_info or {}))
+            groups: dict[tuple[tuple[int, int], ...], list[str]] = {}  # columns that are stored alike share a layout
+            for name in sorted(names):
+                groups.setdefault(tuple((id(each[name][0]), each[name][1]) for each in found), []).append(name)
+            layouts = []
+            for alike in groups.values() if found else ():
+                places = [each[alike[0]] for each in found]
+                blocks = {id(block): block for block, _ in places}
+                order = {key: number for number, key in enumerate(blocks)}
+                block, row = (np.array(each) for each in zip(*((order[id(block)], row) for block, row in places)))
+                layouts.append(Layout(frozenset(alike), tuple(blocks.values()), block, row))
+        return BatchRef(object_array(list(ids)), tuple(layouts), self.store, self.timeout, dict(meta_info or {}))
 
     def get(self, ids: Sequence[str], columns: Iterable[str] | None = None) -> DataProto:
         """Reads the samples as a batch; see `refer` and `BatchRef.fetch`."""
@@ -380,19 +338,13 @@ class DataPlane:
 
     def evict(self, ids: Iterable[str]) -> None:
         """Evicts samples; a block is freed with its last sample. Raises KeyError, and evicts nothing, if one is unknown."""
-        with self._room:
+        with self._lock:
             chosen = dict.fromkeys(ids)
             if unknown := [sample for sample in chosen if sample not in self._samples]:
                 raise KeyError(f"the data plane has no {_name_samples(unknown)}")
             for sample in chosen:
-                for number, _ in self._samples.pop(sample):
-                    held = self._blocks[number]
-                    held.live -= 1
-                    if not held.live:
-                        self.nbytes -= held.block.nbytes
-                        del self._blocks[number]
-                        self.store.drop(held.block)
-            self._room.notify_all()
+                del self._samples[sample]
+        self.store.sweep()
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -403,17 +355,10 @@ class DataPlane:
         self.store.close()
 
     def _check_new(self, ids: Sequence[str], columns: Iterable[str]) -> None:
-        if len(set(ids)) != len(ids):
-            raise ValueError("sample ids are repeated")
         new = set(columns)
-        seen: set[tuple[int, ...]] = set()
         for sample in ids:
-            numbers = tuple(number for number, _ in self._samples.get(sample, ()))
-            if numbers not in seen:
-                seen.add(numbers)
-                for number in numbers:
-                    if again := new & self._blocks[number].block.handles.keys():
-                        raise ValueError(f"sample '{sample}' has a column '{min(again)}' already")
+            if again := new & self._samples.get(sample, {}).keys():
+                raise ValueError(f"sample '{sample}' has a column '{min(again)}' already")
 
 
 def map_batches(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
@@ -464,16 +409,6 @@ def select_rows(data: DataProto, rows: Sequence[int] | None) -> DataProto:
     if last - first + 1 == len(rows) and all(row == first + i for i, row in enumerate(rows)):
         return data[first : last + 1]
     return data.select_idxs(rows)
-
-
-def tensor_bytes(data: DataProto) -> int:
-    """Bytes of the tensors, which count against a plane's limit."""
-    return 0 if data.batch is None else sum(tensor.nbytes for tensor in data.batch.values())
-
-
-def columns_of(data: DataProto) -> list[str]:
-    """Names of the tensor and object columns."""
-    return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]
 
 
 def _name_samples(ids: Sequence[str] | np.ndarray) -> str:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import uuid
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from etude.distributed.plane import Block, BlockStore, Piece, tensor_bytes
-from etude.errors import ConfigError, MissingExtraError, one_line
+from etude.distributed.cluster import check_head
+from etude.distributed.plane import Block, BlockStore, Piece
+from etude.errors import ConfigError, MissingExtraError, WorkerLost, one_line
 from etude.protocol import DataProto, byte_view
 
 _PARTITION = "etude"
@@ -37,8 +41,17 @@ def _queue() -> Any:
 class QueueStore(BlockStore):
     """Blocks in TransferQueue on the cluster that this process is connected to; `start` starts it."""
 
+    CPUS = 3  # of `start`: two storage units and the controller
+
+    def __init__(self) -> None:
+        self._watched: set[str] = set()
+        self._unused: deque[tuple[str, int]] = deque()  # names and rows of watched blocks that nothing refers to
+
+    def __reduce__(self) -> Any:
+        return QueueStore, ()
+
     @classmethod
-    def start(cls, units: int = 2) -> QueueStore:
+    def start(cls, units: int = CPUS - 1) -> QueueStore:
         """Starts TransferQueue with `units` storage units.
 
         Raises:
@@ -71,19 +84,28 @@ class QueueStore(BlockStore):
             fields[key] = NonTensorStack(*[NonTensorData(_Cell(column[row])) for row in range(rows)])
         if fields:
             _queue().kv_batch_put(_keys(name, range(rows)), _PARTITION, TensorDict(fields, batch_size=[rows]))
-        return Block(
-            rows, handles, frozenset(data.non_tensor_batch), tensor_bytes(data), "a storage unit of TransferQueue"
-        )
+        return Block(rows, handles, frozenset(data.non_tensor_batch), "a storage unit of TransferQueue")
 
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
         return [self._read(piece) for piece in pieces]
 
-    def drop(self, block: Block) -> None:
-        name = next(iter(block.handles.values()))[0]
-        _queue().kv_clear(_keys(name, range(block.rows)), _PARTITION)
+    def watch(self, block: Block) -> None:
+        name, *_ = next(iter(block.handles.values()), ("",))
+        if name and name not in self._watched:
+            self._watched.add(name)
+            weakref.finalize(block, self._unused.append, (name, block.rows)).atexit = False  # not freed in any thread
+
+    def sweep(self) -> None:
+        with suppress(IndexError):  # another thread may sweep
+            while True:
+                name, rows = self._unused.popleft()
+                self._watched.discard(name)
+                _queue().kv_clear(_keys(name, range(rows)), _PARTITION)
 
     def close(self) -> None:
-        _queue().close()
+        with suppress(WorkerLost):
+            check_head()
+            _queue().close()
 
     def _read(self, piece: Piece) -> DataProto:
         wanted = list(range(piece.block.rows)) if piece.rows is None else sorted(set(piece.rows))

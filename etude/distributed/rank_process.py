@@ -30,10 +30,8 @@ import torch.distributed as dist
 
 from etude.distributed.dispatch import Arguments
 from etude.distributed.plane import BlockStore, Fetched, check_unwritten, fetch_batches, keep_batches
-from etude.distributed.ray_store import cut_kept, forget_kept
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import describe_error, user_place
-from etude.protocol import DataProto
 from etude.registry import share_folder
 
 _MAX_RECORDS = 100  # max. log records kept for the next reply
@@ -175,15 +173,10 @@ class RankProcess:
         args, kwargs = given
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
 
-    def call(self, method: str, given: Arguments, store: BlockStore | None, unused: Sequence[str] = ()) -> Reply:
+    def call(self, method: str, given: Arguments, store: BlockStore | None) -> Reply:
         """Calls a method of the worker; an `async` one runs in a new event loop. References among the arguments are
-        fetched first; returned batches are written to `store`, if any. Also frees the blocks with the keys `unused`."""
-        forget_kept(unused)
+        fetched first; returned batches are written to `store`, if any."""
         return self._reply(self._call, method, given, store)
-
-    def lend(self, key: str, columns: Sequence[str], rows: Sequence[int] | None) -> DataProto:
-        """Returns what another process reads from a block that this process keeps."""
-        return cut_kept(key, columns, rows)
 
     def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         fetched: Fetched = []
@@ -261,9 +254,15 @@ def pack_error(error: BaseException) -> bytes:
     """Serializes an exception, with its traceback, for `unpack_error`."""
     from ray import cloudpickle
 
-    fields = {name: value for name, value in vars(error).items() if _can_be_sent(value)}
+    def pack(value: Any) -> bytes | None:
+        try:
+            return bytes(cloudpickle.dumps(value))
+        except Exception:  # pickling a user's object may raise anything
+            return None
+
+    fields = {name: value for name, value in vars(error).items() if pack(value) is not None}
     tries = [error, (type(error), error.args, fields), RuntimeError(describe_error(error))]
-    forms = [cloudpickle.dumps(each) for each in tries if _can_be_sent(each)]
+    forms = [packed for each in tries if (packed := pack(each)) is not None]
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return pickle.dumps((forms, text, user_place(error)))
 
@@ -285,13 +284,3 @@ def unpack_error(packed: bytes) -> BaseException:
         except Exception:  # the class does not exist here, or takes other arguments
             continue
     raise AssertionError("unreachable: the last form is a RuntimeError")
-
-
-def _can_be_sent(value: Any) -> bool:
-    from ray import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # pickling a user's object may raise anything
-        return False
-    return True

@@ -16,7 +16,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,9 +24,9 @@ from typing import Any
 
 from etude.distributed.cluster import check_head
 from etude.distributed.dispatch import Arguments, Dispatch, Registration
+from etude.distributed.plane import BatchRef, map_batches
 from etude.distributed.pool import ResourcePool
 from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
-from etude.distributed.ray_store import lend_batches, watch_blocks
 from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import WorkerGroup, add_rank_note
 from etude.errors import WorkerLost, one_line
@@ -42,18 +41,36 @@ _LOG_SECONDS = 5.0  # for reading a log file on another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
 _MAX_LOGGED = 1000  # max. records remembered as already logged for another rank
 _RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")  # marker lines that Ray writes into log files
-_CONCURRENCY_GROUPS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
-"""Concurrency groups of an actor; its other calls run one after another in a separate thread."""
+_CONTROL, _BESIDE = {"concurrency_group": "control"}, {"concurrency_group": "beside"}
+_CONCURRENCY_GROUPS = {"control": 2, "beside": 8}
+"""Threads of an actor for pings and interrupts, and for what runs beside its other calls, which run one after another."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """An actor, where it runs, and the keys of blocks that it no longer needs to keep."""
+    """An actor, and where it runs."""
 
     rank: int
     actor: Any
     place: ProcessPlace
-    unused: deque[str] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A running call: `waiting` has the place among the results, and the rank, of each outstanding reply. `keeping` is
+    referenced so that its blocks are not freed meanwhile."""
+
+    method: str
+    waiting: dict[Any, tuple[int, _Rank]]
+    seconds: float
+    pings: bool = True
+    keeping: object = None
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)
+    settles: float | None = None  # end of the grace period, after a first failure
+    is_abandoned: bool = False  # its results are no longer needed
+    ended: threading.Event = field(default_factory=threading.Event)
+    future: Future[list[Any]] = field(default_factory=Future)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -86,7 +103,7 @@ class RayWorkerGroup(WorkerGroup):
         self._ray, self._pool = ray, pool
         self._call_seconds, self._silent_seconds = call_seconds, silent_seconds
         self._ranks: list[_Rank] = []
-        self._watches: set[_Watch] = set()
+        self._calls: set[_Call] = set()
         self._lost: WorkerLost | None = None
         self._gone: set[int] = set()
         self._logged: dict[LogRecord, int] = {}  # record → the rank that logged it first
@@ -114,12 +131,13 @@ class RayWorkerGroup(WorkerGroup):
         ]
         unknown = ProcessPlace("", "unknown", "", 0, "")
         self._ranks = [_Rank(rank, actor, unknown) for rank, actor in enumerate(actors)]
-        places = self._ask("start", [actor.place.remote() for actor in actors], seconds=_START_SECONDS, pings=False)
+        starting = self._supervise("start", [actor.place.remote() for actor in actors], _START_SECONDS, pings=False)
+        places = starting.result()
         self._ranks = [_Rank(rank, actor, place) for rank, (actor, place) in enumerate(zip(actors, places))]
         port = 0
         if self.world_size > 1:
             store = actors[0].open_store.remote(places[0].address, self.world_size, self._call_seconds)
-            (port,) = self._ask("open_store", [store])
+            (port,) = self._supervise("open_store", [store]).result()
         given = ray.put((args, kwargs))
         device, refs = "cuda" if pool.use_gpu else None, []
         for rank, slot in zip(self._ranks, slots):
@@ -132,8 +150,7 @@ class RayWorkerGroup(WorkerGroup):
                 "MASTER_PORT": str(port),
             }
             refs.append(rank.actor.build.remote(environment, self._call_seconds, device, self.worker_cls, given))
-        for future in self._watch("__init__", refs, self._ranks):
-            future.result()
+        self._supervise("__init__", refs).result()
 
     @property
     def places(self) -> list[ProcessPlace]:
@@ -146,24 +163,24 @@ class RayWorkerGroup(WorkerGroup):
             return call
 
         async def run(*args: Any, **kwargs: Any) -> Any:
-            return await asyncio.wrap_future(self._run(name, [(args, kwargs)], [[rank]])[0])
+            return (await asyncio.wrap_future(self._run(name, [(args, kwargs)], [[rank]])))[0]
 
         return run
 
     def interrupt(self) -> None:
         """Asks the running calls to end early and waits for a grace period. A rank that does not end its call is not lost:
         it can still save in the background, and `close` kills it."""
-        running, end = list(self._watches), time.monotonic() + _SETTLE_SECONDS
-        for watch in running:
-            watch.is_abandoned = True
+        running, end = list(self._calls), time.monotonic() + _SETTLE_SECONDS
+        for call in running:
+            call.is_abandoned = True
         for rank in self._ranks:
-            rank.actor.interrupt.options(concurrency_group="control").remote()
-        for watch in running:
-            watch.join(max(0.0, end - time.monotonic()))
-            self._gone.update(watch.pending_ranks())
+            rank.actor.interrupt.options(**_CONTROL).remote()
+        for call in running:
+            call.ended.wait(max(0.0, end - time.monotonic()))
+            self._gone.update(rank.rank for _, rank in list(call.waiting.values()))
 
     def close(self) -> None:
-        """Closes the workers, with a grace period, and kills their processes."""
+        """Closes the workers that answer, within the grace period, and ends their processes."""
         ranks, self._ranks = self._ranks, []
         self._lost = self._lost or WorkerLost(f"{self.worker_cls.__name__}: the group is closed")
         if not ranks or not self._ray.is_initialized():
@@ -187,17 +204,19 @@ class RayWorkerGroup(WorkerGroup):
             self.interrupt()
             raise
 
-    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
-        known, refs, called, group = self._alive(), [], [], self._thread_of(method_name)
+    def _run(self, method: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> Future[list[Any]]:
+        known, refs, called = self._alive(), list[Any](), list[_Rank]()
+        registration = self._methods[method]
+        direct = registration.dispatch_mode is Dispatch.DIRECT_ROLLOUT_METHOD
+        thread = _BESIDE if direct or registration.in_background else {}
+        if self.store is not None:
+            self.store.sweep()
         for part, same in zip(parts, ranks, strict=True):
-            shared = len(same) > 1
-            given = lend_batches(part, None if shared else known[same[0]].actor)
-            given = self._ray.put(given) if shared else given
+            given = self._ray.put(part) if len(same) > 1 else part
             for rank in (known[number] for number in same):
-                unused = take_all(rank.unused)
-                refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store, unused))
+                refs.append(rank.actor.call.options(**thread).remote(method, given, self.store))
                 called.append(rank)
-        return self._watch(method_name, refs, called, keeping=parts)
+        return self._supervise(method, refs, ranks=called, keeping=parts)
 
     def _alive(self) -> list[_Rank]:
         """Returns the ranks, which another thread may close meanwhile; raises WorkerLost if the group is unusable."""
@@ -207,29 +226,112 @@ class RayWorkerGroup(WorkerGroup):
             raise self._lost
         return ranks
 
-    def _thread_of(self, method_name: str) -> dict[str, str]:
-        registration = self._methods[method_name]
-        if registration.dispatch_mode is Dispatch.DIRECT_ROLLOUT_METHOD:
-            return {"concurrency_group": "direct"}
-        return {"concurrency_group": "background"} if registration.in_background else {}
-
     def _places(self, mesh: str) -> list[MeshPlace]:
-        return self._ask("mesh_place", [rank.actor.mesh_place.remote(mesh) for rank in self._alive()])
+        ranks = self._alive()
+        asked = [rank.actor.mesh_place.remote(mesh) for rank in ranks]
+        return self._supervise("mesh_place", asked, ranks=ranks).result()
 
-    def _watch(
-        self, method: str, refs: Sequence[Any], ranks: Sequence[_Rank], keeping: object = None
-    ) -> list[Future[Any]]:
-        watch = _Watch(self, method, refs, ranks, keeping=keeping)
-        watch.start()
-        return watch.futures
+    # -- supervision -----------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, refs: Sequence[Any], **limits: Any) -> list[Any]:
-        """Calls the rank processes themselves rather than their workers, and waits for the values."""
-        watch = _Watch(self, method, refs, self._ranks[: len(refs)], **limits)
-        watch.start()
-        return [future.result() for future in watch.futures]
+    def _supervise(
+        self,
+        method: str,
+        refs: Sequence[Any],
+        seconds: float | None = None,
+        *,
+        ranks: Sequence[_Rank] | None = None,
+        pings: bool = True,
+        keeping: object = None,
+    ) -> Future[list[Any]]:
+        """Waits for the replies of `ranks` (default: all, in order) in a thread, and returns the future of their values."""
+        waiting = {ref: (number, rank) for number, (ref, rank) in enumerate(zip(refs, ranks or self._ranks))}
+        name, limit = f"{self.worker_cls.__name__}.{method}", seconds or self._call_seconds
+        call = _Call(name, waiting, limit, pings, keeping)
+        self._calls.add(call)
+        threading.Thread(target=self._finish, args=(call,), name=f"etude-{method}", daemon=True).start()
+        return call.future
 
-    # -- failures --------------------------------------------------------------------------------------------------
+    def _finish(self, call: _Call) -> None:
+        """Waits for a call and resolves its future. A lost rank causes errors in the others, so the loss is raised if there
+        is one, otherwise the error of the first rank."""
+        try:
+            self._wait(call)
+        except BaseException as error:  # the cluster is gone, or this is our bug: no caller may hang
+            self._give_up(call, f"could not be waited for ({one_line(error)})")
+        finally:
+            self._calls.discard(call)
+            call.ended.set()
+        if not call.errors:
+            call.future.set_result([call.results[number] for number in sorted(call.results)])
+            return
+        rank, first = min(call.errors, key=lambda failed: (not isinstance(failed[1], WorkerLost), failed[0]))
+        if not isinstance(first, WorkerLost):
+            add_rank_note(first, rank, self.world_size, call.method)
+        call.future.set_exception(first)
+
+    def _wait(self, call: _Call) -> None:
+        now = time.monotonic()
+        deadline, next_ping, pings = now + call.seconds, now + _PING_SECONDS, dict[int, tuple[Any, float]]()
+        while call.waiting:
+            ready, _ = self._ray.wait(list(call.waiting), num_returns=1, timeout=1.0)
+            for ref in ready:
+                self._take(call, ref)
+                del call.waiting[ref]  # only now: if `_take` raises, the rank is given up
+            check_head()
+            now = time.monotonic()
+            if call.pings and now >= next_ping:
+                next_ping = now + _PING_SECONDS
+                self._ping(call, pings, now)
+            if call.errors and call.settles is None and call.waiting and not call.is_abandoned:
+                call.settles = now + _SETTLE_SECONDS
+                for _, rank in call.waiting.values():
+                    rank.actor.interrupt.options(**_CONTROL).remote()
+            if now >= deadline:
+                self._give_up(call, f"did not end within {call.seconds:g} s")
+            elif call.settles is not None and now >= call.settles:
+                self._give_up(call, f"did not end within {_SETTLE_SECONDS:g} s after another rank had failed")
+
+    def _take(self, call: _Call, ref: Any) -> None:
+        """Takes a reply. While a call settles, errors are answers to the interrupt."""
+        number, rank = call.waiting[ref]
+        error: BaseException | None = None
+        try:
+            reply = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as failed:  # its arguments or its result could not be sent
+            error = failed.cause if isinstance(failed.cause, Exception) else failed
+        except self._ray.exceptions.RayError as failed:
+            error = self._lose(rank, call.method, f"died ({_reason(failed)})")
+        except Exception as failed:  # its result cannot be unpickled in this process
+            error = failed
+        else:
+            if isinstance(reply, Reply):
+                self._log(reply.records, rank.rank)
+                error = None if reply.error is None else unpack_error(reply.error)
+                reply = map_batches(reply.value, BatchRef, BatchRef.watched)
+            call.results[number] = reply
+        if error is not None and (call.settles is None or isinstance(error, WorkerLost)):
+            call.errors.append((rank.rank, error))
+
+    def _ping(self, call: _Call, pings: dict[int, tuple[Any, float]], now: float) -> None:
+        """Collects answers, marks silent ranks as lost, and pings again."""
+        for ref, (_, rank) in list(call.waiting.items()):
+            ping, since = pings.get(rank.rank, (None, now))
+            if ping is not None and not self._ray.wait([ping], timeout=0)[0]:
+                if now - since >= self._silent_seconds:
+                    del call.waiting[ref]
+                    call.errors.append((rank.rank, self._lose(rank, call.method, f"silent for {now - since:.0f} s")))
+                continue
+            if ping is not None:
+                with suppress(Exception):  # if the process died, the call itself reports it
+                    self._log(self._ray.get(ping), rank.rank)
+            pings[rank.rank] = rank.actor.ping.options(**_CONTROL).remote(), now
+
+    def _give_up(self, call: _Call, what: str) -> None:
+        failed = bool(call.errors)
+        for _, rank in call.waiting.values():
+            lost = self._lose(rank, call.method, what)
+            call.errors += [] if failed else [(rank.rank, lost)]
+        call.waiting.clear()
 
     def _lose(self, rank: _Rank, method: str, what: str) -> WorkerLost:
         """Marks a rank as lost, which makes the group unusable; returns the error."""
@@ -244,11 +346,11 @@ class RayWorkerGroup(WorkerGroup):
             self._gone.add(rank.rank)
         return lost
 
+    # -- logs ------------------------------------------------------------------------------------------------------
+
     def _last_lines(self, place: ProcessPlace) -> str:
         """The last lines of the process's log, read on its node."""
-        if not place.log:
-            return ""
-        if os.path.exists(place.log):  # never raises
+        if not place.log or os.path.exists(place.log):
             return read_end(place.log)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -269,143 +371,6 @@ class RayWorkerGroup(WorkerGroup):
             name, level, text = record
             where = f"rank {rank}: " if self.world_size > 1 else ""
             logging.getLogger(name).log(level, "%s%s", where, text)
-
-
-class _Watch(threading.Thread):
-    """Waits for the ranks of one call, resolves their futures, and pings their processes.
-
-    Failures are held back until all ranks have ended or the grace period is over, because a lost rank causes errors in the
-    others. `keeping` is referenced so that it is not freed meanwhile.
-    """
-
-    def __init__(
-        self,
-        group: RayWorkerGroup,
-        method: str,
-        refs: Sequence[Any],
-        ranks: Sequence[_Rank],
-        *,
-        seconds: float | None = None,
-        pings: bool = True,
-        keeping: object = None,
-    ) -> None:
-        super().__init__(name=f"etude-{method}", daemon=True)
-        self._group, self._ray, self._method = group, group._ray, f"{group.worker_cls.__name__}.{method}"
-        self._seconds, self._pinging = seconds or group._call_seconds, pings
-        self._keeping = keeping  # blocks of the arguments are needed until the call ends
-        self.futures: list[Future[Any]] = [Future() for _ in refs]
-        self._waiting = {ref: (rank, future) for ref, rank, future in zip(refs, ranks, self.futures)}
-        self._failed: list[
-            tuple[_Rank, Future[Any], BaseException | None]
-        ] = []  # None: abandoned because another failed
-        self._pings: dict[int, tuple[Any, float]] = {}
-        self._settling: float | None = None  # end of the grace period, after a first failure
-        self.is_abandoned = False  # its results are no longer needed
-
-    def start(self) -> None:
-        """Starts the thread, and registers it with the group while it runs."""
-        self._group._watches.add(self)
-        super().start()
-
-    def pending_ranks(self) -> list[int]:
-        """The ranks that have not finished."""
-        return [rank.rank for rank, _ in list(self._waiting.values())]
-
-    def run(self) -> None:
-        """Runs until every future has its result or exception."""
-        try:
-            self._wait()
-        except BaseException as error:  # the cluster is gone, or this is our bug: no caller may hang
-            self._give_up(f"could not be waited for ({one_line(error)})")
-        finally:
-            self._fail()
-            self._group._watches.discard(self)
-
-    def _wait(self) -> None:
-        now = time.monotonic()
-        deadline, next_ping = now + self._seconds, now + _PING_SECONDS
-        while self._waiting:
-            ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
-            for ref in ready:
-                self._take(ref)
-                del self._waiting[ref]  # only now: if `_take` raises, `run` still fails this future
-            check_head()
-            now = time.monotonic()
-            if self._pinging and now >= next_ping:
-                next_ping = now + _PING_SECONDS
-                self._ping(now)
-            if self._failed and self._settling is None and self._waiting and not self.is_abandoned:
-                self._settling = now + _SETTLE_SECONDS
-                for rank, _ in self._waiting.values():
-                    rank.actor.interrupt.options(concurrency_group="control").remote()
-            if now >= deadline:
-                self._give_up(f"did not end within {self._seconds:g} s")
-            elif self._settling is not None and now >= self._settling:
-                self._give_up(f"did not end within {_SETTLE_SECONDS:g} s after another rank had failed")
-
-    def _take(self, ref: Any) -> None:
-        rank, future = self._waiting[ref]
-        try:
-            reply = self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError as error:  # its arguments or its result could not be sent
-            self._failed.append((rank, future, error.cause if isinstance(error.cause, Exception) else error))
-            return
-        except self._ray.exceptions.RayError as error:
-            self._failed.append((rank, future, self._group._lose(rank, self._method, f"died ({_reason(error)})")))
-            return
-        except Exception as error:  # its result cannot be unpickled in this process
-            self._failed.append((rank, future, error))
-            return
-        if not isinstance(reply, Reply):
-            future.set_result(reply)
-            return
-        self._group._log(reply.records, rank.rank)
-        if reply.error is None:
-            watch_blocks(reply.value, rank.actor, rank.unused)
-            future.set_result(reply.value)
-        else:  # while settling, the error is the interrupt's
-            self._failed.append((rank, future, None if self._settling else unpack_error(reply.error)))
-
-    def _ping(self, now: float) -> None:
-        """Collects answers, marks silent ranks as lost, and pings again."""
-        for ref, (rank, future) in list(self._waiting.items()):
-            ping, since = self._pings.get(rank.rank, (None, now))
-            if ping is not None:
-                if not self._ray.wait([ping], timeout=0)[0]:
-                    if now - since >= self._group._silent_seconds:
-                        del self._waiting[ref]
-                        lost = self._group._lose(rank, self._method, f"silent for {now - since:.0f} s")
-                        self._failed.append((rank, future, lost))
-                    continue
-                with suppress(Exception):  # if the process died, the call itself reports it
-                    self._group._log(self._ray.get(ping), rank.rank)
-            self._pings[rank.rank] = rank.actor.ping.options(concurrency_group="control").remote(), now
-
-    def _give_up(self, what: str) -> None:
-        for rank, future in self._waiting.values():
-            lost = self._group._lose(rank, self._method, what)
-            self._failed.append((rank, future, None if self._failed else lost))
-        self._waiting.clear()
-
-    def _fail(self) -> None:
-        """Sets the exceptions. A lost rank caused the other failures, so all failed futures get the loss; otherwise each
-        gets its own error, and the abandoned ones get the first."""
-        errors = [error for *_, error in self._failed if error is not None]
-        lost = next((error for error in errors if isinstance(error, WorkerLost)), None)
-        for rank, _, error in self._failed:
-            if lost is None and isinstance(error, Exception):
-                add_rank_note(error, rank.rank, self._group.world_size, self._method)
-        for _, future, error in self._failed:
-            future.set_exception(lost or error or errors[0])
-
-
-def take_all(queue: deque[str]) -> list[str]:
-    """Empties the queue; thread-safe."""
-    items = []
-    with suppress(IndexError):
-        while True:
-            items.append(queue.popleft())
-    return items
 
 
 def _reason(error: BaseException) -> str:

@@ -16,24 +16,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from etude.distributed.dispatch import (
-    TRAIN_MESH,
-    Arguments,
-    Dispatch,
-    Execute,
-    Registration,
-    divide,
-    registered_methods,
-)
-from etude.distributed.plane import BlockStore
+from etude.distributed.dispatch import TRAIN_MESH, Arguments, Dispatch, Execute, Registration, registered_methods
+from etude.distributed.plane import BatchRef, BlockStore
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import EtudeError, one_line
 from etude.protocol import DataProto, DataProtoFuture
 from etude.registry import did_you_mean
 
 _log = logging.getLogger(__name__)
+E = TypeVar("E", bound=BaseException)
 
 
 class WorkerGroup(ABC):
@@ -74,7 +67,11 @@ class WorkerGroup(ABC):
             raise ValueError(f"'{name}' is not a DIRECT_ROLLOUT_METHOD: call it on the group")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"no rank {rank} in a group of {self.world_size}")
-        return lambda *args, **kwargs: self._run(name, [(args, kwargs)], [[rank]])[0].result()
+        return lambda *args, **kwargs: self._run(name, [(args, kwargs)], [[rank]]).result()[0]
+
+    def keep(self, data: DataProto) -> DataProto | BatchRef:
+        """Writes a batch of the driver to the group's store and returns the reference; without a store, the batch."""
+        return data if self.store is None or not len(data) else BatchRef.of(data, self.store)
 
     @property
     def dp_size(self) -> int:
@@ -85,10 +82,12 @@ class WorkerGroup(ABC):
         """Closes the ranks; no method may be called afterwards."""
 
     @abstractmethod
-    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
-        """Starts a method on each of `ranks[i]` with the arguments `parts[i]`; returns one future per rank, in that order.
+    def _run(self, method: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> Future[list[Any]]:
+        """Starts a method on each of `ranks[i]` with the arguments `parts[i]`; returns the future of their results, in that
+        order.
 
-        A failing rank does not stop the others; its future holds the exception, annotated by `add_rank_note`.
+        A failing rank does not stop the others. The future's exception is that of the first one, annotated by
+        `add_rank_note`.
         """
 
     @abstractmethod
@@ -96,16 +95,18 @@ class WorkerGroup(ABC):
         """Each rank's place in a mesh."""
 
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
-        method = f"{self.worker_cls.__name__}.{name}"
+        method, mode = f"{self.worker_cls.__name__}.{name}", registration.mode
         args = tuple(registration.select(method, value) for value in args)
         kwargs = {key: registration.select(method, value) for key, value in kwargs.items()}
         ranks, answering = self._targets(registration)
-        call = divide(registration, len(ranks), args, kwargs)
+        parts = mode.divide(len(ranks), args, kwargs)
+        if len(parts) != len(ranks):
+            raise ValueError(f"a dispatch mode divided a call into {len(parts)} parts for {len(ranks)} shards")
 
         def collect(results: list[Any]) -> Any:
-            return call.collect([results[number] for number in answering])
+            return mode.collect([results[0][number] for number in answering], args, kwargs)
 
-        pending = DataProtoFuture(self._run(name, list(zip(call.args, call.kwargs)), ranks), collect)
+        pending = DataProtoFuture([self._run(name, parts, ranks)], collect)
         return pending.get() if registration.blocking else pending
 
     def _targets(self, registration: Registration) -> tuple[list[list[int]], list[int]]:
@@ -161,19 +162,19 @@ class InProcessWorkerGroup(WorkerGroup):
             worker.close()
         self._workers.clear()
 
-    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
-        futures = []
-        for (args, kwargs), same in zip(parts, ranks, strict=True):
-            for rank in same:
-                future: Future[Any] = Future()
-                own = tuple(map(_shallow_copy, args)), {key: _shallow_copy(value) for key, value in kwargs.items()}
-                try:
-                    future.set_result(getattr(self._workers[rank], method_name)(*own[0], **own[1]))
-                except Exception as error:
-                    add_rank_note(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method_name}")
-                    future.set_exception(error)
-                futures.append(future)
-        return futures
+    def _run(self, method: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> Future[list[Any]]:
+        results, failed, future = [], list[Exception](), Future[list[Any]]()
+        for (args, kwargs), rank in ((part, rank) for part, same in zip(parts, ranks, strict=True) for rank in same):
+            own = tuple(map(_shallow_copy, args)), {key: _shallow_copy(value) for key, value in kwargs.items()}
+            try:
+                results.append(getattr(self._workers[rank], method)(*own[0], **own[1]))
+            except Exception as error:
+                failed.append(add_rank_note(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method}"))
+        if failed:
+            future.set_exception(failed[0])
+        else:
+            future.set_result(results)
+        return future
 
     def _places(self, mesh: str) -> list[MeshPlace]:
         return [worker.mesh_place(mesh) for worker in self._workers]
@@ -184,8 +185,8 @@ def _shallow_copy(value: Any) -> Any:
     return value[:] if isinstance(value, DataProto) else value
 
 
-def add_rank_note(error: BaseException, rank: int, world_size: int, method: str) -> None:
-    """Adds a note to `error` with the rank and method that raised it, and logs it.
+def add_rank_note(error: E, rank: int, world_size: int, method: str) -> E:
+    """Adds a note to `error` with the rank and method that raised it, and logs it; returns the error.
 
     A one-line error, which the user sees anyway, is logged only if the rank adds information.
     """
@@ -193,3 +194,4 @@ def add_rank_note(error: BaseException, rank: int, world_size: int, method: str)
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # what add_note does, on Python 3.10 too
     if world_size > 1 or not isinstance(error, EtudeError):
         _log.error("%s: %s: %s", note, type(error).__name__, one_line(error))
+    return error

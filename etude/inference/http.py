@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,25 +55,6 @@ class HttpServer:
         """POSTs JSON and returns the JSON object in the response; arguments as for `post`."""
         return self.object(path, await self.post(path, body, **options))
 
-    async def stream(self, path: str, body: Mapping[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        """POSTs JSON and calls `take` with the JSON object of each server-sent event as it arrives. The size of one event
-        is limited; limiting the whole stream is up to `take`.
-
-        Raises:
-            EngineError: as for the other calls, or an event reports an error.
-        """
-
-        def read(line: bytes) -> None:
-            data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or data == b"[DONE]":
-                return
-            event = self.object(path, data)
-            if event.get("error"):
-                raise EngineError(f"{self.url}{path}: {json.dumps(event['error'])[:200]}")
-            take(event)
-
-        await self._call("POST", path, body, on_line=read)
-
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
         """Turns missing keys and wrong types in an answer that is read inside into an `EngineError`."""
@@ -102,7 +83,6 @@ class HttpServer:
         *,
         query: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        on_line: Callable[[bytes], None] | None = None,
     ) -> bytes:
         seconds = self.timeout if timeout is None else timeout
         where = f"{self.url}{path}"
@@ -114,7 +94,7 @@ class HttpServer:
             ):
                 status = response.status
                 too_long = EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
-                data = await read_body(response, MAX_ANSWER_BYTES, too_long, on_line if status < 300 else None)
+                data = await read_body(response, MAX_ANSWER_BYTES, too_long)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineError(f"{where}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

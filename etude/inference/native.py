@@ -35,7 +35,7 @@ from etude.inference.sampling import sample
 from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_strings import StopStrings
-from etude.inference.types import ENGINES, OnTokens, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
@@ -208,7 +208,6 @@ class NativeEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Samples a continuation; prefills only the part of `prompt_ids` that is not cached.
 
@@ -248,7 +247,7 @@ class NativeEngine:
         row = self._rows[request_id]
         self._use_running_loop()
         future = asyncio.get_running_loop().create_future()
-        request = row.request = Request(prompt, params, limit, future, placed, stops, matcher, on_tokens=on_tokens)
+        request = row.request = Request(prompt, params, limit, future, placed, stops, matcher)
         self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
@@ -448,8 +447,6 @@ class NativeEngine:
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
         self.tokens_done += 1
-        if request.on_tokens is not None:
-            request.on_tokens([token])
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
         if request.stops is not None:

@@ -16,7 +16,7 @@ from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
 from etude.inference.served import ServedEngine
-from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
 _MAX_STOPS = 4  # the maximum number of stop strings in OpenAI's API
 
@@ -49,9 +49,7 @@ class OpenAIEngine(ServedEngine):
             self._model = names[0]
         return self._model
 
-    async def _ask(
-        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
-    ) -> TokenOutput:
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         path = "/v1/completions"
         body: dict[str, Any] = {
             "model": await self._model_name(),

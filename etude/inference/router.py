@@ -27,7 +27,7 @@ from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.server_process import ServerProcess
-from etude.inference.types import Engine, OnTokens, SamplingParams, TokenOutput, streams_tokens
+from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.metrics import Mean, Metrics, add_metrics
 
 logger = logging.getLogger(__name__)
@@ -148,17 +148,15 @@ class Router:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """See `etude.inference.Engine.generate`. A request that fails on one replica is retried on another, unless tokens
-        were already passed to `on_tokens`, which cannot be taken back."""
+        """See `etude.inference.Engine.generate`. A request that fails on one replica is retried on another."""
         params = SamplingParams.of(sampling_params)
         self._under_way += 1
         self._watch()
         self._aborted.discard(request_id)
         try:
             return await within(
-                self.options.request_timeout, self._attempts, request_id, list(prompt_ids), params, images, on_tokens
+                self.options.request_timeout, self._attempts, request_id, list(prompt_ids), params, images
             )
         except TimeoutError as error:
             raise EngineError(f"no replica answered within {self.options.request_timeout:g} s") from error
@@ -167,25 +165,14 @@ class Router:
             if not self._in_use:
                 await self._end_watch()
 
-    async def _attempts(
-        self, request_id: str, prompt: list[int], params: SamplingParams, images: Any, on_tokens: Any
-    ) -> TokenOutput:
+    async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
         failure, tried = EngineError("no replica was asked"), set[_Replica]()
-        emitted = False
-
-        def emit(ids: Sequence[int]) -> None:
-            nonlocal emitted
-            emitted = True
-            on_tokens(ids)
-
         for attempt in range(self.options.attempts):
             self._counters["retries"] += bool(attempt)
             replica = await self._replica_of(request_id, tried)
             tried.add(replica)
             try:
                 extra = {"images": images} if images else {}
-                if on_tokens is not None and streams_tokens(replica.engine):
-                    extra["on_tokens"] = emit
                 output = await self._ask(replica, request_id, prompt, params, extra)
                 if output.stop_reason != "aborted" or request_id in self._aborted or request_id not in self._home:
                     return output
@@ -194,8 +181,6 @@ class Router:
                 failure = error
                 await self._suspect(replica, error)
             self._unassign(request_id)
-            if emitted:
-                raise EngineError(f"failed after tokens of it had gone out: {one_line(failure)}") from failure
         raise EngineError(
             f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
         ) from failure

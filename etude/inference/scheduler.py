@@ -13,7 +13,6 @@ preempted for another, so some request always completes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +47,6 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept_ids: list[Kept | None] = field(default_factory=list)
-    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
         """Resolves the future with the tokens sampled so far, unless it is done."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from etude.errors import EngineError
-from etude.inference.types import ENGINES, OnTokens, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
 Script = Callable[[str, list[int], int], "list[int] | Exception | Awaitable[list[int]]"]
@@ -47,7 +47,6 @@ class ScriptedEngine:
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Returns the next entry of the script.
 
@@ -66,9 +65,6 @@ class ScriptedEngine:
         reason = "stop" if len(ids) <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
         self._tokens += len(ids)
-        for token in ids if on_tokens is not None else ():
-            on_tokens([token])  # type: ignore[misc]
-            await asyncio.sleep(0)
         return TokenOutput(ids, [0.0] * len(ids), reason, [self._version] * len(ids))
 
     async def abort(self, request_id: str) -> None:

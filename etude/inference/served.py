@@ -25,7 +25,7 @@ from typing import Any
 
 from etude.bounded import settle
 from etude.errors import ConfigError, EngineError, GrammarError
-from etude.inference.types import OnTokens, SamplingParams, TokenOutput
+from etude.inference.types import SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
 _ROUNDING = 1e-3  # a probability of 1 computed in bfloat16 may come out slightly larger
@@ -71,7 +71,6 @@ class ServedEngine(ABC):
         sampling_params: SamplingParams | Mapping[str, Any],
         *,
         images: Sequence[Any] | None = None,
-        on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """See `etude.inference.Engine.generate`."""
         if images:
@@ -89,7 +88,7 @@ class ServedEngine(ABC):
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
         name = f"{request_id}#{next(self._numbers)}"
-        task = asyncio.ensure_future(self._ask(name, list(prompt_ids), replace(params, max_tokens=limit), on_tokens))
+        task = asyncio.ensure_future(self._ask(name, list(prompt_ids), replace(params, max_tokens=limit)))
         self._calls[request_id] = (name, task)
         try:
             await asyncio.wait({task})
@@ -159,11 +158,8 @@ class ServedEngine(ABC):
         return {**counters}
 
     @abstractmethod
-    async def _ask(
-        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
-    ) -> TokenOutput:
-        """Sends one request under the unique `name`, calling `on_tokens` as tokens arrive if it can stream; raises
-        EngineError if it fails."""
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+        """Sends one request under the unique `name`; raises EngineError if it fails."""
 
     @abstractmethod
     async def _abort(self, name: str) -> None:

@@ -19,10 +19,9 @@ from etude.errors import EngineError
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
-from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
-from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
+from etude.inference.served import Answer, ServedEngine, checkpoint_folder, validate_answer, version_spans
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
-_GROWING = ("output_ids", "output_token_logprobs", "output_token_sampling_logprobs")
 _CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
 
 
@@ -41,9 +40,7 @@ class SGLangEngine(ServedEngine):
         """Returns the engine of one address, or a router over several."""
         return connect(setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout))
 
-    async def _ask(
-        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
-    ) -> TokenOutput:
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         restricted = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
         body = {
             "rid": name,
@@ -62,41 +59,15 @@ class SGLangEngine(ServedEngine):
             },
             "return_logprob": True,
             "return_sampling_mask": restricted,
-            "stream": on_tokens is not None,
             **({"lora_path": adapter} if (adapter := self.adapter) else {}),
         }
         version = self._version
-        if on_tokens is None:
-            answer = await self._server.ask("/generate", body)
-        else:
-            answer = await self._streamed(body, params, on_tokens)
+        answer = await self._server.ask("/generate", body)
         with self._server.reading("/generate"):
             read = self._read(answer, restricted)
         if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
         return validate_answer(read, params, version, self._server.url)
-
-    async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
-        """Returns the last event of a stream, with complete lists: each event has them from the beginning, or only the new
-        part if the server streams incrementally."""
-        lists: dict[str, list[Any]] = {name: [] for name in _GROWING}
-        last: dict[str, Any] = {"output_ids": [], "meta_info": {}}
-
-        def take(event: dict[str, Any]) -> None:
-            nonlocal last
-            with self._server.reading("/generate"):
-                last, meta = event, event["meta_info"]
-                before = len(lists["output_ids"])
-                for name, known in lists.items():
-                    found = (event if name == "output_ids" else meta).get(name) or []
-                    known[:] = found if len(found) == meta["completion_tokens"] else [*known, *found]
-                check_count(lists["output_ids"], params, self._server.url)
-                if new := lists["output_ids"][before:]:
-                    on_tokens(new)
-
-        await self._server.stream("/generate", body, take)
-        meta = {**last["meta_info"], **{name: lists[name] for name in _GROWING[1:]}}
-        return {**last, "output_ids": lists["output_ids"], "meta_info": meta}
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
         """Reads a `/generate` response; it has the token ids twice, and both must agree."""

@@ -11,10 +11,9 @@ mode needs to know which trajectories to wait for.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
 from etude.errors import ConfigError, GrammarError
 from etude.metrics import Metrics
@@ -115,11 +114,7 @@ class TokenOutput:
 
 
 class Engine(Protocol):
-    """Turns prompt ids into sampled ids.
-
-    An engine that streams has a parameter `on_tokens` in `generate`, and calls it on the event loop with new ids as they
-    are sampled. The last ids may only come with the result, which has all of them.
-    """
+    """Turns prompt ids into sampled ids."""
 
     async def generate(
         self,
@@ -168,15 +163,6 @@ class Engine(Protocol):
     def metrics(self) -> Metrics:
         """Returns the metrics since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers are sums."""
         ...
-
-
-OnTokens: TypeAlias = Callable[[Sequence[int]], None]
-"""Called with ids as they are sampled."""
-
-
-def streams_tokens(engine: Any) -> bool:
-    """Whether the engine's `generate` streams tokens to `on_tokens`."""
-    return "on_tokens" in inspect.signature(engine.generate).parameters
 
 
 ENGINES: Registry[Any] = Registry("inference engine")

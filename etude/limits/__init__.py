@@ -1,8 +1,7 @@
 """Concurrency and rate limits, within a process or across a Ray cluster, with one interface."""
 
 from etude.limits.cluster import ClusterLimiter, cluster_limiter, open_limiter, require_ray
-from etude.limits.limit import Limit
-from etude.limits.limiter import ConcurrencyLimit, Limiter, LocalLimiter, Permit, RateLimit, local_limiter
+from etude.limits.local import ConcurrencyLimit, Limit, Limiter, LocalLimiter, Permit, RateLimit, local_limiter
 from etude.limits.pool import ExecutionPool, ExecutionWorker, PoolMode, TokenBucketWorker, init_execution_pool
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""`init_execution_pool`: runs functions in threads or processes under a cluster-wide concurrency limit.
+"""The documents' names for a limit and for functions that run under one: `TokenBucketWorker`, `ExecutionWorker`,
+`init_execution_pool`.
 
 Invariant: a function that raises returns its permit, and its exception is raised by its result. With Ray, the workers are
 actors and results are object references (`ray.get`, `await`); without Ray, the workers are threads and processes of this
@@ -17,13 +18,14 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from enum import Enum
 from multiprocessing import get_context
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from etude.bounded import GRACE_SECONDS
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits.cluster import is_connected, open_limiter
-from etude.limits.limit import Limit
-from etude.limits.limiter import Permit
+from etude.limits.local import Limit, Permit
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,19 +106,12 @@ class Pending(Generic[T]):
         return self._future.result(timeout)
 
 
-class _Method:
-    """A function called as `f.remote(...)`, like the method of a Ray actor."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
 class ExecutionPool:
     """`execute.remote(function, *args, **kwargs)` and `ping.remote()`, until `close`."""
 
     def __init__(self, execute: Callable[..., Any], ping: Callable[[], Any], close: Callable[[], None]) -> None:
-        self.execute = _Method(execute)
-        self.ping = _Method(ping)
+        self.execute = SimpleNamespace(remote=execute)
+        self.ping = SimpleNamespace(remote=ping)
         self._close = close
 
     def close(self) -> None:
@@ -146,55 +141,58 @@ def init_execution_pool(
     """
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number from 1, not {num_workers!r}")
-    mode = PoolMode(mode)
-    if enable_global_rate_limit:
-        open_limiter(name, Limit(max_concurrent=rate_limit))  # raise a conflict here, not in a worker
+    options = enable_global_rate_limit, rate_limit, name
+    worker = ExecutionWorker(*options)  # raises a conflict here, not in an actor
     if is_connected():
-        return _actor_pool(num_workers, (enable_global_rate_limit, rate_limit, name), mode)
-    worker = ExecutionWorker(enable_global_rate_limit, rate_limit, name)
-    return _local_pool(num_workers, worker, None if mode is PoolMode.ThreadMode else _Processes(num_workers))
+        return _actor_pool(num_workers, options, PoolMode(mode))
+    return _local_pool(num_workers, worker, PoolMode(mode))
 
 
-def _local_pool(num_workers: int, worker: ExecutionWorker, processes: _Processes | None) -> ExecutionPool:
+def _local_pool(num_workers: int, worker: ExecutionWorker, mode: PoolMode) -> ExecutionPool:
     """Creates a pool without Ray. A thread waits for the permit and for the process, so that a process that dies cannot
     keep a permit."""
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
+    processes = [_Process() for _ in range(num_workers if mode is PoolMode.ProcessMode else 0)]
+    free: SimpleQueue[_Process] = SimpleQueue()
+    for process in processes:
+        free.put(process)
+
+    def in_process(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        process = free.get()
+        try:
+            return process.run(function, *args, **kwargs)
+        finally:
+            free.put(process)
 
     def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
-        if processes is None:
-            return Pending(threads.submit(worker.execute, function, *args, **kwargs))
-        return Pending(threads.submit(worker.execute, processes.run, function, *args, **kwargs))
+        call = (in_process, function) if processes else (function,)
+        return Pending(threads.submit(worker.execute, *call, *args, **kwargs))
 
     def close() -> None:
         threads.shutdown(wait=False, cancel_futures=True)
-        if processes is not None:
-            processes.close()
+        for process in processes:
+            process.kill()
 
     return ExecutionPool(execute, lambda: Pending(threads.submit(worker.ping)), close)
 
 
-class _Processes:
-    """A pool of spawned processes, all of which are replaced when one of them dies."""
+class _Process:
+    """A spawned process that runs one function at a time, and is replaced when it dies."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self._executor = self._start()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._count, mp_context=get_context("spawn"))
+        return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        executor = self._executor
         try:
-            return executor.submit(function, *args, **kwargs).result()
+            return self._executor.submit(function, *args, **kwargs).result()
         except BrokenProcessPool as error:
-            with self._lock:
-                if self._executor is executor:
-                    self._executor = self._start()
-            raise InfrastructureError("a process of the pool died while it ran, or beside, this function") from error
+            self._executor = self._start()
+            raise InfrastructureError("a process of the pool died while it ran this function") from error
 
-    def close(self) -> None:
+    def kill(self) -> None:
         children = list((self._executor._processes or {}).values())
         self._executor.shutdown(wait=False, cancel_futures=True)
         for child in children:
@@ -210,22 +208,18 @@ def _actor_pool(num_workers: int, options: tuple[bool, int, str], mode: PoolMode
     loads = [0] * workers
     lock = threading.Lock()
 
-    def least_busy() -> int:
-        with lock:
-            index = min(range(workers), key=loads.__getitem__)
-            loads[index] += 1
-        return index
-
-    def done(index: int) -> None:
-        with lock:
-            loads[index] -= 1
-
     def execute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        index = least_busy()
+        with lock:
+            index = min(range(workers), key=loads.__getitem__)  # the least busy
+            loads[index] += 1
         reference = actors[index].execute.remote(function, *args, **kwargs)
         if workers > 1:
             reference.future().add_done_callback(lambda _: done(index))
         return reference
+
+    def done(index: int) -> None:
+        with lock:
+            loads[index] -= 1
 
     def kill() -> None:
         if ray.is_initialized():

@@ -354,6 +354,11 @@ class RayOptions:
         default=300,
         unit="s",
     )
+    data_plane: Literal["objects", "transferqueue"] = key(
+        "Where batches stay between workers. objects: Ray objects, a column each, copied whole to a node that reads rows of "
+        "them. transferqueue: the storage units of TransferQueue, which sends single rows; takes 3 CPUs.",
+        default="objects",
+    )
 
 
 Device = Annotated[Text, AfterValidator(_device)]

@@ -123,7 +123,8 @@ def _sandbox(findings: Findings) -> str:
     from etude.sandbox import Executor, Isolation, SandboxUnavailableError
 
     async def prove(mode: Isolation) -> str:
-        async with await Executor.open(mode, 1) as executor:
+        async with await Executor.open(mode) as executor:
+            await executor.check()
             return ", ".join(language.value for language in executor.languages)
 
     works: dict[str, str] = {}
@@ -132,7 +133,7 @@ def _sandbox(findings: Findings) -> str:
             works[mode.value] = asyncio.run(prove(mode))
         except SandboxUnavailableError as error:
             missing = mode is Isolation.BUBBLEWRAP and not shutil.which("bwrap")
-            fix = "apt-get install bubblewrap" if missing else _NAMESPACES
+            fix = "run `apt-get install bubblewrap`" if missing else _NAMESPACES
             findings.add(Level.WARNING, "sandbox", f"{mode.value}: {one_line(error)}", fix)
     if not works:
         line = "no mode isolates: model-written code cannot run here"

@@ -15,13 +15,13 @@ from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
-from etude.chat.parsers.trial import write_call
+from etude.chat.parsers.auto import write_call
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.schemas import example_of
-from etude.trainer.rollouts import dump, rollout_batch, rollouts_of, scored_batch
+from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
 from etude.trainer.setup import LoadedSetup, check
 from etude.trajectory import Rollout
 from etude.workers import RoleOptions, RolloutWorker
@@ -48,7 +48,7 @@ class TrialRollouts(RolloutWorker):
         """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`."""
         prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
         self._use_script(script)
-        return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
+        return prompts.union(self.generate_sequences(prompts))
 
     async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:
         """Async form of `roll_out`, for use inside the event loop; returns rollouts instead of a batch."""

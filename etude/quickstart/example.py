@@ -25,7 +25,7 @@ from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
 
 STORIES, CALCULATOR = "stories", "calculator"
-"""The examples shipped with the package: `etude quickstart` runs the calculator unless told otherwise."""
+"""The examples shipped with the package: `etude quickstart` runs the stories unless told otherwise."""
 _BUILT_IN = Path(__file__).parent
 _GALLERY = Path(__file__).parents[2] / "examples"  # exists in a checkout only
 

@@ -25,6 +25,7 @@ from etude.quickstart.example import Example, Rows, find_example
 from etude.quickstart.prepare import write_model, write_tables
 
 Note = Callable[[str], None]
+_LEDGER = "quickstart.json"
 
 
 class Quickstart:
@@ -48,7 +49,7 @@ class Quickstart:
         self._start = self._find_other(example.options.start)
         self._teacher = self._find_other(example.options.teacher)
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
-        self._ledger = folder / "quickstart.json"
+        self._ledger = folder / _LEDGER
         self._got: dict[str, dict[str, float]] = {}
         self._times = self._read_ledger()
 
@@ -113,7 +114,8 @@ class Quickstart:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._times = self._read_ledger() | self._got
             if self.example.prepare is not None:
-                self._stage("data", "making tasks and demonstrations", self._make_data)
+                text = "making tasks and demonstrations" if self.rows.demonstrations else "making tasks"
+                self._stage("data", text, self._make_data)
             yield
 
     @contextmanager
@@ -301,6 +303,14 @@ class Quickstart:
         summary["model"] = str(self.trained_model())
         write_json(self.folder / "summary.json", summary)
         return summary
+
+
+def was_started(example: Example, folder: Path) -> bool:
+    """Returns whether `folder` holds a run of the example."""
+    try:
+        return bool(json.loads((folder / _LEDGER).read_text())["example"] == example.root)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def cpu_seconds() -> float:

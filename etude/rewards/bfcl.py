@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.chat.parsers import ToolParser
-from etude.chat.parsers.json_call import Unreadable
-from etude.chat.parsers.literal import parse_expression, read_literal
+from etude.chat.parsers.arguments import Unreadable, parse_expression, read_literal
 from etude.errors import DataError
 from etude.rewards.truth import reads_truth, require_truth
 

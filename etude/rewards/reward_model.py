@@ -98,7 +98,7 @@ class RewardModel:
             ConfigError: the template refuses it.
         """
         disarmed = [
-            {**self._disarm(message), "content": self._control.disarm(text_of(message.get("content")))}
+            {**self._control.disarm(dict(message)), "content": self._control.disarm(text_of(message.get("content")))}
             for message in messages
         ]
         try:
@@ -108,13 +108,6 @@ class RewardModel:
                 f"{self.path}: the reward model's chat template refuses a conversation: {one_line(error)}"
             ) from error
         return ids
-
-    def _disarm(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._control.disarm(value)
-        if isinstance(value, Mapping):
-            return {name: self._disarm(entry) for name, entry in value.items()}
-        return [self._disarm(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def _score_waiting(self) -> None:
         """Runs one forward pass over the longest waiting conversations, which are of similar length."""

@@ -4,9 +4,9 @@ overhead."""
 from etude.sandbox.client import SandboxClient
 from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions
 from etude.sandbox.types import (
-    BoxLostError,
     CellError,
     CellResult,
+    ContainerLostError,
     Isolation,
     Language,
     Limits,
@@ -20,11 +20,15 @@ from etude.sandbox.types import (
     UnknownSessionError,
 )
 
+BoxLostError = ContainerLostError
+"""Its name before 2026-12."""
+
 __all__ = [
     "SESSION_LIMITS",
     "BoxLostError",
     "CellError",
     "CellResult",
+    "ContainerLostError",
     "Executor",
     "ExecutorOptions",
     "Isolation",

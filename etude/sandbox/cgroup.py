@@ -1,8 +1,8 @@
-"""Control groups (cgroup v2) for boxes, in a delegated folder.
+"""Control groups (cgroup v2) for containers, in a delegated folder.
 
 The folder is configured; by default it is the one that systemd has delegated and that this process runs in.
 Invariant: nothing outside the delegated folder is ever written, and in it only the groups created here and its list of
-controllers; a folder that is not a delegated cgroup v2 is rejected. Each box gets its own group, which contains its
+controllers; a folder that is not a delegated cgroup v2 is rejected. Each container gets its own group, which contains its
 supervisor and all descendants, and is removed when the last of them has exited.
 """
 
@@ -29,7 +29,7 @@ _PERIOD = 100_000
 
 
 class Group:
-    """The control group of one box."""
+    """The control group of one container."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class Group:
         self._write("cgroup.procs", str(pid))
 
     def limit(self, limits: Limits, cpus: float) -> None:
-        """Limits memory (including the box's files and kernel memory), processes, and CPUs used at a time."""
+        """Limits memory (including the container's files and kernel memory), processes, and CPUs used at a time."""
         self._write("memory.max", str((limits.memory_mb + limits.disk_mb + _SUPERVISOR_MB) << 20))
         if (self._folder / "memory.swap.max").exists():
             self._write("memory.swap.max", "0")

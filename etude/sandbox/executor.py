@@ -1,8 +1,8 @@
-"""The executor: runs programs and sessions in the first isolation mode whose guarantees hold on this machine.
+"""The executor: runs programs and sessions in the first isolation mode that confines them on this machine.
 
-Invariant: an executor in an isolated mode is returned only after every guarantee of that mode has withstood an attempt to
-break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing an executor leaves
-no process, mount or file.
+Invariant: an executor in an isolated mode is returned only after a container of it was seen to be confined and held to a
+limit (`look`); `check`, the command `etude sandbox check`, tries to break every guarantee. At most `workers` programs run at
+once; others wait in order. Closing an executor leaves no process, mount or file.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from etude.sandbox import jail, languages, probes
+from etude.sandbox import jail, languages
 from etude.sandbox.cgroup import AUTO, find_delegation
+from etude.sandbox.check import check_isolation, look
+from etude.sandbox.container import Container, ContainerGoneError
 from etude.sandbox.fork_server import ForkServer
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import BoxGoneError, Guest
-from etude.sandbox.runs import run
-from etude.sandbox.sessions import Session
+from etude.sandbox.session import Session
 from etude.sandbox.types import (
     CellResult,
     Isolation,
@@ -37,12 +38,13 @@ from etude.sandbox.types import (
     UnknownSessionError,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-BOXES = 3
-"""Maximum boxes to try for a request, if they die before it runs."""
+ATTEMPTS = 3
+"""Maximum containers to try for a request, if they die before it runs."""
 SESSION_LIMITS = Limits(cpu_seconds=600.0)
 """Default limits of a session."""
 
@@ -56,10 +58,10 @@ class ExecutorOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the programs' environment, which inherits none of the host's."""
     cgroup: str | None = AUTO
-    """A cgroup v2 folder that an administrator delegated to this user, in which each box gets its own group. "auto": the
-    delegated folder that this process runs in, if any; None: no cgroups."""
+    """A cgroup v2 folder that an administrator delegated to this user, in which each container gets its own group. "auto":
+    the delegated folder that this process runs in, if any; None: no cgroups."""
     cpus: float = 1.0
-    """CPUs that one box may use at a time; only with `cgroup`."""
+    """CPUs that one container may use at a time; only with `cgroup`."""
     max_sessions: int = 128
     session_idle_seconds: float = 900.0
     """A session that is idle for longer is closed."""
@@ -79,7 +81,7 @@ class Executor:
         self._fork_server: ForkServer | None = None
         self._starting = asyncio.Lock()
         self._slots = asyncio.Semaphore(workers)
-        self._running: set[asyncio.Task[RunResult]] = set()
+        self._containers: weakref.WeakSet[Container] = weakref.WeakSet()
         self._sessions: dict[str, Session] = {}
         self._expiry: asyncio.Task[None] | None = None
         self._closed = False
@@ -91,10 +93,10 @@ class Executor:
         workers: int | None = None,
         options: ExecutorOptions | None = None,
     ) -> Executor:
-        """Returns an executor whose isolation has been verified; `workers`: concurrent programs, by default one per CPU.
+        """Returns an executor that was seen to confine programs; `workers`: concurrent programs, by default one per CPU.
 
         Raises:
-            SandboxUnavailableError: the guarantees of the requested mode, or of all modes, do not hold on this machine.
+            SandboxUnavailableError: the requested mode, or each one, does not confine programs on this machine.
         """
         wanted, options = Isolation(isolation), options or ExecutorOptions()
         workers = workers or len(os.sched_getaffinity(0))
@@ -105,7 +107,7 @@ class Executor:
         for mode in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES) if wanted is Isolation.AUTO else (wanted,):
             executor = cls(mode, workers, options)
             try:
-                await probes.check_isolation(executor.run)
+                await look(executor.run)
             except SandboxError as error:
                 failures.append(f"{mode.value}: {error}")
                 await executor.close()
@@ -118,6 +120,17 @@ class Executor:
             f"no isolated sandbox works here ({'; '.join(failures)}); install bubblewrap (Debian, Ubuntu: apt install "
             "bubblewrap), allow user namespaces, or ask for isolation 'none' by name"
         )
+
+    async def check(self) -> None:
+        """Attempts to break every guarantee of an isolated mode, in containers.
+
+        Raises:
+            SandboxUnavailableError: an attempt succeeded; names the guarantee.
+        """
+        try:
+            await check_isolation(self.run)
+        except SandboxError as error:
+            raise SandboxUnavailableError(f"isolation {self.isolation.value}: {error}") from error
 
     def _settings(self) -> Settings:
         isolated = self.isolation is not Isolation.NONE
@@ -147,31 +160,31 @@ class Executor:
             tool = languages.RECIPES[request.language].tool
             raise SandboxRequestError(f"language: {request.language.value} needs '{tool}', which is not installed")
         async with self._slots:
-            task = asyncio.ensure_future(self._run(request))
-            self._running.add(task)
-            try:
-                return await task
-            finally:
-                self._running.discard(task)
-
-    async def _run(self, request: RunRequest) -> RunResult:
-        result = await self._in_box(request.limits, lambda guest: run(guest, request))
-        if result.status is RunStatus.KILLED:  # presumably from outside; if it happens again, by the program
-            log.warning("sandbox: a box was killed while its program ran; the program runs once more")
-            result = await self._in_box(request.limits, lambda guest: run(guest, request))
+            result = await self._in_container(request.limits, Container.run, request)
+            if result.status is RunStatus.KILLED:  # presumably from outside; if it happens again, by the program
+                log.warning("sandbox: a container was killed while its program ran; the program runs once more")
+                result = await self._in_container(request.limits, Container.run, request)
         return result
 
-    async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
-        """Calls `use` with a new box; retries with another one if it died before the request ran."""
-        for left in range(BOXES - 1, -1, -1):
+    async def _in_container(
+        self,
+        limits: Limits,
+        use: Callable[Concatenate[Container, P], Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Calls `use` with a new container; retries with another one if it died before the request ran."""
+        for left in range(ATTEMPTS - 1, -1, -1):
             try:
-                return await use(await self._box(limits))
-            except BoxGoneError:
+                return await use(await self._fork(limits), *args, **kwargs)
+            except ContainerGoneError:
                 if not left:
                     raise
         raise AssertionError("unreachable")
 
-    async def _box(self, limits: Limits) -> Guest:
+    async def _fork(self, limits: Limits) -> Container:
+        """Forks a container, in its own control group if there is a delegation; starts a fork server if none is alive."""
         async with self._starting:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
@@ -181,14 +194,17 @@ class Executor:
             if self._fork_server is None:
                 self._fork_server = await ForkServer.start(self.isolation, self._settings(), self._libraries)
             fork_server = self._fork_server
-        guest = await fork_server.fork(limits.output_bytes)
-        if self._delegation is not None:
-            try:
-                guest.admit(self._delegation.group(), limits, self._options.cpus)
-            except BaseException:
-                await guest.close()
-                raise
-        return guest
+        container = await fork_server.fork(limits.output_bytes)
+        self._containers.add(container)
+        try:
+            if self._closed:  # meanwhile
+                raise SandboxError("the sandbox is closed")
+            if self._delegation is not None:
+                container.admit(self._delegation.group(), limits, self._options.cpus)
+        except BaseException:
+            await container.close()
+            raise
+        return container
 
     async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
         """Opens a session and returns its id.
@@ -199,7 +215,7 @@ class Executor:
         """
         if len(self._sessions) >= self._options.max_sessions:
             raise SandboxError(f"{len(self._sessions)} sessions are open, which is the maximum")
-        session = await self._in_box(limits, lambda guest: Session.open(guest, limits, files or {}))
+        session = await self._in_container(limits, Session.open, limits, files or {})
         if self._closed:
             await session.close()
             raise SandboxError("the sandbox is closed")
@@ -262,19 +278,19 @@ class Executor:
                         await self.close_session(session_id)
 
     async def close(self) -> None:
-        """Ends all programs and sessions and removes their files; active runs are cancelled. Calling it again does
+        """Ends all programs and sessions and removes their files: what is active raises `SandboxError`. A second call does
         nothing."""
         if self._closed:
             return
         self._closed = True
-        tasks: list[asyncio.Task[object]] = [*self._running, *([self._expiry] if self._expiry else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
         for session_id in list(self._sessions):
             with contextlib.suppress(SandboxError):
                 await self.close_session(session_id)
         async with self._starting:
+            await asyncio.gather(*(each.close() for each in list(self._containers)), return_exceptions=True)
             if self._fork_server is not None:
                 await self._fork_server.close()
         if self._scratch:

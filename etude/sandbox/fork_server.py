@@ -1,4 +1,4 @@
-"""The host's side of a fork server, the process that builds a jail and forks boxes in it.
+"""The host's side of a fork server, the process that builds a jail and forks containers in it.
 
 Invariant: `close` ends the jail with all its processes and removes its files. When the host ends, so do the processes, since
 the fork server exits when its socket closes.
@@ -13,11 +13,10 @@ import signal
 import socket
 import subprocess
 
-from etude.bounded import uninterrupted, within
 from etude.errors import one_line
 from etude.sandbox import jail
+from etude.sandbox.container import DEATH_SECONDS, Container, ContainerGoneError, readable
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import DEATH_SECONDS, BoxGoneError, Connection, Guest
 from etude.sandbox.types import Isolation, SandboxError
 
 START_SECONDS = 30.0
@@ -28,11 +27,11 @@ class ForkServer:
     """A handle to a running fork server. Bound to the event loop that started it."""
 
     def __init__(self, isolation: Isolation, settings: Settings, libraries: tuple[str, ...]) -> None:
-        self._settings = settings
+        self.isolated = settings.isolated
         self._pidfd = -1
         self._scratch = jail.jail_scratch()
-        ours, theirs = socket.socketpair()
-        self._control = Connection(ours)
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         try:
             with theirs, open(self._scratch.folder / "log", "wb") as log:
                 control = theirs.fileno()
@@ -47,7 +46,7 @@ class ForkServer:
                     start_new_session=True,
                 )
         except BaseException as error:
-            self._control.close()
+            self._socket.close()
             self._scratch.remove()
             if isinstance(error, OSError):
                 raise SandboxError(f"the {isolation.value} jail did not start: {one_line(error)}") from error
@@ -62,12 +61,11 @@ class ForkServer:
         """
         fork_server = cls(isolation, settings, libraries)
         try:
-            fork_server._pidfd = await within(START_SECONDS, fork_server._control.receive_descriptor)
+            if not await readable(fork_server._socket.fileno(), START_SECONDS):
+                raise SandboxError(f"the {isolation.value} jail did not start within {START_SECONDS:g} s")
+            fork_server._pidfd = _receive_descriptor(fork_server._socket)
             if fork_server._pidfd < 0:
                 raise SandboxError(f"the {isolation.value} jail did not start: {fork_server._log()}")
-        except TimeoutError as error:
-            await fork_server.close()
-            raise SandboxError(f"the {isolation.value} jail did not start within {START_SECONDS:g} s") from error
         except BaseException:
             await fork_server.close()
             raise
@@ -76,15 +74,22 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         """Whether the connection to it is open."""
-        return self._control.alive
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
-    async def fork(self, output_bytes: int) -> Guest:
-        """Forks a box, keeping at most `output_bytes` each of its stdout and stderr.
+    async def fork(self, output_bytes: int) -> Container:
+        """Forks a container, keeping at most `output_bytes` each of its stdout and stderr.
 
         Raises:
-            BoxGoneError: the fork server has ended or does not answer, or the box ended immediately.
-            SandboxError: there are not enough file descriptors for another box.
+            ContainerGoneError: the fork server has ended or does not answer, or the container ended immediately.
+            SandboxError: there are not enough file descriptors for another container.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FORK_SECONDS
         opened: list[int] = []
         try:
             for _ in range(3):
@@ -94,32 +99,36 @@ class ForkServer:
         except OSError as error:
             for fd in opened:
                 os.close(fd)
-            raise SandboxError(f"no descriptors for another box: {one_line(error)}") from error
+            raise SandboxError(f"no descriptors for another container: {one_line(error)}") from error
         stdin_end, stdin, stdout, stdout_end, stderr, stderr_end, control, control_end, cells, cells_end = opened
-        ends, ours = (
-            (stdin_end, stdout_end, stderr_end, control_end, cells_end),
-            (stdin, stdout, stderr, control, cells),
-        )
-        guest = Guest(ours, output_bytes, isolated=self._settings.isolated, outlived=self.answers)
+        ends = (stdin_end, stdout_end, stderr_end, control_end, cells_end)
+        container = Container(self, (stdin, stdout, stderr, control, cells), output_bytes)
         try:
             try:
-                await within(FORK_SECONDS, self._control.send_descriptors, ends)
+                while not _send_descriptors(self._socket, ends):
+                    if loop.time() > deadline:
+                        raise TimeoutError
+                    await asyncio.sleep(0.01)
             finally:
                 for fd in ends:
                     os.close(fd)
-            await within(FORK_SECONDS, guest.wait_started)
+            if not await readable(control, deadline - loop.time()):
+                raise TimeoutError
+            container.pidfd = _receive_descriptor(container.control.socket)
+            if container.pidfd < 0:
+                raise ContainerGoneError("the container ended before it had its request")
         except BaseException as error:
-            await uninterrupted(guest.close())
+            await container.close()
             if isinstance(error, TimeoutError):
-                self._control.close()
-                raise BoxGoneError(f"the fork server did not fork within {FORK_SECONDS:g} s") from error
+                self._socket.close()
+                raise ContainerGoneError(f"the fork server did not fork within {FORK_SECONDS:g} s") from error
             if isinstance(error, OSError):
-                raise BoxGoneError(f"the fork server is gone: {one_line(error)}") from error
+                raise ContainerGoneError(f"the fork server is gone: {one_line(error)}") from error
             raise
-        return guest
+        return container
 
     async def answers(self) -> bool:
-        """Whether it still forks boxes. A killed one never does, even while its processes are still exiting."""
+        """Whether it still forks containers. A killed one never does, even while its processes are still exiting."""
         try:
             await (await self.fork(1)).close()
         except SandboxError:
@@ -133,8 +142,8 @@ class ForkServer:
         return "without a word"
 
     async def close(self) -> None:
-        """Ends the fork server and all its boxes."""
-        self._control.close()
+        """Ends the fork server and all its containers."""
+        self._socket.close()
         if self._pidfd >= 0:
             pidfd, self._pidfd = self._pidfd, -1
             with contextlib.suppress(ProcessLookupError):
@@ -148,3 +157,25 @@ class ForkServer:
             await asyncio.sleep(0.005)
         self._process.kill()  # no-op if it has ended
         self._scratch.remove()
+
+
+def _send_descriptors(end: socket.socket, fds: tuple[int, ...]) -> bool:
+    """Sends file descriptors in one message; returns False if the other side has to read first.
+
+    Raises:
+        OSError: the other side is disconnected.
+    """
+    try:
+        socket.send_fds(end, [b"\0"], fds)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _receive_descriptor(end: socket.socket) -> int:
+    """Receives a file descriptor; returns -1 if the other side is disconnected."""
+    try:
+        _, fds, _, _ = socket.recv_fds(end, 1, 1)
+    except OSError:
+        return -1
+    return fds[0] if fds else -1

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from etude.sandbox.guest.settings import BOX, GUEST, SHM, TMP, WORK, Settings
+from etude.sandbox.guest.settings import FILES, GUEST, SHM, TMP, WORK, Settings
 from etude.sandbox.types import Isolation, SandboxError
 from etude.scratch import Scratch
 
@@ -100,7 +100,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
         elif os.path.isdir(path):
             binds.append((path, path))
     for path in (str(Path(sys.base_prefix).resolve()), str(Path(interpreter()).parent.parent)):
-        if any(path == own or path.startswith(f"{own}/") for own in (WORK, TMP, SHM, BOX)):
+        if any(path == own or path.startswith(f"{own}/") for own in (WORK, TMP, SHM, FILES)):
             raise SandboxError(f"the interpreter lies in {path}, which a run's own {path.split('/')[1]} would hide")
         if not any(path == inside or path.startswith(f"{inside}/") for _, inside in binds):
             binds.append((path, path))
@@ -112,7 +112,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
     staged: list[tuple[str, str]] = []
     if os.geteuid() == 0:
         binds = [(_staged(scratch, source, staged), target) for source, target in binds]
-    return Plan(str(root), ("/dev", "/proc", BOX, WORK, TMP, SHM), tuple(links), tuple(binds), devices, tuple(staged))
+    return Plan(str(root), ("/dev", "/proc", FILES, WORK, TMP, SHM), tuple(links), tuple(binds), devices, tuple(staged))
 
 
 def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:

@@ -34,8 +34,8 @@ class SandboxUnavailableError(EtudeError):
     """No isolation mode holds its guarantees on this machine; the message says what failed and what to install."""
 
 
-class BoxLostError(SandboxError):
-    """A box vanished without a report while code ran in it: presumably killed from outside."""
+class ContainerLostError(SandboxError):
+    """A container vanished without a report while code ran in it: presumably killed from outside."""
 
 
 class SessionClosedError(SandboxError):

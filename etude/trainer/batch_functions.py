@@ -52,6 +52,7 @@ def judge_batch(
         metrics |= chosen
         learned = batch.select_idxs(rows) if len(batch) else batch
     learned, corrections = correct_mismatch(learned, correction, bool(setup.estimator.episodes))
+    learned = learned.restrict(learned.columns - {"rollout"})  # no update reads the trajectories
     metrics |= corrections
     left = int(main_rows(learned).sum()) if len(learned) else 0
     metrics["training/filter_groups/kept"] = left / max(rollouts, 1)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
+from etude.distributed import reads
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
 from etude.protocol import DataProto
@@ -51,6 +52,7 @@ class StepRollouts:
     stale: frozenset[str] = frozenset()
 
 
+@reads("rollout", "response_mask", "reward_baselines", "uid", "index")
 def inspect_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], setup: PlainSetup
 ) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool]:
@@ -67,6 +69,7 @@ def inspect_rollouts(
     return rolled, rows, metrics_of_rollouts(made, baselines, setup.roles.reward, fraction), several
 
 
+@reads("rollout", "response_mask", "reward_baselines", "token_level_scores", "uid")
 def count_spread(made: DataProto, setup: PlainSetup, min_fraction: float = 0.0) -> int:
     """Number of groups whose scores differ.
 

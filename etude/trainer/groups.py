@@ -18,7 +18,10 @@ from typing import Any
 from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
-from etude.distributed.ray_store import RankStore
+from etude.distributed.dispatch import READS
+from etude.distributed.plane import BatchRef, BlockStore, map_batches
+from etude.distributed.queue_store import QueueStore
+from etude.distributed.ray_store import RayStore
 from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
@@ -39,7 +42,7 @@ from etude.workers import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5  # interval of progress reports
+_POLL_SECONDS = 1.0  # interval of progress reports
 _LOOK_SECONDS = 2.0  # interval of retries while nodes come back
 
 
@@ -79,8 +82,7 @@ class Groups:
 
     def progress(self) -> tuple[int, int, int]:
         """Returns (finished, total) trajectories of the current rollout, and the tokens sampled so far; thread-safe."""
-        ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
-        done, total, tokens = map(sum, zip(*ranks))
+        done, total, tokens = map(sum, zip(*self.rollout.progress()))
         return done, total, tokens
 
     def sync_weights(self, version: int) -> list[Metrics]:
@@ -173,14 +175,36 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
+            assert run is not None
+            store = _open_store(run.ray.data_plane, stack)
             beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
-                    group.store = RankStore()
+                    group.store = store
         elif isinstance(rollout, RayWorkerGroup):  # the driver holds the batches
             beside = _in_process(RoleWorker, options)
-        found |= {"run": beside.direct("run", rank), "beside": beside}
+        found |= {"run": _select_columns(beside.direct("run", rank)), "beside": beside}
         return Groups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
+
+
+def _select_columns(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`RoleWorker.run` with references restricted to the columns that the function declares (`reads`)."""
+
+    def run_function(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        names = getattr(function, READS, None)
+        given = args if names is None else map_batches(args, BatchRef, lambda ref: ref.restrict(names))
+        return run(function, *given, **options)
+
+    return run_function
+
+
+def _open_store(data_plane: str, stack: ExitStack) -> BlockStore:
+    """Opens the store in which a run's batches stay; `stack` closes it."""
+    if data_plane == "objects":
+        return RayStore()
+    store = QueueStore.start()
+    stack.callback(store.close)
+    return store
 
 
 def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
@@ -214,7 +238,9 @@ def _on_ray(
     if options.standalone:
         sections["actor_rollout_ref.rollout"] = options.rollout
     sizes = {key: (own.nnodes, own.n_gpus_per_node or trainer.n_gpus_per_node) for key, own in sections.items()}
-    stack.callback(connect(cluster.address, cluster.init_kwargs, sum(nodes * each for nodes, each in sizes.values())))
+    cpus = sum(nodes * each for nodes, each in sizes.values())
+    cpus += QueueStore.CPUS if cluster.data_plane == "transferqueue" else 0
+    stack.callback(connect(cluster.address, cluster.init_kwargs, cpus))
     if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # even if the driver's node has no GPU
     use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()

@@ -14,19 +14,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from etude.agents import token_level_scores
 from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
-from etude.distributed import BatchRef, WorkerGroup
+from etude.distributed import BatchRef, WorkerGroup, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.jsonl import JsonValue, json_line
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
-from etude.rewards.number import MAX_REWARD
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
@@ -73,8 +71,19 @@ class Rollouts:
 
     def join(self, parts: Sequence[Batch]) -> Batch:
         """Concatenates batches of different widths."""
-        filled = [part for part in parts if len(part) or isinstance(part, DataProto)] or list(parts[:1])
-        return self.run(concat_batches, filled) if len(filled) > 1 else filled[0]
+        filled: list[Any] = [part for part in parts if len(part) or isinstance(part, DataProto)] or list(parts[:1])
+        if len(filled) == 1:
+            return filled[0]
+        whole = BatchRef.concat(filled, concat_batches) if isinstance(filled[0], BatchRef) else concat_batches(filled)
+        return self._even(whole)
+
+    def _even(self, batch: Batch) -> Batch:
+        """Pads the tensors that several ranks wrote to one width; objects, the trajectories and images, stay where they
+        are."""
+        tensors = batch.restrict(batch.columns - batch.objects)
+        if not isinstance(tensors, BatchRef) or all(len(layout.blocks) == 1 for layout in tensors.layouts):
+            return batch
+        return batch.restrict(batch.objects).union(self.run(concat_batches, [tensors]))
 
     def with_baselines(self, batch: Batch, greedy: Batch) -> Batch:
         """Adds the object column `reward_baselines`: the total reward of the prompt's `greedy` rollout, None if that was
@@ -117,30 +126,20 @@ class Rollouts:
 
     def score(self, prompts: DataProto, rolled: Batch) -> Batch:
         """Returns `prompts` with their rollouts and rewards, in `token_level_scores` (batch, response_len)."""
-        scored = None
+        rolled = self._even(rolled)
+        asked: Any = self._policy.keep(prompts) if isinstance(rolled, BatchRef) else prompts[:]
+        batch: Batch = asked.union(rolled)
         if self._reward is not None:  # lock-step: scores the whole batch after it was rolled out
-            scored = self._reward.compute_scores(self.run(objects_of, prompts, rolled))
-        return self.run(scored_batch, prompts, rolled, scored, self._setup.roles.reward)
+            scored = self._reward.compute_scores(batch.restrict(batch.objects | {"response_mask"}))
+            batch = batch.restrict(batch.columns - {"rollout"}).union(scored)
+        batch.meta_info.clear()  # request settings (seed, validate) would differ between batches that are concatenated later
+        return batch
 
 
 # -- functions that run in the process that holds the batches --------------------------------------------------------------
 
 
-def objects_of(prompts: DataProto, rolled: DataProto) -> DataProto:
-    """Returns the object columns of both batches."""
-    return prompts.union(rolled).select(batch_keys=())
-
-
-def scored_batch(prompts: DataProto, rolled: DataProto, scored: DataProto | None, options: RewardOptions) -> DataProto:
-    """Returns `prompts` with their rollouts (from `scored` if given) and `token_level_scores`."""
-    batch = prompts.union(rolled)
-    if scored is not None:
-        batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
-    place_scores(batch, options)
-    batch.meta_info = {}  # request settings (seed, validate) would differ between batches that are concatenated later
-    return batch
-
-
+@reads("rollout")
 def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataProto:
     """Returns the column `reward_baselines`: each greedy total, repeated for the row's `n` rollouts."""
     rewards = [None if result.trajectory is None else result.trajectory.rewards for result in rollouts_of(greedy)]
@@ -162,6 +161,7 @@ def metrics_of_rollouts(
     return metrics | (rollout_metrics(greedy, reward, "baseline") if greedy else {})
 
 
+@reads("rollout", "token_level_scores", "data_source", "uid")
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
     """Validation metrics, named `val-core/*` and `val/*`."""
     results = rollouts_of(batch)
@@ -308,25 +308,6 @@ def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> 
 def first_cause(results: Sequence[Rollout]) -> str:
     """Returns the cause of the first failure, or "none"."""
     return next((result.cause for result in results if result.cause), "none")
-
-
-def place_scores(batch: DataProto, options: RewardOptions) -> None:
-    """Adds the column `token_level_scores` (batch, response_len), float64.
-
-    Raises:
-        DataError: a reward is not finite or exceeds `MAX_REWARD`; names its row.
-    """
-    width, results = batch.batch["response_mask"].shape[1], rollouts_of(batch)
-    scores = token_level_scores(results, width, options.tool_reward_weight, options.score_weight)
-    for row, result in enumerate(results):
-        if result.trajectory is not None and not bool((scores[row].abs() <= MAX_REWARD).all()):
-            columns, rewards = batch.non_tensor_batch, result.trajectory.rewards
-            names = {name: columns[name][row] for name in ("data_source", "index", "uid") if name in columns}
-            raise DataError(
-                f"row {names}: rewards must be finite and at most {MAX_REWARD:g} in size: steps {rewards.steps}, "
-                f"final {rewards.final}, score {rewards.score}"
-            )
-    batch.batch["token_level_scores"] = scores
 
 
 def main_rows(batch: DataProto) -> torch.Tensor:

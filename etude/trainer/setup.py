@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
-from etude.chat.parsers.trial import unread_call
+from etude.chat.parsers.auto import unread_call
 from etude.config.checks import check_names, check_records, effective_keys
 from etude.config.layers import to_container
 from etude.data import RLDataset, custom_rows

@@ -30,7 +30,7 @@ from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, 
 from etude.images import ImageInput
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
-from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
+from etude.options import ActorOptions, DataOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.run_folder import run_record
 from etude.scratch import write_whole
@@ -43,7 +43,7 @@ from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
 from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
+from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import register_names, role_options
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
@@ -323,7 +323,6 @@ class SFTTrainer:
         self.groups.rollout.update_weights(step)
         batch = prompts.union(self.groups.rollout.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
-        place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
             raise EtudeError(

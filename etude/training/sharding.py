@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from etude.options import FSDPOptions
 
 T = TypeVar("T")
 
+_BUCKET_BYTES = 64 << 20  # gradients are summed in buffers of about this size
 _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 _COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -183,8 +185,9 @@ def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sums the gradients of an unsharded model over the ranks, in place: the result is the gradient of one rank with all the
-    rows. A parameter without a gradient on any rank keeps none, and its optimizer state does not change.
+    """Sums the gradients of an unsharded model over the ranks, in place, many in one buffer: the result is the gradient of
+    one rank with all the rows. A parameter without a gradient on any rank keeps none, and its optimizer state does not
+    change.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
@@ -195,11 +198,21 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
         )
     reached = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
     dist.all_reduce(reached)
+    buckets: dict[tuple[Any, ...], list[list[Tensor]]] = {}  # of one dtype and device
     for parameter, ranks in zip(parameters, reached.tolist()):
-        if ranks:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+        if not ranks:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        alike = buckets.setdefault((parameter.grad.dtype, parameter.grad.device), [[]])
+        if sum(gradient.nbytes for gradient in alike[-1]) >= _BUCKET_BYTES:
+            alike.append([])
+        alike[-1].append(parameter.grad)
+    for bucket in chain.from_iterable(buckets.values()):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat)
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(part.view_as(gradient))
 
 
 def share_of(tensor: DTensor) -> float:

@@ -3,7 +3,7 @@
 Invariant: watching a run never affects it: neither sink raises, and after an error the display shuts itself off with one
 log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step, and lines
 about rollouts that take long. Nothing is displayed unless `trainer.logger` includes `console`. The panel itself is rendered
-in `panel`.
+in `progress`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rich.text import Text
 from etude.errors import EtudeError, describe_error, one_line
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
-from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_line, is_validation, render_panel
+from etude.viewer.curves import REWARD_KEYS, is_validation
+from etude.viewer.progress import RunState, format_duration, format_line, render_panel
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _is_always_printed(event: StepFinished) -> bool:
 def write_run_report(options: TrainerOptions) -> str:
     """Writes the report of a finished run and returns a notice of success or failure. Never raises: a failing report must
     not hide the error that ended the run."""
-    from etude.viewer.report import write_report  # imports matplotlib: not needed until the end
+    from etude.viewer.page import write_report
 
     try:
         page = write_report(

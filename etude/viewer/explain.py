@@ -7,21 +7,22 @@ skipped. Torch is imported only to recompute log-probs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.dumps import read_rollouts, sequences_of, token_values, trajectory_from_record
+from etude.dumps import sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance, Segment, Trajectory
-from etude.viewer.panel import is_number
+from etude.trajectory import Provenance, Trajectory
+from etude.viewer.index import RolloutIndex
+from etude.viewer.rows import is_number
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4  # nats; float32 forward passes with different batch shapes differ by far less
 
@@ -65,32 +66,34 @@ class Token:
 
 
 def read_row(path: Path, row: int) -> dict[str, Any]:
-    """Reads record number `row` (from 0) of a dump file.
+    """Reads rollout number `row` (from 0) of a dump file.
 
     Raises:
-        DataError: there is no such row, or the file cannot be read; names the file.
+        DataError: there is no such rollout, or the file cannot be read; names the file.
     """
-    record = next(islice(read_rollouts(path), row, None), None)
-    if record is None:
-        rows = sum(1 for _ in read_rollouts(path))
-        known = f"its rows are numbered from 0 to {rows - 1}" if rows else "it holds no trajectory"
-        raise DataError(f"{path} has no row {row}; {known}")
-    return record
+    index = RolloutIndex(path)
+    index.refresh()
+    if row < len(index.rows):
+        return index.read(index.rows[row])
+    known = f"its rows are numbered from 0 to {len(index.rows) - 1}" if index.rows else "it holds no trajectory"
+    bad = f" ({index.bad[0].place}: {index.bad[0].reason})" if index.bad else ""
+    raise DataError(f"{path} has no row {row}; {known}{bad}")
 
 
-def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
-    """Yields the response tokens; without a tokenizer, each segment's text is attached to its first token."""
+def list_tokens(record: Mapping[str, Any], decode: Callable[[list[int]], str] | None = None) -> Iterator[Token]:
+    """Yields the response tokens, each with its text by `decode`; without one, a segment's text is at its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
     values = token_values(record)
     position = 0
     for number, segment in enumerate(trajectory.segments):
-        texts = _texts(segment, record["segments"][number].get("text"), tokenizer)
+        whole = str(record["segments"][number].get("text") or "")
         for i, token in enumerate(segment.token_ids):
+            text = decode([token]) if decode is not None else whole if i == 0 else ""
             yield Token(
                 position,
                 token,
-                texts[i],
+                text,
                 segment.provenance,
                 segment.turn,
                 segment.log_probs[i] if segment.log_probs else None,
@@ -170,12 +173,6 @@ def _count_shared_samples(one: Trajectory, other: Trajectory) -> int:
 def weight_versions_of(trajectory: Trajectory) -> list[int]:
     """Returns the versions of the weights that sampled the trajectory, sorted."""
     return sorted({version for segment in trajectory.segments for version in segment.weight_versions or ()})
-
-
-def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    if tokenizer is not None:
-        return [tokenizer.decode([token]) for token in segment.token_ids]
-    return [str(whole or ""), *[""] * (len(segment.token_ids) - 1)]
 
 
 def _weights(record: Mapping[str, Any]) -> tuple[float, float]:

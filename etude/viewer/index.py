@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,16 +23,16 @@ from typing import Any, BinaryIO
 from etude.dumps import list_dump_steps
 from etude.errors import ConfigError, DataError, one_line
 from etude.run_folder import CONFIG_FILE, METRICS_FILE, read_config
+from etude.viewer.query import Filter
 from etude.viewer.rows import Row, as_dict, parse_light, parse_line, parse_row, texts_of
 
 MAX_LINE_BYTES = 64 * 2**20
-MAX_PATTERN = 500  # characters
 MAX_BAD = 1000  # bad lines listed per file; the rest are only counted
-_PATTERN_SECONDS = 0.5  # regex timeout per text; a slower pattern is rejected
 _TAIL = 64  # bytes kept before the last read position, to tell an appended file from a rewritten one
 _SPLITS = {"rollouts": "train", "validation": "validation"}
 _NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
 
+_EVERYTHING = Filter()
 _PLAIN_RUN = re.compile(r"[A-Za-z0-9 ]+")
 
 
@@ -54,38 +54,6 @@ class BadLine:
 
     place: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Conditions on rows; None and "" mean no restriction. Ranges are inclusive; a row without a score fails a score range.
-
-    `text` is matched against prompts and responses, ignoring case; with `regex` it is a regular expression, case-sensitive.
-    """
-
-    min_score: float | None = None
-    max_score: float | None = None
-    min_step: int | None = None
-    max_step: int | None = None
-    split: str | None = None
-    stop_reason: str | None = None
-    tool: str | None = None
-    data_source: str | None = None
-    flag: str | None = None
-    text: str = ""
-    regex: bool = False
-
-    def accepts(self, row: Row) -> bool:
-        """Whether `row` meets every condition except `text`."""
-        return (
-            _within(row.score, self.min_score, self.max_score)
-            and _within(row.step, self.min_step, self.max_step)
-            and self.split in (None, row.split)
-            and self.stop_reason in (None, row.stop_reason)
-            and (self.tool is None or self.tool in row.tools)
-            and self.data_source in (None, row.data_source)
-            and (self.flag is None or self.flag in row.flags)
-        )
 
 
 @dataclass(frozen=True)
@@ -127,16 +95,21 @@ class _File:
 class RolloutIndex:
     """The rows of `path`, sorted by step; empty until the first `refresh`.
 
+    Args:
+        named: split ("train", "validation") → its dump folder, where that is not the run's own or its configuration's.
+        ends: read the first and the last dump of each folder only.
+
     Raises:
         DataError: `path` does not exist.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, named: Mapping[str, Path] | None = None, *, ends: bool = False) -> None:
         path = Path(path).expanduser()
         if not path.exists():
             raise DataError(f"{path}: no such file or folder; name a run's folder, a folder of rollout dumps or a dump")
         self.path = path
         self.root = path if path.is_dir() else path.parent
+        self._named, self._ends = named or {}, ends
         self.rows: list[Row] = []
         self.version = 0  # incremented whenever the rows change
         self.complete = False  # whether the last refresh read everything
@@ -152,7 +125,7 @@ class RolloutIndex:
         """
         with self._lock:
             deadline = math.inf if seconds is None else time.monotonic() + seconds
-            dumps = {name: (split, path) for split, name, path in _list_dumps(self.path)}
+            dumps = {name: (split, path) for split, name, path in _list_dumps(self.path, self._named, self._ends)}
             changed = read = False
             for name in [name for name in self._files if name not in dumps]:
                 changed |= bool(self._files.pop(name).rows)
@@ -241,7 +214,7 @@ class RolloutIndex:
 
     def select(
         self,
-        wanted: Filter = Filter(),
+        wanted: Filter = _EVERYTHING,
         sort: str = "step",
         descending: bool = False,
         *,
@@ -268,7 +241,7 @@ class RolloutIndex:
     def _search(
         self, rows: Sequence[Row], wanted: Filter, deadline: float, stop: Callable[[], bool]
     ) -> tuple[list[Row], int]:
-        matches = _matcher(wanted.text, wanted.regex)
+        matches = wanted.text_matcher()
         matching: list[Row] = []
         hint = b"" if wanted.regex else max(_PLAIN_RUN.findall(wanted.text), key=len, default="").lower().encode()
         for searched, row in enumerate(rows):
@@ -310,34 +283,34 @@ def count_values(rows: Iterable[Row]) -> dict[str, Counter[str]]:
     return counts
 
 
-def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
+def _list_dumps(path: Path, named: Mapping[str, Path], ends: bool) -> Iterator[tuple[str, str, Path]]:
     """Yields (split, name, file) for each dump of `path`, sorted by step within a folder."""
     if not path.is_dir():
         yield "", path.name, path
         return
-    numbered = list_dump_steps(path)
-    for step in numbered:
-        yield _SPLITS.get(path.name, ""), f"{step}.jsonl", path / f"{step}.jsonl"
-    found = {} if numbered else _run_folders(path)
+    is_dumps = bool(list_dump_steps(path))
+    found = {path: _SPLITS.get(path.name, "")} if is_dumps else _run_folders(path, named)
     folders = {folder: split for folder, split in found.items() if folder.is_dir()}
     for folder, split in folders.items():
-        name = folder.relative_to(path) if folder.is_relative_to(path) else folder
-        for step in list_dump_steps(folder):
-            yield split, f"{name}/{step}.jsonl", folder / f"{step}.jsonl"
-    if not numbered and not folders and not (path / CONFIG_FILE).exists():
+        steps = list_dump_steps(folder)
+        for step in sorted({*steps[:1], *steps[-1:]}) if ends else steps:
+            file = folder / f"{step}.jsonl"
+            yield split, str(file.relative_to(path) if file.is_relative_to(path) else file), file
+    if not folders and not (path / CONFIG_FILE).exists():
         for file in sorted(path.glob("*.jsonl")):
             if file.name not in _NOT_DUMPS:
                 yield "", file.name, file
 
 
-def _run_folders(path: Path) -> dict[Path, str]:
-    """Dump folder → split: the run's own folders (or those its configuration names), plus evaluations."""
-    folders = {path / name: split for name, split in _SPLITS.items()}
-    for (default, split), named in zip(list(folders.items()), _configured_folders(path / CONFIG_FILE)):
-        if named and not default.is_dir():
-            folders[Path(named)] = split
+def _run_folders(path: Path, named: Mapping[str, Path]) -> dict[Path, str]:
+    """Dump folder → split: the `named` ones, else the run's own, else those of its configuration; and evaluations."""
+    configured = dict(zip(_SPLITS.values(), _configured_folders(path / CONFIG_FILE)))
+    folders = {}
+    for name, split in _SPLITS.items():
+        own = path / name
+        folders[named.get(split) or (own if own.is_dir() else Path(configured[split] or own))] = split
     evaluations = sorted({*path.glob("evaluation/*"), *path.glob("eval-*")})
-    return folders | {each: str(each.relative_to(path)) for each in evaluations}
+    return folders | {each: str(each.relative_to(path)) for each in evaluations if each not in folders}
 
 
 def _configured_folders(config: Path) -> tuple[str | None, str | None]:
@@ -395,33 +368,3 @@ def _read_lines(file: _File, stream: BinaryIO, deadline: float) -> bool:
         if time.monotonic() > deadline:
             return False
     return True
-
-
-def _matcher(text: str, is_regex: bool) -> Callable[[str], bool]:
-    if len(text) > MAX_PATTERN:
-        raise ConfigError(f"search text is {len(text)} characters long; at most {MAX_PATTERN}")
-    if not is_regex:
-        folded = text.casefold()
-        return lambda other: folded in other.casefold()
-    import regex  # installed with transformers; unlike `re`, it supports timeouts
-
-    try:
-        pattern = regex.compile(text)
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"search pattern {text!r}: {one_line(error)}") from error
-
-    def matches(other: str) -> bool:
-        try:
-            return pattern.search(other, timeout=_PATTERN_SECONDS) is not None
-        except TimeoutError as error:
-            raise ConfigError(
-                f"search pattern {text!r} is too slow; make it simpler, or search for plain text"
-            ) from error
-
-    return matches
-
-
-def _within(value: float | None, low: float | None, high: float | None) -> bool:
-    if low is None and high is None:
-        return True
-    return value is not None and (low is None or value >= low) and (high is None or value <= high)

@@ -13,8 +13,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from etude.errors import DataError, one_line
 from etude.trajectory import TRUNCATED, StopReason
@@ -36,7 +37,7 @@ class Row:
     `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
     one step; `prompt` is a digest of the input, equal across steps and runs. Response tokens are summed over a rollout's
     sequences. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are
-    keys of `FLAGS`.
+    keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Row:
     sequences: int
     seconds: float
     flags: tuple[str, ...]
+    found_answer: bool | None
 
     @property
     def place(self) -> str:
@@ -122,6 +124,8 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
     calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, dict)]
     errors = {str(call["error"]) for call in calls if call.get("error")}
     rewards = as_dict(record.get("rewards"))
+    info = as_dict(rewards.get("score_info"))
+    found = info["pred"] is not None if "pred" in info else None
     stem = Path(name).stem
     return Row(
         name=name,
@@ -147,17 +151,18 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         sequences=1 + len(as_list(record.get("earlier"))),
         seconds=_finite(sum(max(_finite(value) or 0.0, 0.0) for value in as_dict(record.get("timings")).values()))
         or 0.0,
-        flags=_flags(stop_reason, errors, as_dict(rewards.get("score_info")), record.get("attempt")),
+        flags=_flags(stop_reason, errors, found, record.get("attempt")),
+        found_answer=found,
     )
 
 
-def _flags(stop_reason: object, errors: set[str], score_info: Mapping[str, Any], attempt: object) -> tuple[str, ...]:
+def _flags(stop_reason: object, errors: set[str], found_answer: bool | None, attempt: object) -> tuple[str, ...]:
     signs = {
         "truncated": stop_reason in TRUNCATED,
         "tool_error": bool(errors),
         "malformed": "malformed" in errors
         or stop_reason in (StopReason.MALFORMED_CALL, StopReason.MAX_MALFORMED_CALLS),
-        "no_answer": "pred" in score_info and score_info["pred"] is None,
+        "no_answer": found_answer is False,
         "retried": _whole(attempt, 0) > 0,
     }
     return tuple(name for name, is_set in signs.items() if is_set)
@@ -178,6 +183,11 @@ def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
     for each in [record, *as_list(record.get("earlier"))]:
         if isinstance(each, dict):
             yield from (text for key in ("input", "output") if isinstance(text := each.get(key), str))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number in the range of a float; booleans do not count."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finds run folders, reads the status of each run, and compares configurations.
+"""Finds run folders, reads the status and the files of each run, and compares configurations.
 
 Invariant: only reads files, and tolerates any content; the directory walk and the bytes read per file are bounded. Reading
 a run never changes it and never blocks another process from writing to it.
@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from etude.errors import DataError
 from etude.options.validate import flatten
-from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, is_locked, read_run_record
-from etude.viewer.panel import REWARD_KEYS, is_number, is_validation
+from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, is_locked, read_config, read_run_record
+from etude.viewer.curves import REWARD_KEYS, is_validation
+from etude.viewer.index import RolloutIndex
+from etude.viewer.rows import is_number
 
 MAX_DEPTH = 6
 MAX_FOLDERS = 20_000
 _TAIL_BYTES = 2**18
+_FIND_SECONDS = 10.0  # between two scans of the root folder
+_MAX_RUNS = 500
+_MAX_METRICS_LINE = 4 * 2**20
+_REFRESH_SECONDS = 2.0  # spent on reading dumps per request; the next request continues
+_MAX_TOKENIZER_BYTES = 128 * 2**20
 _NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
 
 Status: TypeAlias = Literal["running", "ended", "failed", "killed", "unknown"]
+Decode: TypeAlias = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -142,13 +154,18 @@ def _last_metrics(path: Path) -> dict[str, Any]:
     except OSError:
         return last
     for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if (record := _parse_metrics(line)) is not None:
             last |= record
     return last
+
+
+def _parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """The record of a step; None if the line is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 @dataclass(frozen=True)
@@ -168,3 +185,108 @@ def diff_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Diff
     before, after = dict(flatten(left)), dict(flatten(right))
     pairs = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in dict.fromkeys([*after, *before])]
     return [Difference(*each) for each in pairs if each[1] != each[2]]
+
+
+# -- runs to show --------------------------------------------------------------------------------------------------------
+
+
+class RunView:
+    """One run as the pages show it: the `index` of its dumps, and its metrics; both are tailed, so that nothing is read
+    twice unless its file was replaced. `named` and `ends`: see `RolloutIndex`."""
+
+    def __init__(
+        self, name: str, folder: Path, title: str = "", named: Mapping[str, Path] | None = None, *, ends: bool = False
+    ) -> None:
+        self.name, self.folder = name, folder
+        self.title = title or (name if name not in ("", ".") else folder.resolve().name)
+        self._lock = threading.Lock()
+        self._new_index = lambda: RolloutIndex(folder, named, ends=ends)
+        self._index: RolloutIndex | None = None
+        self._steps: dict[int, dict[str, Any]] = {}
+        self._seen = (0, 0)  # inode of `metrics.jsonl`, and offset read up to
+
+    @property
+    def index(self) -> RolloutIndex:
+        """The index of its trajectories, refreshed for up to `_REFRESH_SECONDS`."""
+        with self._lock:
+            index = self._index = self._index or self._new_index()
+        index.refresh(_REFRESH_SECONDS)
+        return index
+
+    def metrics(self) -> tuple[str, list[dict[str, Any]]]:
+        """Returns (version, records sorted by step); the version changes with the file."""
+        with self._lock:
+            try:
+                with (self.folder / METRICS_FILE).open("rb") as file:
+                    self._follow(file)
+            except OSError:
+                self._seen, self._steps = (0, 0), {}
+            return f"{self._seen[0]}-{self._seen[1]}", [self._steps[step] for step in sorted(self._steps)]
+
+    def _follow(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        inode, end = self._seen
+        if status.st_ino != inode or status.st_size < end:
+            self._steps, end = {}, 0
+        file.seek(end)
+        while (line := file.readline(_MAX_METRICS_LINE)).endswith(b"\n"):
+            end += len(line)
+            if (record := _parse_metrics(line)) is not None:
+                self._steps[record["step"]] = self._steps.get(record["step"], {}) | record
+        self._seen = status.st_ino, end
+
+    @cached_property
+    def decode(self) -> Decode | None:
+        """Decodes token ids; see `find_decoder`."""
+        return find_decoder(self.folder)
+
+
+def find_decoder(folder: Path) -> Decode | None:
+    """Returns the decoding function of a checkpoint's tokenizer, else of the configured model's if that is a local folder;
+    None if neither has a readable one. Loaded with the `tokenizers` library alone, without Transformers."""
+    folders = sorted(folder.glob("global_step_*/actor/huggingface"))[:1]
+    try:
+        model = read_config(folder)["actor_rollout_ref"]["model"]
+        folders += [Path(str(model.get("tokenizer_path") or model["path"]))]
+    except (DataError, KeyError, TypeError, AttributeError):
+        pass
+    for path in (each / "tokenizer.json" for each in folders):
+        if path.is_file() and path.stat().st_size <= _MAX_TOKENIZER_BYTES:
+            from tokenizers import Tokenizer
+
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # tokenizers raises plain Exception for a malformed file
+                return None
+            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return None
+
+
+class Runs:
+    """The runs in `root`, including itself; if there are none, `root` is shown for its dumps. A run is named by its path
+    relative to `root`, and found by lookup only.
+
+    Raises:
+        DataError: `root` does not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._known, self._found_at = root, dict[str, RunView](), -_FIND_SECONDS
+        self._lock = threading.Lock()
+        if not root.exists():
+            raise DataError(f"{root}: no such file or folder; name a run's folder, a folder of runs, or rollout dumps")
+
+    def all(self) -> list[RunView]:
+        """Returns all runs in the order of their names; rescans `root` at most every `_FIND_SECONDS`."""
+        with self._lock:
+            if time.monotonic() - self._found_at >= _FIND_SECONDS:
+                folders = [*islice(find_runs(self._root), _MAX_RUNS)] or [self._root]
+                named = {folder.relative_to(self._root).as_posix(): folder for folder in folders}
+                self._known = {name: self._known.get(name) or RunView(name, each) for name, each in named.items()}
+                self._found_at = time.monotonic()
+            return list(self._known.values())
+
+    def get(self, name: str) -> RunView | None:
+        """Returns the run called `name`, or the first one if `name` is empty; None if unknown."""
+        known = {run.name: run for run in self.all()}
+        return known.get(name) if name else next(iter(known.values()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
 from rich.text import Text
@@ -20,11 +21,10 @@ from textual.worker import get_current_worker
 
 from etude.errors import ConfigError, DataError
 from etude.run_folder import is_locked
-from etude.viewer.index import SORTS, Filter, RolloutIndex, Selection, count_values, split_order
-from etude.viewer.query import HELP, parse_query, quote_term
+from etude.viewer.index import SORTS, RolloutIndex, Selection, count_values, split_order
+from etude.viewer.query import HELP, TERMS, Filter, parse_query, quote_term
 from etude.viewer.rows import FLAGS, Row
-from etude.viewer.tui_lines import LineView, clean_line
-from etude.viewer.tui_pages import GroupPage, Pick, TextPage, TrajectoryPage
+from etude.viewer.tui_pages import GroupPage, LineView, Pick, TextPage, TrajectoryPage, clean_line
 
 _SEARCH_SECONDS = 60.0
 _READ_SECONDS = 0.3  # per refresh of the index, between two updates of the screen
@@ -38,8 +38,18 @@ class StepLine:
 
     split: str | None
     step: int | None
-    count: int
-    mean: float | None
+    scores: Sequence[float | None]
+
+    @property
+    def place(self) -> tuple[str | None, int | None]:
+        """What it lists: equal for an entry after the rows have changed."""
+        return self.split, self.step
+
+    @cached_property
+    def mean(self) -> float | None:
+        """The mean score; None if there is none."""
+        known = [score for score in self.scores if score is not None]
+        return sum(known) / len(known) if known else None
 
 
 class ViewApp(App[None]):
@@ -72,7 +82,6 @@ class ViewApp(App[None]):
         self.index, self.filter_text = index, query
         self._filter, self._sort, self._descending = parse_query(query), sort, False
         self._every, self._reading, self._follows, self._searching = every, False, False, False
-        self._step: StepLine | None = None
         self._refusal = ""  # why the last query was refused
         self._selection = Selection([], 0, 0)
         self._excerpts: dict[str, str] = {}
@@ -101,7 +110,7 @@ class ViewApp(App[None]):
     def _rows(self) -> LineView[Row]:
         return self.query_one("#rows", LineView)
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading and selecting, in threads -----------------------------------------------------------------------
 
     def _read_more(self) -> None:
         if not self._reading:
@@ -123,17 +132,16 @@ class ViewApp(App[None]):
 
     def _show_index(self) -> None:
         self._excerpts.clear()
-        lines = list_steps(self.index.rows)
-        place = next((n for n, line in enumerate(lines) if self._step and _same_step(line, self._step)), 0)
-        self._steps.show(lines, _newest(lines) if self._follows else place)
-        self._step = self._steps.current
+        lines, current = list_steps(self.index.rows), self._steps.current
+        at = next((n for n, line in enumerate(lines) if current and line.place == current.place), 0)
+        self._steps.show(lines, _newest(lines) if self._follows else at)
         self._select()
 
     def _select(self) -> None:
-        wanted = self._filter
-        if self._step is not None and self._step.split is not None:
-            wanted = dataclasses.replace(wanted, split=self._step.split)
-        if self._step is not None and (step := self._step.step) is not None:
+        wanted, at = self._filter, self._steps.current
+        if at is not None and at.split is not None:
+            wanted = dataclasses.replace(wanted, split=at.split)
+        if at is not None and (step := at.step) is not None:
             low, high = (step if limit is None else limit for limit in (wanted.min_step, wanted.max_step))
             wanted = dataclasses.replace(wanted, min_step=max(step, low), max_step=min(step, high))
         self._searching, self._refusal = bool(wanted.text), ""
@@ -168,20 +176,23 @@ class ViewApp(App[None]):
     # -- display -------------------------------------------------------------------------------------------------
 
     def _show_status(self) -> None:
-        selection, total = self._selection, len(self.index.rows)
+        selection, status = self._selection, self.query_one("#status", Static)
         if self._refusal:
-            self.query_one("#status", Static).update(Text(self._refusal, "bold white on red", overflow="ellipsis"))
+            status.update(Text(self._refusal, "bold white on red", overflow="ellipsis"))
             return
-        parts = [clean_line(self.index.path.name or str(self.index.path)), f"{len(selection.rows):,} of {total:,}"]
-        parts += [f"{self._sort} {'↓' if self._descending else '↑'}"]
-        parts += [clean_line(self.filter_text)] if self.filter_text else []
-        parts += ["searching …"] if self._searching else []
-        parts += [] if selection.complete else [f"searched {selection.searched:,} of {selection.total:,}"]
-        parts += [] if self.index.complete else ["reading …"]
-        parts += [f"{self.index.bad_lines:,} bad lines (b)"] if self.index.bad_lines else []
         running = any(map(is_locked, (self.index.path, self.index.path.parent)))  # a killed run holds no lock
-        parts += ["● live" if running else "○ following, nothing is running"] if self._follows else []
-        self.query_one("#status", Static).update(Text(" · ".join(parts), no_wrap=True, overflow="ellipsis"))
+        parts = [
+            clean_line(self.index.path.name or str(self.index.path)),
+            f"{len(selection.rows):,} of {len(self.index.rows):,}",
+            f"{self._sort} {'↓' if self._descending else '↑'}",
+            clean_line(self.filter_text),
+            "searching …" if self._searching else "",
+            "" if selection.complete else f"searched {selection.searched:,} of {selection.total:,}",
+            "" if self.index.complete else "reading …",
+            f"{self.index.bad_lines:,} bad lines (b)" if self.index.bad_lines else "",
+            ("● live" if running else "○ following, nothing is running") if self._follows else "",
+        ]
+        status.update(Text(" · ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis"))
 
     def _row_text(self, row: Row, _width: int) -> Text:
         score = "–" if row.score is None else f"{row.score:.3g}"
@@ -206,13 +217,11 @@ class ViewApp(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disables the keys of the lists while another page is open."""
-        if action in ("search", "filter", "sort", "reverse", "clear", "group", "follow", "bad"):
-            return len(self.screen_stack) == 1
-        return True
+        of_lists = ("search", "filter", "sort", "reverse", "clear", "group", "follow", "bad")
+        return action not in of_lists or len(self.screen_stack) == 1
 
     @on(LineView.Moved, "#steps")
     def _step_moved(self) -> None:
-        self._step = self._steps.current
         self._select()
 
     @on(LineView.Chosen, "#steps")
@@ -232,13 +241,15 @@ class ViewApp(App[None]):
     @on(Input.Submitted, "#query")
     def _query_submitted(self, event: Input.Submitted) -> None:
         try:
-            self._filter = parse_query(event.value)
+            self._search(event.value)
         except ConfigError as error:
             self._refuse(str(error))
             return
-        self.filter_text = event.value
         self.query_one("#query").display = False
         self._rows.focus()
+
+    def _search(self, text: str) -> None:
+        self._filter, self.filter_text = parse_query(text), text
         self._select()
 
     def on_key(self, event: object) -> None:
@@ -251,18 +262,19 @@ class ViewApp(App[None]):
 
     def action_filter(self) -> None:
         """Opens a menu of filters for the values that occur."""
-        kinds = {"stop_reason": "stop", "tool": "tool", "data_source": "source", "flag": "flag", "split": "split"}
+
+        def add(term: str | None) -> None:
+            if term:
+                self._search(f"{term} {self.filter_text}".strip())
+
+        counts = count_values(self.index.rows)
         entries = [
-            (quote_term(kinds[kind], value), f"{kinds[kind]}: {value} ({count:,}){_explain(kind, value)}")
-            for kind, counts in count_values(self.index.rows).items()
-            for value, count in counts.most_common(12)
+            (quote_term(term, value), f"{term}: {value} ({count:,})  {FLAGS.get(value, '') if term == 'flag' else ''}")
+            for term, field in TERMS.items()
+            for value, count in counts[field].most_common(12)
             if value
         ]
-        self.push_screen(Pick(entries), self._add_term)
-
-    def _add_term(self, term: str | None) -> None:
-        if term:
-            self._query(f"{term} {self.filter_text}".strip())
+        self.push_screen(Pick(entries), add)
 
     def action_sort(self) -> None:
         """Opens a menu of sort keys."""
@@ -281,11 +293,7 @@ class ViewApp(App[None]):
 
     def action_clear(self) -> None:
         """Clears search and filters."""
-        self._query("")
-
-    def _query(self, text: str) -> None:
-        self.filter_text, self._filter = text, parse_query(text)
-        self._select()
+        self._search("")
 
     def action_group(self) -> None:
         """Shows all rollouts of the current one's prompt."""
@@ -325,17 +333,16 @@ def help_text() -> Text:
 
 
 def list_steps(rows: Sequence[Row]) -> list[StepLine]:
-    """Returns the step list with mean scores: all rows, then each split (if there are several) and its steps."""
+    """Returns the step list: all rows, then each split (if there are several) and its steps."""
     scores: dict[str, dict[int, list[float | None]]] = {}
     for row in rows:
         scores.setdefault(row.split, {}).setdefault(row.step, []).append(row.score)
-    lines = [StepLine(None, None, len(rows), _mean([row.score for row in rows]))]
+    lines = [StepLine(None, None, [row.score for row in rows])]
     for split in sorted(scores, key=split_order):
         steps = scores[split]
         if len(scores) > 1:
-            whole = [score for of in steps.values() for score in of]
-            lines.append(StepLine(split, None, len(whole), _mean(whole)))
-        lines += [StepLine(split, step, len(steps[step]), _mean(steps[step])) for step in sorted(steps)]
+            lines.append(StepLine(split, None, [score for of in steps.values() for score in of]))
+        lines += [StepLine(split, step, steps[step]) for step in sorted(steps)]
     return lines
 
 
@@ -345,26 +352,13 @@ def _newest(lines: Sequence[StepLine]) -> int:
     return max((n for n, line in enumerate(lines) if line.split == first), default=0)
 
 
-def _mean(scores: Sequence[float | None]) -> float | None:
-    known = [score for score in scores if score is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _same_step(one: StepLine, other: StepLine) -> bool:
-    return (one.split, one.step) == (other.split, other.step)
-
-
 def _step_text(line: StepLine, width: int) -> Text:
     name = str(line.step) if line.step is not None else "all" if line.split is None else line.split or "other"
     mean = "" if line.mean is None else f"{line.mean:.2f}"
-    text = Text(f"{line.count:>6} {mean:>6}")
     name = clean_line(name)[-(width - 15) :]
-    return Text(f"{name:>{max(width - 14, 1)}} ", "" if line.step is not None else "bold").append_text(text)
+    text = Text(f"{name:>{max(width - 14, 1)}} ", "" if line.step is not None else "bold")
+    return text.append_text(Text(f"{len(line.scores):>6} {mean:>6}"))
 
 
 def _row_cells(step: str, score: str, end: str, turns: str, calls: str, tokens: str, flags: str, rest: str) -> str:
     return f"{step:>5} {score:>6} {clean_line(end)[:10]:<10} {turns:>2} {calls:>2} {tokens:>5} {flags:<3} {rest}"
-
-
-def _explain(kind: str, value: str) -> str:
-    return f"  {FLAGS[value]}" if kind == "flag" and value in FLAGS else ""

@@ -1,7 +1,9 @@
-"""Pages that `etude view` opens over its lists: a trajectory, its tokens, the rollouts of one prompt side by side.
+"""What `etude view` opens over its lists: a trajectory, its tokens, the rollouts of one prompt side by side; and `LineView`,
+the list itself.
 
-Invariant: a page shows one record per column, bounded by `parse_conversation` and `wrap`; for a record that cannot be read
-it shows the error.
+Invariant: text is shown literally. Markup is not interpreted; control characters (hence escape sequences), bidirectional
+overrides and lone surrogates are replaced. A page shows one record per column, of bounded length; for a record that cannot
+be read it shows the error.
 """
 
 from __future__ import annotations
@@ -10,37 +12,173 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from rich.console import Console
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.geometry import Region, Size
+from textual.message import Message
 from textual.screen import ModalScreen, Screen
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError
-from etude.viewer.conversations import PROVENANCE_COLOURS, parse_conversation
+from etude.viewer.answers import describe_record
+from etude.viewer.conversations import PROVENANCE_COLOURS, sanitize_text
 from etude.viewer.explain import Token, list_tokens
 from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import Row
-from etude.viewer.tui_lines import LineView, clean, clean_line, wrap
+from etude.viewer.runs import Decode, find_decoder
 
-_MAX_CALLS = 50
-_MAX_TEXT = 200_000  # characters of a block
-_VALUES = {"advantages": "advantage", "entropys": "entropy"}  # per-token values shown if the dump has them → title
+T = TypeVar("T")
+
+_CONSOLE = Console(width=80, color_system="truecolor", force_terminal=True)
+_MAX_TEXT = 100_000  # characters of a block
+_MAX_CALL = 2000  # characters of a call's arguments or result
 _MAX_TOKENS = 200_000
+_VALUES = {"advantages": "advantage", "entropys": "entropy"}  # per-token values shown if the dump has them → title
 _MAX_DIFF = 4_000  # words
 _MAX_COLUMN = 20_000  # characters of a rollout in a group
 _COLUMN = 38  # minimum width of a group's column, in cells
 
 
+def clean(text: str) -> str:
+    """Sanitizes `text` for a terminal; keeps newlines and tabs."""
+    return sanitize_text(text.encode("utf-8", "replace").decode())
+
+
+def clean_line(text: str, limit: int = 400) -> str:
+    """Sanitizes the first `limit` characters of `text` and joins them on one line."""
+    return " ".join(clean(text[:limit]).split())
+
+
+class LineView(ScrollView, Generic[T], can_focus=True):
+    """A list with a cursor, of which only the visible lines are rendered, each by `render_item`."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "move_page(-1)", "Page up", show=False),
+        Binding("pagedown,space", "move_page(1)", "Page down", show=False),
+        Binding("home", "move_to(0)", "First", show=False),
+        Binding("end,G", "move_to(-1)", "Last", show=False),
+        Binding("enter", "choose", "Open", show=False),
+    ]
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"line--cursor", "line--unfocused"}
+    DEFAULT_CSS = """
+    LineView { height: 1fr; scrollbar-size-vertical: 1; }
+    LineView > .line--cursor { background: $primary; color: $text; text-style: bold; }
+    LineView > .line--unfocused { background: $surface-lighten-2; }
+    """
+
+    class Moved(Message):
+        """Posted when the cursor moves to another item."""
+
+        def __init__(self, view: LineView[Any]) -> None:
+            super().__init__()
+            self.view = view
+
+        @property
+        def control(self) -> LineView[Any]:
+            """The view, so that `@on` can match its selector."""
+            return self.view
+
+    class Chosen(Moved):
+        """Posted on Enter or a click on the current item."""
+
+    def __init__(self, render_item: Callable[[T, int], Text], *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._render_item = render_item
+        self.items: Sequence[T] = ()
+        self.cursor = 0
+
+    @property
+    def current(self) -> T | None:
+        """The item under the cursor; None if there is none."""
+        return self.items[self.cursor] if self.cursor < len(self.items) else None
+
+    def show(self, items: Sequence[T], cursor: int | None = None) -> None:
+        """Replaces the items; the cursor keeps its index, or moves to `cursor`."""
+        self.items = items
+        self.virtual_size = Size(1, len(items))
+        self._set_cursor(self.cursor if cursor is None else cursor)
+
+    def _set_cursor(self, number: int) -> None:
+        self.cursor = max(min(number, len(self.items) - 1), 0)
+        self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True)
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Renders line `y` of the view."""
+        number, width = self.scroll_offset.y + y, self.scrollable_content_region.width
+        if number >= len(self.items):
+            return Strip.blank(width, self.rich_style)
+        text = self._render_item(self.items[number], width)
+        text.truncate(width, overflow="ellipsis", pad=True)
+        style = self.rich_style
+        if number == self.cursor:
+            style += self.get_component_rich_style("line--cursor" if self.has_focus else "line--unfocused")
+        text.no_wrap, text.end = True, ""
+        return Strip(text.render(_CONSOLE), width).crop(0, width).apply_style(style)
+
+    def action_move(self, by: int) -> None:
+        """Moves the cursor."""
+        number = max(min(self.cursor + by, len(self.items) - 1), 0)
+        if number != self.cursor:
+            self._set_cursor(number)
+            self.post_message(self.Moved(self))
+
+    def action_move_page(self, by: int) -> None:
+        """Moves by `by` pages."""
+        self.action_move(by * max(self.scrollable_content_region.height - 1, 1))
+
+    def action_move_to(self, number: int) -> None:
+        """Moves to item `number`; -1 is the last."""
+        self.action_move((number if number >= 0 else len(self.items) - 1) - self.cursor)
+
+    def action_choose(self) -> None:
+        """Opens the current item."""
+        if self.current is not None:
+            self.post_message(self.Chosen(self))
+
+    def on_click(self, event: events.Click) -> None:
+        """Moves the cursor to the clicked line; a second click opens it."""
+        by = self.scroll_offset.y + event.y - self.cursor
+        self.action_move(by) if by else self.action_choose()
+
+
+class TextView(VerticalScroll):
+    """Text that wraps and scrolls."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", "Up", show=False),
+        Binding("j", "scroll_down", "Down", show=False),
+        Binding("space", "page_down", "Page down", show=False),
+        Binding("G", "scroll_end", "Last", show=False),
+    ]
+
+    def __init__(self, text: Text | None = None) -> None:
+        super().__init__()
+        self._text = text or Text()
+
+    def compose(self) -> ComposeResult:
+        """The text."""
+        yield Static(self._text)
+
+    def show(self, text: Text) -> None:
+        """Replaces the text."""
+        self.query_one(Static).update(text)
+
+
 class TextPage(Screen[None]):
-    """A title and wrapped text."""
+    """A title and text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "Back")]
 
@@ -51,12 +189,8 @@ class TextPage(Screen[None]):
     def compose(self) -> ComposeResult:
         """Title, text, key bar."""
         yield Static(Text(self._head, "bold reverse"), id="head")
-        yield LineView[Text](lambda line, _: line.copy(), cursor=False, id="text")
+        yield TextView(self._text)
         yield Footer()
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Wraps the text to the new width."""
-        self.query_one("#text", LineView).show(wrap([self._text], event.size.width - 2))
 
 
 class Pick(ModalScreen[str | None]):
@@ -94,23 +228,19 @@ class TrajectoryPage(Screen[None]):
         super().__init__()
         self._index, self._rows, self._number = index, rows, number
         self._record: dict[str, Any] = {}
-        self._decode: Callable[[int], str] | None = None
+        self._decode: Decode | None = None
         self._with_tokens = False
 
     def compose(self) -> ComposeResult:
         """Title, conversation view, token view, key bar."""
         yield Static(id="head")
-        yield LineView[Text](lambda line, _: line.copy(), cursor=False, id="text")
-        yield LineView[Token | str](_token_line, cursor=False, id="tokens")
+        yield TextView()
+        yield LineView[Token | str](_token_line)
         yield Footer()
 
     def on_mount(self) -> None:
         """Opens the chosen trajectory."""
         self._open()
-
-    def on_resize(self) -> None:
-        """Wraps the text to the new width."""
-        self._show()
 
     def _open(self) -> None:
         row = self._rows[self._number]
@@ -120,17 +250,18 @@ class TrajectoryPage(Screen[None]):
         except DataError as error:
             self._record = {"output": str(error)}
         self.query_one("#head", Static).update(Text(head, "bold reverse", no_wrap=True, overflow="ellipsis"))
-        self._show(0)
+        self._show()
 
-    def _show(self, cursor: int | None = None) -> None:
-        text, tokens = self.query_one("#text", LineView), self.query_one("#tokens", LineView)
+    def _show(self) -> None:
+        text, tokens = self.query_one(TextView), self.query_one(LineView)
         text.display, tokens.display = not self._with_tokens, self._with_tokens
         (tokens if self._with_tokens else text).focus()
-        if not self._with_tokens:
-            text.show(wrap(trajectory_texts(self._record), self.size.width - 2), cursor)
-            return
-        self._decode = self._decode or find_decoder(self._index.root)
-        tokens.show(list(islice(_token_items(self._record, self._decode), _MAX_TOKENS)))
+        if self._with_tokens:
+            self._decode = self._decode or find_decoder(self._index.root)
+            tokens.show([*islice(_token_items(self._record, self._decode), _MAX_TOKENS)], 0)
+        else:
+            text.show(Text("\n").join(trajectory_texts(self._record)))
+            text.scroll_home(animate=False)
 
     def action_step(self, by: int) -> None:
         """Moves `by` trajectories along the list."""
@@ -159,13 +290,9 @@ class GroupPage(Screen[None]):
         Binding("down,j", "scroll(1)", "Down", show=False),
         Binding("pageup", "scroll(-10)", "Page up", show=False),
         Binding("pagedown,space", "scroll(10)", "Page down", show=False),
-        Binding("enter", "open", "Open the first"),
-        Binding("question_mark", "app.help", "Help"),
+        Binding("enter", "open", "Open"),
     ]
-    DEFAULT_CSS = """
-    GroupPage Vertical { width: 1fr; border-left: solid $panel; }
-    GroupPage #prompt { max-height: 4; }
-    """
+    DEFAULT_CSS = "GroupPage Vertical { width: 1fr; border-right: solid $panel; }"
 
     def __init__(self, index: RolloutIndex, row: Row) -> None:
         super().__init__()
@@ -180,29 +307,19 @@ class GroupPage(Screen[None]):
         yield Horizontal(id="siblings")
         yield Footer()
 
-    async def on_mount(self) -> None:
-        """Builds the columns."""
-        await self._show()
-
     async def on_resize(self) -> None:
-        """Rebuilds the columns, as many as fit."""
+        """Builds the columns, as many as fit."""
         await self._show()
-
-    def _visible_rows(self) -> list[Row]:
-        fitting = max(min(self.size.width // _COLUMN, len(self._rows)), 1)
-        others = self._rows[self._first + 1 :] + self._rows[: self._first]
-        return [self._rows[self._first], *others[: fitting - 1]]
 
     async def _show(self) -> None:
-        shown = self._visible_rows()
+        fitting = max(min(self.size.width // _COLUMN, len(self._rows)), 1)
+        shown = [*self._rows[self._first :], *self._rows[: self._first]][:fitting]
         texts = [self._texts(row) for row in shown]
         head = f"prompt {clean_line(shown[0].uid)} · step {shown[0].step} · {len(self._rows)} rollouts"
         scores = " ".join("–" if row.score is None else f"{row.score:g}" for row in self._rows[:32])
-        self.query_one("#head", Static).update(
-            Text(f"{head} · scores {scores}", "bold reverse", no_wrap=True, overflow="ellipsis")
-        )
+        title = Text(f"{head} · scores {scores}", "bold reverse", no_wrap=True, overflow="ellipsis")
+        self.query_one("#head", Static).update(title)
         self.query_one("#prompt", Static).update(Text(clean_line(texts[0][0][-2000:], 2000)[-300:], "dim"))
-        width = max(self.size.width // len(shown) - 3, 8)
         bodies = [Text(clean(output)) for _, output in texts]
         if self._with_diff and len(bodies) > 1:
             pairs = [diff_texts(texts[0][1], output) for _, output in texts[1:]]
@@ -211,11 +328,10 @@ class GroupPage(Screen[None]):
         async with self.batch():
             await columns.remove_children()
             for row, body in zip(shown, bodies):
-                view = LineView[Text](lambda line, _: line.copy(), cursor=False)
+                view = TextView(body)
                 view.can_focus = False
                 title = Text(describe(row), "bold", no_wrap=True, overflow="ellipsis")
                 await columns.mount(Vertical(Static(title), view))
-                view.show(wrap([body], width))
 
     def _texts(self, row: Row) -> tuple[str, str]:
         try:
@@ -236,8 +352,8 @@ class GroupPage(Screen[None]):
 
     def action_scroll(self, by: int) -> None:
         """Scrolls all columns."""
-        for view in self.query(LineView):
-            view.action_move(by)
+        for view in self.query(TextView):
+            view.scroll_relative(y=by, animate=False)
 
     def action_open(self) -> None:
         """Opens the first column's trajectory."""
@@ -254,36 +370,28 @@ def describe(row: Row) -> str:
 
 def trajectory_texts(record: Mapping[str, Any]) -> Iterator[Text]:
     """Yields a record's facts, its text blocks coloured by provenance, and its tool calls."""
-    conversation = parse_conversation(record, _MAX_TEXT)
-    assert conversation is not None
-    facts = (Text.assemble((f"{clean_line(name)} ", "dim"), clean_line(value)) for name, value in conversation.facts)
-    yield Text("   ").join(facts)
-    for block in conversation.blocks:
-        colour = PROVENANCE_COLOURS.get(block.kind, "default")
-        yield Text(f"── {clean_line(block.label)} ──", f"bold {colour}")
-        yield Text(clean(block.text).rstrip("\n"), colour)
-        if block.omitted:
-            yield Text(f"… {block.omitted:,} more characters", "dim")
-    calls = record.get("tool_calls")
-    for call in calls[:_MAX_CALLS] if isinstance(calls, list) else []:
-        if isinstance(call, Mapping):
-            yield from _call_texts(call)
+    described = describe_record(record, _MAX_TEXT)
+    main = described["sequences"][-1]
+    yield Text("   ").join(Text.assemble((f"{clean_line(n)} ", "dim"), clean_line(value)) for n, value in main["facts"])
+    for block in main["blocks"]:
+        colour = PROVENANCE_COLOURS.get(block["kind"], "default")
+        yield Text(f"── {clean_line(block['label'])} ──", f"bold {colour}")
+        yield Text(clean(block["text"]).rstrip("\n"), colour)
+        if block["omitted"]:
+            yield Text(f"… {block['omitted']:,} more characters", "dim")
+    for call in described["calls"]:
+        head = Text.assemble("── call ", (f"{clean_line(str(call['name']))} ", "bold cyan"), f"turn {call['turn']}")
+        for key, unit in (("seconds", " s"), ("reward", " reward")):
+            if call[key] is not None:
+                head.append(f" · {call[key]:.3g}{unit}")
+        if call["error"]:
+            head.append(f" · {clean_line(call['error'])}", "bold red")
+        yield head.append(" ──")
+        yield Text(clean_line(call["arguments"] or "", _MAX_CALL))
+        yield Text("→ " + clean((call["response"] or "")[:_MAX_CALL]), "cyan")
 
 
-def _call_texts(call: Mapping[str, Any]) -> Iterator[Text]:
-    name, turn = clean_line(str(call.get("name"))), clean_line(str(call.get("turn")))
-    head = Text.assemble("── call ", (f"{name} ", "bold cyan"), f"turn {turn}")
-    for key, unit in (("seconds", " s"), ("reward", " reward")):
-        if isinstance(value := call.get(key), int | float):
-            head.append(f" · {value:.3g}{unit}")
-    if call.get("error"):
-        head.append(f" · {clean_line(str(call['error']))}", "bold red")
-    yield head.append(" ──")
-    yield Text(clean_line(str(call.get("arguments", "")), 2000))
-    yield Text("→ " + clean(str(call.get("response", ""))[:2000]), "cyan")
-
-
-def _token_items(record: Mapping[str, Any], decode: Callable[[int], str] | None) -> Iterator[Token | str]:
+def _token_items(record: Mapping[str, Any], decode: Decode | None) -> Iterator[Token | str]:
     values = "".join(f"{title:>9} " for name, title in _VALUES.items() if name in token_values(record))
     yield f"{'position':>8} {'id':>7} mask {'log-prob':>9} {values}{'reward':>7} version  text"
     try:
@@ -291,24 +399,14 @@ def _token_items(record: Mapping[str, Any], decode: Callable[[int], str] | None)
         for number, sequence in enumerate(sequences, 1):
             if len(sequences) > 1:
                 yield f"── sequence {number} of {len(sequences)} ──"
-            yield from list_tokens(sequence, _Decoder(decode) if decode else None)
+            yield from list_tokens(sequence, decode)
     except DataError as error:
         yield str(error)
 
 
-class _Decoder:
-    """The part of the tokenizer interface that `list_tokens` uses."""
-
-    def __init__(self, decode: Callable[[int], str]) -> None:
-        self._decode = decode
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(self._decode, ids))
-
-
 def _token_line(token: Token | str, _width: int) -> Text:
     if isinstance(token, str):
-        return Text(clean_line(token), "bold")
+        return Text(" ".join(clean(token).splitlines()), "bold")
     log_prob = "" if token.log_prob is None else f"{token.log_prob:.4f}"
     reward, version = f"{token.reward:g}" if token.reward else "", "" if token.version is None else str(token.version)
     line = Text(f"{token.position:8} {token.id:7} {token.mask:4} ")
@@ -319,20 +417,6 @@ def _token_line(token: Token | str, _width: int) -> Text:
             line.append(f"{'' if (value := token.values[name]) is None else format(value, '.4f'):>9} ")
     line.append(f"{reward:>7} {version:>7}  ")
     return line.append(repr(clean(token.text[:200]))[1:-1], PROVENANCE_COLOURS[token.provenance.value])
-
-
-def find_decoder(root: Path) -> Callable[[int], str] | None:
-    """Returns a function from token id to text, using the tokenizer of a model in the run folder; None if there is none."""
-    paths = [*root.glob("global_step_*/actor/huggingface/tokenizer.json"), *root.glob("*/tokenizer.json")]
-    for path in paths[:1]:
-        try:
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # tokenizers raises plain Exception for a malformed file
-            return None
-        return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
-    return None
 
 
 def diff_texts(one: str, other: str) -> tuple[Text, Text]:

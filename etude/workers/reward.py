@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any, cast
 
-from etude.agents.batch import BY_GROUP, rows_of
+from etude.agents.batch import BY_GROUP, place_scores, rows_of
 from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, InfrastructureError, one_line
@@ -115,11 +115,15 @@ class RewardWorker(RoleWorker):
 
     @register(dispatch_mode=BY_GROUP)
     def compute_scores(self, data: DataProto) -> DataProto:
-        """Scores the trajectories in the column `rollout`, replacing earlier scores; returns that column."""
+        """Scores the trajectories in the column `rollout`, replacing earlier scores; returns that column, and the rewards in
+        `token_level_scores` (rows, response_len), as wide as `response_mask`."""
         rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()
+        rows = rows_of(data)
         if self._scorer is not None:
-            asyncio.run(self._score_all(rollouts, rows_of(data), self._scorer))
-        return DataProto.from_single_dict({"rollout": rollouts})
+            asyncio.run(self._score_all(rollouts, rows, self._scorer))
+        scored = DataProto.from_single_dict({"rollout": rollouts, "response_mask": data.batch["response_mask"]})
+        place_scores(scored, self.options.reward, rows)
+        return scored.restrict({"rollout", "token_level_scores"})
 
     async def _score_all(self, rollouts: list[Rollout], rows: list[dict[str, Any]], scorer: TrajectoryScorer) -> None:
         retries, timeout = self.options.rollout.infrastructure_retries, self.options.rollout.trajectory_timeout

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
-from etude.agents.batch import BY_GROUP, rows_of
+from etude.agents.batch import BY_GROUP, place_scores, rows_of
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
@@ -23,6 +23,7 @@ from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
 from etude.rewards.reward_model import RewardModel
 from etude.training import PolicyEngine
+from etude.trajectory import Rollout
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
@@ -188,8 +189,9 @@ class RolloutWorker(RoleWorker):
 
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; optionally
         `least_group`, the minimum number of survivors per `uid` (see `AgentLoopManager.generate`), and `greedy`. Returns the
-        columns of `etude.agents.to_batch`, in row order; dropped rows have an all-zero mask. The engine's metrics are in
-        `meta_info["metrics"]`, except with `streams`, where `collect` returns them.
+        columns of `etude.agents.to_batch`, in row order, and `token_level_scores` (see `place_scores`); dropped rows have an
+        all-zero mask. The engine's metrics are in `meta_info["metrics"]`, except with `streams`, where `collect` returns
+        them.
         """
         if not len(data):
             return DataProto()
@@ -197,7 +199,7 @@ class RolloutWorker(RoleWorker):
         assert manager is not None, "init_model() comes first"
         self._run(self._link.ready())
         results = self._run(manager.generate(work.rows, work.sampling, least_group=work.least_group))
-        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        batch = self._to_batch(work, results)
         trim_heap()
         if self._thread is None:
             self._run(self._link.rest())
@@ -217,6 +219,13 @@ class RolloutWorker(RoleWorker):
             row |= {"validate": validate, "step": data.meta_info.get("step")}
         return Submission(key, rows, sampling, int(data.meta_info.get("least_group", 1)))
 
+    def _to_batch(self, work: Submission, results: list[Rollout]) -> DataProto:
+        """Builds the batch of finished rollouts, with their rewards unless `RewardWorker` still has to score them."""
+        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        if self.options.rollout.mode == "async" or not self.options.reward.enable:
+            place_scores(batch, self.options.reward, work.rows)
+        return batch
+
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def submit(self, key: str, data: DataProto) -> None:
         """Starts to roll out one group, as `generate_sequences` would; `collect` returns it under `key`."""
@@ -230,14 +239,14 @@ class RolloutWorker(RoleWorker):
         Raises:
             Exception: a trajectory failed for a reason that is not infrastructure.
         """
-        pad, finished = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
-        return [(key, to_batch(results, pad)) for key, results in finished], self._run(self._engine_metrics())
+        finished = [(group.key, self._to_batch(group, results)) for group, results in self._stream.collect(seconds)]
+        return finished, self._run(self._engine_metrics())
 
     async def _engine_metrics(self) -> Metrics:
         assert self._manager is not None
         return self._manager.engine.metrics()
 
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def progress(self) -> tuple[int, int, int]:
         """(finished, total) trajectories of the current (or last) rollout, and the tokens sampled so far (0: not counted);
         may be called while it runs."""

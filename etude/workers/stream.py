@@ -38,15 +38,15 @@ class RolloutStream:
         self._running: dict[asyncio.Task[list[Rollout]], Submission] = {}
         self._paused = False
         self._changed = threading.Condition()
-        self._finished: list[tuple[str, list[Rollout]]] = []
+        self._finished: list[tuple[Submission, list[Rollout]]] = []
         self._error: BaseException | None = None
 
     def submit(self, group: Submission) -> None:
         """Queues `group`; it starts as soon as there is room for it."""
         self._loop.call_soon_threadsafe(self._add, group)
 
-    def collect(self, seconds: float) -> list[tuple[str, list[Rollout]]]:
-        """Returns the groups that have ended since the last call, with their keys; waits up to `seconds` for the first.
+    def collect(self, seconds: float) -> list[tuple[Submission, list[Rollout]]]:
+        """Returns the groups that have ended since the last call, and their rollouts; waits up to `seconds` for the first.
 
         Raises:
             Exception: a group failed for a reason that is not infrastructure.
@@ -103,6 +103,6 @@ class RolloutStream:
             self.fail(error)
         else:
             with self._changed:
-                self._finished.append((group.key, task.result()))
+                self._finished.append((group, task.result()))
                 self._changed.notify_all()
         self._start()

@@ -111,9 +111,9 @@ class Recorder(ScriptedEngine):
         super().__init__(turns, latency)
         self.asked = []
 
-    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None, on_tokens=None):
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
         self.asked.append((request_id, list(prompt_ids), sampling_params))
-        return await super().generate(request_id, prompt_ids, sampling_params, images=images, on_tokens=on_tokens)
+        return await super().generate(request_id, prompt_ids, sampling_params, images=images)
 
 
 def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):

@@ -281,11 +281,11 @@ def test_what_the_system_cannot_read_now_is_tried_again(monkeypatch):
 
 @pytest.fixture
 def cutting_chat():
-    """A template that takes answers apart which hold a `</think>`."""
+    """A template that takes answers apart which hold a `##`."""
     tokenizer = build_vision_stage("qwen3_vl")[1].tokenizer
     tokenizer.chat_template = TEMPLATE.replace(
         '<tool_response>\\n" + shown(message.content)',
-        '<tool_response>\\n" + shown(message.content).split("</think>")[-1]',
+        '<tool_response>\\n" + shown(message.content).split("##")[-1]',
     )
     assert tokenizer.chat_template != TEMPLATE
     chat = ChatTemplate(tokenizer, processor=PROCESSOR)
@@ -295,7 +295,7 @@ def cutting_chat():
 
 def test_an_answer_that_the_template_takes_apart_keeps_its_images(cutting_chat):
     turns, part = [says(call() * 3), says("x")], {"type": "image"}
-    answers = [ToolResponse(text="a </think> b", image=[B, C]), "plain </think>", ToolResponse(text="ok", image=[A])]
+    answers = [ToolResponse(text="a ## b", image=[B, C]), "plain ##", ToolResponse(text="ok", image=[A])]
     given = {"chat": cutting_chat, "multi_turn": {"max_parallel_calls": 3}}
     trajectory, engine, _ = roll(turns, [answering(*answers)], **given)
     assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == [

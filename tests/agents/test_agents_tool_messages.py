@@ -23,7 +23,7 @@ ALTERNATING = """{%- for m in messages %}
     {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-CUTTING = CHATML.replace("CONTENT", "m.content.split('</think>')[-1]")
+CUTTING = CHATML.replace("CONTENT", "m.content.split('</think>')[-1].split('##')[-1]")
 REFUSING = CHATML.replace("CONTENT", "(raise_exception('no') if 'x' in m.content else m.content)")
 """Refuses every text with an x in it."""
 
@@ -99,18 +99,25 @@ def test_search_r1_needs_no_role_for_tools(turn):
 
 def test_an_answer_that_the_template_takes_apart_is_told(caplog):
     tool = Echo(respond=lambda arguments: arguments["text"])
-    script = [call(text="a </think> b") + call(text="fine") + "<|im_end|>", "5<|im_end|>"]
+    script = [call(text="a ## b") + call(text="fine") + "<|im_end|>", "5<|im_end|>"]
     results, engine, tokenizer = rolled(CUTTING, script, [tool])
     trajectory = results[0].trajectory
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == [UNWRITABLE, "fine"]
     assert UNWRITABLE in last_context(engine, tokenizer)
     assert trajectory.metrics["unwritable_answers"] == 1
-    assert [record.response for record in trajectory.tool_calls] == ["a </think> b", "fine"]
+    assert [record.response for record in trajectory.tool_calls] == ["a ## b", "fine"]
+
+
+def test_an_answer_with_a_tag_at_which_the_template_cuts_is_shown_whole():
+    tool = Echo(respond=lambda arguments: arguments["text"])
+    results, engine, tokenizer = rolled(CUTTING, [call(text="a </think> b") + "<|im_end|>", "5<|im_end|>"], [tool])
+    assert "a </think> b<|im_end|>" in last_context(engine, tokenizer)
+    assert "unwritable_answers" not in results[0].trajectory.metrics
 
 
 def test_a_long_answer_of_that_kind_is_counted_as_it_is():
-    tool = Echo(respond=lambda arguments: "word </think> " * 300)
+    tool = Echo(respond=lambda arguments: "word ## " * 300)
     results, _, _ = rolled(CUTTING, [call(text="a") + "<|im_end|>", "5<|im_end|>"], [tool])
     assert results[0].trajectory.stop_reason is StopReason.COMPLETED
 
@@ -129,6 +136,7 @@ FRAGMENTS = [
         "</tool_call>",
         '{"name": "echo", "arguments": {"text": "x"}}',
         "</think>",
+        "##",
         "<think>",
         "{",
         "echo",

@@ -6,7 +6,7 @@ import pytest
 from test_chat_template import CHATML, FAMILIES, LLAMA3, TINY, family, tokenizer_with
 
 from etude.chat.check import check_template
-from etude.chat.provenance import ProvenanceEncoder
+from etude.chat.control import ControlTokens
 from etude.cli.main import cli, run
 from etude.trajectory import Provenance
 
@@ -70,7 +70,7 @@ def test_dropped_reasoning_is_told():
 
 def test_a_forged_token_would_be_found(monkeypatch):
     """The trial itself works: with the guard taken away it fails."""
-    monkeypatch.setattr(ProvenanceEncoder, "runs", lambda self, text, spans: [(self.ids(text), Provenance.TOOL)])
+    monkeypatch.setattr(ControlTokens, "cut", lambda self, value: value)
     report = check_template(
         tokenizer_with(
             LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"

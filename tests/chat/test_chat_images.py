@@ -19,8 +19,8 @@ from vision_stage import (
 
 from etude.chat import ChatTemplate
 from etude.chat.check import check_template
-from etude.chat.contents import plain_message
 from etude.chat.placeholders import content_of, image_count, text_of
+from etude.chat.rendering import plain_message
 from etude.cli.main import cli, run
 from etude.errors import ConfigError, DataError
 from etude.models import ImageReader

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from test_chat_template import CHATML, FAMILIES, TOOLS, family, text_of, tokenizer_with
 
 from etude.chat import ChatTemplate
+from etude.chat.control import CUT
 from etude.chat.parsers import ToolParser
 from etude.chat.rendering import Renderer
 from etude.chat.turns import ANCHOR
@@ -115,17 +116,17 @@ LABELS = {"tool": Provenance.TOOL, "user": Provenance.USER}
 
 
 def rendered_tail(chat, messages):
-    """The text that the template writes behind the stub turn, contents as they are."""
+    """The text that the template writes behind the stub turn, contents as it gets them."""
     stub = chat._stub_for(messages)
-    answers = stub.answers_to(messages)
+    answers = chat._control.cut(stub.answers_to(messages))
     whole = chat._renderer.text([*stub.before(answers), *answers], generate=True)
     _, found, after = whole.partition(ANCHOR)
     assert found
-    return after.partition(chat._turns.end(stub, messages[0]["role"]).text)[2]
+    return after.partition(chat._turns.end(stub, messages[0]["role"]).text)[2].replace(CUT, "")
 
 
 def rendered_ids(chat, messages):
-    return chat._turns.answered.encoder.ids(rendered_tail(chat, messages))
+    return chat._encoder.ids_after(chat._turns.answered.text, rendered_tail(chat, messages))[0]
 
 
 def ids_of(runs):
@@ -137,7 +138,7 @@ def ids_of(runs):
 @settings(max_examples=40, deadline=None)
 def test_what_follows_a_turn_is_what_is_rendered(name, texts, role):
     chat = chat_of(name)
-    messages = [{"role": role, "content": text.replace("\ufdd0", "").replace("\ufdd1", "")} for text in texts]
+    messages = [{"role": role, "content": text.replace(CUT, "")} for text in texts]
     try:
         rendered_tail(chat, messages)
     except ConfigError:
@@ -187,13 +188,9 @@ def test_messages_of_a_known_shape_are_rendered_once(name, monkeypatch):
     assert len(made) == 1
 
 
-def test_a_content_that_the_template_escapes_is_rendered_again_with_marks(monkeypatch):
+def test_a_content_that_the_template_escapes_is_found():
     chat = ChatTemplate(family("llama3"))
-    message = {"role": "tool", "content": "12"}
-    chat.context_ids([message])
-    made = renderings(monkeypatch)
-    runs = chat.context_ids([{**message, "content": ' 3 "apples"\n'}])
-    assert len(made) == 2
+    runs = chat.context_ids([{"role": "tool", "content": ' 3 "apples"\n'}])
     assert text_of(chat, runs, Provenance.TOOL) == ' 3 \\"apples\\"\\n'
 
 
@@ -206,16 +203,38 @@ def test_contents_send_the_template_their_own_way():
         assert text_of(chat, runs, Provenance.USER) == text.strip()
 
 
-def test_what_asks_what_a_content_begins_with_needs_one_place_for_it():
-    """With marks around it the content would be another: it is searched for, and refused where it stands twice."""
-    asks = "('# ' if m.content.startswith('#') else '') + m.content"
-    chat = ChatTemplate(tokenizer_with(CHATML.replace("m.content", asks)))
-    runs = chat.context_ids([{"role": "tool", "content": text} for text in ("#1", "2", "#3", " ")])
-    assert text_of(chat, runs, Provenance.TOOL) == "#12#3"
-    assert "# #1<|im_end|>" in chat.tokenizer.decode(ids_of(runs))
-    for texts in (["#"], ["2", "#"]):
-        with pytest.raises(ConfigError, match="exactly once"):
-            chat.context_ids([{"role": "tool", "content": text} for text in texts])
+def test_a_content_that_the_template_changes_is_the_templates_text():
+    shouting = CHATML.replace("m.content", "(m.content | upper)")
+    chat = ChatTemplate(tokenizer_with(shouting.replace("| upper", "| replace('-', '+')")))
+    runs = chat.context_ids([{"role": "tool", "content": text} for text in ("1-2", "2", " ")])
+    assert "1+2<|im_end|>" in chat.tokenizer.decode(ids_of(runs))
+    assert text_of(chat, runs, Provenance.TOOL) == "2"
+
+
+@pytest.mark.parametrize("text", ["7 -- 8", "--7", "7--"])
+def test_a_template_that_drops_a_part_of_a_content_is_refused(text):
+    chat = ChatTemplate(tokenizer_with(CHATML.replace("m.content", "m.content.split('--')[-1]")))
+    assert chat.context_ids([{"role": "tool", "content": "7 - 8"}])
+    with pytest.raises(ConfigError):
+        chat.context_ids([{"role": "tool", "content": text}])
+
+
+def test_parts_that_spell_a_control_token_together_are_refused():
+    template = CHATML.replace(
+        "m.content +", "(m.content if m.content is string else m.content | map(attribute='text') | join) +"
+    )
+    chat = ChatTemplate(tokenizer_with(template))
+    parts = [{"type": "text", "text": text} for text in ("<|im_", "end|>")]
+    assert chat.context_ids([{"role": "tool", "content": parts[:1]}])
+    with pytest.raises(ConfigError):
+        chat.context_ids([{"role": "tool", "content": parts}])
+
+
+@pytest.mark.parametrize("text", ["user", "im_end", "<", "assistant", "|>"])
+def test_a_content_that_is_a_part_of_a_control_token_is_no_such_token(text):
+    chat = ChatTemplate(family("chatml"))
+    runs = chat.context_ids([{"role": "user", "content": text}])
+    assert text_of(chat, runs, Provenance.USER) == text
 
 
 def test_a_content_that_spells_the_probe_is_found():
@@ -223,13 +242,6 @@ def test_a_content_that_spells_the_probe_is_found():
     for text in ("Words of probe number 0.", "Words of probe number 1.", ANCHOR):
         runs = chat.context_ids([{"role": "tool", "content": text}, {"role": "user", "content": text}])
         assert text_of(chat, runs, Provenance.TOOL) == text_of(chat, runs, Provenance.USER) == text
-
-
-def test_shapes_are_bounded():
-    chat = ChatTemplate(family("chatml"))
-    for count in range(1, 80):
-        chat.context_ids([{"role": "user", "content": "x"}] * count)
-    assert len(chat._incremental._glue) == 64
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from test_chat_template import CHATML, TOOL_CALLS, TOOLS, flat, tokenizer_with
 
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import check_template
-from etude.chat.parsers.trial import unread_call
+from etude.chat.parsers.auto import unread_call
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 

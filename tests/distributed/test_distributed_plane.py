@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wait_stage import until
 
-from etude.distributed import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
-from etude.distributed.plane import Block, check_unwritten, fetch_batches, keep_batches, tensor_bytes
+from etude.distributed import BatchRef, DataPlane, InProcessStore, LostSamplesError
+from etude.distributed.plane import check_unwritten, fetch_batches, keep_batches
 from etude.errors import ConfigError, MissingExtraError
 from etude.protocol import DataProto, byte_view
 
@@ -137,7 +134,7 @@ def test_any_store_gives_back_what_was_put(stores, name, history):
                     plane.get([sample])
     assert len(plane) == len(model)
     plane.evict(list(model))
-    assert (len(plane), plane.nbytes, plane._blocks) == (0, 0, {})
+    assert len(plane) == 0
 
 
 def some(rows: int = 4, name: str = "x", width: int = 3) -> DataProto:
@@ -155,8 +152,8 @@ def test_misuse_is_refused_and_changes_nothing():
     plane = DataPlane()
     plane.put("abcd", some())
     for ids, data, told in [
-        ("ab", some(), "2 sample ids for 4 rows"),
-        ("eeff", some(name="y"), "repeated"),
+        ("ab", some(), "2 different sample ids for 4 rows"),
+        ("eeff", some(name="y"), "2 different sample ids for 4 rows"),
         ("defg", some(), "sample 'd' has a column 'x' already"),
     ]:
         with pytest.raises(ValueError, match=told):
@@ -168,99 +165,14 @@ def test_misuse_is_refused_and_changes_nothing():
         plane.get("bc")
     with pytest.raises(KeyError, match=r"no samples 'p', 'q', 'r' and 1 more"):
         plane.evict("apqrs")
-    assert (len(plane), plane.nbytes) == (4, tensor_bytes(some()) + tensor_bytes(some(2)))
-
-
-def test_a_put_waits_for_room_until_something_is_evicted():
-    nbytes = tensor_bytes(some())
-    plane = DataPlane(max_bytes=2 * nbytes, timeout=60)
-    plane.put("abcd", some())
-    plane.put("efgh", some())
-    with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(plane.put, "ijkl", some())
-        plane.evict("abc")  # its block stays: 'd' is in it
-        time.sleep(0.05)
-        assert not waiting.done()
-        plane.evict("d")
-        waiting.result(timeout=30)
-    assert plane.nbytes == 2 * nbytes
-
-
-def test_writers_at_once_never_exceed_the_limit():
-    nbytes, most = tensor_bytes(some()), []
-    plane = DataPlane(max_bytes=2 * nbytes, timeout=60)
-    written = threading.Semaphore(0)
-
-    def write(number: int) -> None:
-        plane.put([f"{number}/{row}" for row in range(4)], some())
-        most.append(plane.nbytes)
-        written.release()
-
-    with ThreadPoolExecutor(8) as threads:
-        jobs = [threads.submit(write, number) for number in range(8)]
-        for _ in jobs:
-            assert written.acquire(timeout=30)
-            plane.evict([sample for sample in list(plane._samples) if sample.endswith("/3")])
-            plane.evict(list(plane._samples))
-        for job in jobs:
-            job.result(timeout=30)
-    assert max(most) <= 2 * nbytes
-
-
-def test_what_is_reserved_is_never_counted_beside_the_block_it_was_reserved_for():
-    seen = []
-
-    class Watched(DataPlane):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "nbytes":
-                seen.append(value)
-
-    nbytes = tensor_bytes(some())
-    Watched(max_bytes=nbytes).put("abcd", some())
-    assert max(seen) == seen[-1] == nbytes
-
-
-def test_a_write_that_fails_gives_its_room_to_who_waits_for_it():
-    waits = threading.Event()
-
-    class Full(InProcessStore):
-        def write(self, data):
-            if data.batch["x"].isnan().any():
-                assert waits.wait(30)
-                raise OSError("no space left on device")
-            return super().write(data)
-
-    nbytes = tensor_bytes(some())
-    plane = DataPlane(Full(), max_bytes=nbytes, timeout=60)
-    with ThreadPoolExecutor() as threads:
-        failing = threads.submit(plane.put, "abcd", DataProto.from_dict({"x": some().batch["x"] * float("nan")}))
-        until(lambda: plane.nbytes, "the write does not begin")
-        waiting = threads.submit(plane.put, "efgh", some())
-        until(lambda: plane._room._waiters, "nobody waits for room")
-        waits.set()
-        with pytest.raises(OSError, match="no space"):
-            failing.result(timeout=30)
-        waiting.result(timeout=30)
-    assert (len(plane), plane.nbytes) == (4, nbytes)
-
-
-def test_a_full_plane_says_so():
-    nbytes = tensor_bytes(some())
-    plane = DataPlane(max_bytes=nbytes, timeout=0.01)
-    with pytest.raises(PlaneFullError, match="does not fit into a data plane of 96"):
-        plane.put("abcdefgh", some(8))
-    plane.put("abcd", some())
-    with pytest.raises(PlaneFullError, match=r"no room for 96 bytes within 0.01 s.* 96 of 96 bytes, of 4 samples"):
-        plane.put("efgh", some())
-    assert plane.nbytes == nbytes
+    assert rows_of(plane.get("abcd", ["x"])) == rows_of(some())
 
 
 class Holder:
     """A worker that writes to the driver's store, and reads what it is sent."""
 
     def write(self, store, data):
-        return store.write(data)
+        return BatchRef.of(data, store)
 
     def total(self, batch):
         data = batch.fetch()
@@ -272,12 +184,12 @@ def test_workers_write_and_read_while_the_driver_holds_references(cluster, store
     plane = DataPlane(stores[name])
     writer, reader = workers
     data = DataProto.from_dict({"x": torch.arange(40_000.0).reshape(4, -1), "y": torch.zeros(4)})
-    block: Block = cluster.get(writer.write.remote(stores[name], data), timeout=60)
-    plane.adopt("abcd", block)
+    written: BatchRef = cluster.get(writer.write.remote(stores[name], data), timeout=60)
+    plane.put("abcd", written)
     sent = plane.refer("db", ["x"], {"temperature": 0.5})
     assert len(sent) == 2
     assert sent.columns == {"x"}
-    assert len(cluster.cloudpickle.dumps(block)) + len(cluster.cloudpickle.dumps(sent)) < 4000  # of 160 kB
+    assert len(cluster.cloudpickle.dumps(written)) + len(cluster.cloudpickle.dumps(sent)) < 5000  # of 160 kB
     found = cluster.get(reader.total.remote(sent), timeout=60)
     assert found == (["x"], float(data.batch["x"][[1, 3]].sum()), {"temperature": 0.5})
     plane.evict("abcd")
@@ -288,12 +200,29 @@ def test_a_row_gone_from_transfer_queue_is_an_error(stores):
 
     plane = DataPlane(stores["transfer queue"])
     plane.put("abcd", some())
-    name = next(iter(plane._blocks.values())).block.handles["x"][0]
+    name = plane.refer("a").layouts[0].blocks[0].handles["x"][0]
     transfer_queue.kv_clear([f"{name}/2"], "etude")
     assert len(plane.get("abd")) == 3
     with pytest.raises(LostSamplesError, match=r"samples 'b', 'c', held by a storage unit.*1 of 2 rows"):
         plane.get("bc")
     plane.evict("abcd")
+
+
+def test_transfer_queue_frees_what_nothing_refers_to(stores):
+    import transfer_queue
+
+    plane, queue = DataPlane(stores["transfer queue"]), stores["transfer queue"]
+    before = len(transfer_queue.kv_list("etude").get("etude", {}))
+    plane.put("abcd", some())
+    other = BatchRef.of(some(name="y"), queue).watched()
+    assert len(transfer_queue.kv_list("etude")["etude"]) == before + 8
+    plane.evict("abc")  # the block stays: 'd' is in it
+    assert len(transfer_queue.kv_list("etude")["etude"]) == before + 8
+    plane.evict("d")
+    assert len(transfer_queue.kv_list("etude")["etude"]) == before + 4
+    del other
+    queue.sweep()
+    assert len(transfer_queue.kv_list("etude").get("etude", {})) == before
 
 
 def test_transfer_queue_that_cannot_start_is_refused(cluster, stores, monkeypatch):
@@ -316,7 +245,7 @@ def test_a_reference_crosses_a_pickle_in_process():
 def test_samples_of_a_killed_holder_are_named_with_its_node(cluster, stores, workers):
     plane = DataPlane(stores["ray"], timeout=30)
     for ids, holder in zip(("abcdef", "ghijkl"), workers):
-        plane.adopt(ids, cluster.get(holder.write.remote(stores["ray"], some(6)), timeout=60))
+        plane.put(ids, cluster.get(holder.write.remote(stores["ray"], some(6)), timeout=60))
     cluster.kill(workers[0])
     node = cluster.get_runtime_context().get_node_id()[:8]
     lost, end = "", time.monotonic() + 60
@@ -329,7 +258,6 @@ def test_samples_of_a_killed_holder_are_named_with_its_node(cluster, stores, wor
     assert "OwnerDiedError" in lost
     assert plane.get("gh").batch["x"].shape == (2, 3)  # the others are there
     plane.evict("abcdefghijkl")
-    assert plane.nbytes == 0
 
 
 # References
@@ -386,7 +314,7 @@ def test_references_are_selected_joined_and_united_as_batches_are(history, rows)
     assert rows_of(ref.fetch()) == rows_of(data)
     assert (ref.columns, ref.objects) == (set(columns_of(data)), set(data.non_tensor_batch))
     some_names = sorted(ref.columns)[::2]
-    assert set(columns_of(ref.select(some_names).fetch())) == set(some_names)
+    assert set(columns_of(ref.restrict(some_names).fetch())) == set(some_names)
 
 
 def test_references_that_do_not_fit_together_are_refused():

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import threading
-from collections import deque
 from contextlib import suppress
 
 import pytest
@@ -21,15 +20,14 @@ from wait_stage import is_running, until
 from etude.distributed import (
     Dispatch,
     InProcessWorkerGroup,
-    LostSamplesError,
     MeshPlace,
     RayWorkerGroup,
     ResourcePool,
     ray_group,
-    ray_store,
     register,
 )
 from etude.distributed.rank_process import RankProcess, Reply
+from etude.distributed.ray_store import RayStore
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, WorkerLost, describe_error
 from etude.protocol import DataProto
 
@@ -42,11 +40,6 @@ class Odd(Exception):
     def __init__(self, name, number):
         super().__init__(f"{name} is odd")
         self.number, self.lock = number, threading.Lock()
-
-
-class Unpicklable:
-    def __reduce__(self):
-        raise AssertionError("this was to stay where it is")
 
 
 class Prober(Doubler):
@@ -99,20 +92,17 @@ class Prober(Doubler):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def make(self, data):
-        """Columns of which no rank reads another's unless it is sent them."""
-        self.made = data.batch["x"] * 1.0
-        objects = [Unpicklable() if row else None for row in range(len(data))]
-        return DataProto.from_dict({"x": data.batch["x"], "y": self.made}, {"here": objects})
+        return DataProto.from_dict({"x": data.batch["x"], "y": data.batch["x"] * 1.0}, {"here": ["cell"] * len(data)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, columns=("y",))
     def read(self, data):
-        """Its rows, and whether they are what this rank has made, without a copy."""
-        mine = data.batch["y"].data_ptr() == self.made.data_ptr()
-        return DataProto.from_dict({"y": data.batch["y"].clone(), "mine": torch.full((len(data),), mine)})
+        return DataProto.from_dict(
+            {"y": data.batch["y"].clone(), "columns": torch.full((len(data),), len(data.columns))}
+        )
 
-    @register(Dispatch.ONE_TO_ALL)
-    def keeps(self):
-        return len(ray_store._kept)
+    @register(Dispatch.DP_COMPUTE_PROTO, columns=("y",))
+    def spoil(self, data):
+        data.batch["y"].add_(1)
 
     @register(Dispatch.DP_COMPUTE_PROTO, mesh="teams")
     def by_team(self, data):
@@ -197,25 +187,18 @@ def test_ranks_of_a_team_get_one_shard_and_one_answers(group, monkeypatch):
     assert len(kept) == 2
 
 
-def test_batches_stay_in_the_rank_that_made_them_until_another_reads_them(group):
-    group.store = ray_store.RankStore()
+def test_batches_stay_in_a_store_and_only_declared_columns_are_read(group):
+    group.store = RayStore()
     try:
-        kept = sum(group.keeps())
         ref = group.make(batch(6))
         here = group.read(ref).fetch().batch
-        assert (here["y"].tolist(), here["mine"].tolist()) == ([0, 1, 2, 3, 4, 5], [True] * 6)
-        away = group.read(ref.select_idxs([5, 3, 1, 1, 0, 2])).fetch().batch  # each has rows of two others
-        assert (away["y"].tolist(), away["mine"].any().item()) == ([5, 3, 1, 1, 0, 2], False)
-        assert ref.select(["x"]).fetch().batch["x"].tolist() == list(range(6))  # by the driver
-        assert sum(group.keeps()) >= kept + 3
-        with pytest.raises(LostSamplesError, match=r"cannot be read: .*this was to stay where it is"):
-            ref.fetch()
-        del ref
-        assert sum(group.keeps()) == kept  # the call says what the driver holds no longer
-        gone = group.make(batch(6))
-        ray_store._lenders.clear()
-        with pytest.raises(LostSamplesError, match="keeps it no more"):
-            gone.fetch()
+        assert (here["y"].tolist(), here["columns"].tolist()) == ([0, 1, 2, 3, 4, 5], [1] * 6)
+        picked = group.read(ref.select_idxs([5, 3, 1, 1, 0, 2])).fetch().batch  # each has rows of two others
+        assert picked["y"].tolist() == [5, 3, 1, 1, 0, 2]
+        assert ref.fetch().non_tensor_batch["here"].tolist() == ["cell"] * 6  # by the driver
+        assert group.read(group.keep(batch(6, "y"))).fetch().batch["y"].tolist() == list(range(6))
+        with pytest.raises(RuntimeError, match="spoil wrote into the column 'y'"):
+            group.spoil(ref)
     finally:
         group.store = None
 
@@ -258,21 +241,9 @@ def test_a_reply_that_cannot_be_read_leaves_nobody_waiting(group, monkeypatch):
     monkeypatch.setattr(group, "_lost", None)  # as they are afterwards
     monkeypatch.setattr(group, "_gone", set())
     reply = group._ray.put(Reply(1, records=5))
-    (future,) = group._watch("share", [reply], group._ranks[:1])
+    future = group._supervise("share", [reply], ranks=group._ranks[:1])
     with pytest.raises(WorkerLost, match="could not be waited for"):
         future.result(timeout=30)
-
-
-def test_two_threads_may_take_what_ranks_need_not_keep():
-    class Raced(deque):
-        """Another thread has taken what was there when this one counted."""
-
-        def __len__(self):
-            return super().__len__() + 1
-
-    unused = Raced("ab")
-    assert ray_group.take_all(unused) == ["a", "b"]
-    assert not list(unused)
 
 
 async def test_a_direct_method_answers_while_a_call_runs(group):

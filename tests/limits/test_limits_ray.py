@@ -92,10 +92,6 @@ class HeldPermit:
         self.permits += [self.limiter.acquire_blocking(WAIT) for _ in range(count)]
         return os.getpid()
 
-    def use(self, count):
-        for _ in range(count):
-            self.limiter.acquire_blocking(WAIT).release()
-
     def give(self):
         while self.permits:
             self.permits.pop().release()
@@ -225,12 +221,6 @@ class TestMultiNodeRateLimiterCase:
         first, second = holding("where", 1, node="node-0"), holding("where", 1, node="node-1")
         assert ray.get(first.node.remote()) != ray.get(second.node.remote())
 
-    def test_an_idle_permit_of_another_node_is_recalled(self, holding):
-        here, there = holding("recall", 1, node="node-0"), holding("recall", 1, node="node-1")
-        for _ in range(3):
-            ray.get(here.use.remote(3))
-            ray.get(there.use.remote(3))
-
     def test_a_holder_that_is_killed_gives_its_permits_back_within_its_lease(self, holding):
         lease = 2.0
         victim = holding("killed", 3, lease, actor=start_holding("node-0"))
@@ -239,8 +229,10 @@ class TestMultiNodeRateLimiterCase:
         waiting = heir.take.remote(3)
         assert not ray.wait([waiting], timeout=0.2)[0]
         os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
         ray.get(waiting, timeout=WAIT)
-        assert ray.get(heir.info.remote()).clients == 1
+        assert time.monotonic() - killed_at < lease + 10  # what a busy machine may need
+        assert ray.get(heir.info.remote()).held == 3
 
     def test_a_holder_that_was_stopped_cannot_release_what_others_hold_now(self, holding):
         lease = 2.0
@@ -274,7 +266,8 @@ def test_a_tools_calls_are_limited_in_the_whole_cluster(cluster, witness):
     assert (most <= 3 + 3, seen) == (True, 18 + 3)  # the three given up never said that they left
     limiter = cluster_limiter("tool:watched", Limit(max_concurrent=3))
     permits = [limiter.acquire_blocking(WAIT) for _ in range(3)]
-    assert limiter.try_acquire() is None
+    with pytest.raises(TimeoutError):
+        limiter.acquire_blocking(0.2)
     for permit in permits:
         permit.release()
 
@@ -344,7 +337,7 @@ def test_closing_a_pool_gives_its_permits_back_before_any_lease_runs_out(cluster
     with init_execution_pool(1, rate_limit=1, name="closed") as pool:
         assert ray.get(pool.execute.remote(int)) == 0
     limiter = cluster_limiter("closed", Limit(max_concurrent=1))
-    until(lambda: limiter.info().clients == 1, "the worker's part was not given back")
+    until(lambda: limiter.info().held == 0, "the permit was not given back")
 
 
 async def test_waiters_are_cancelled_and_time_out_without_losing_a_permit(holding):
@@ -430,7 +423,19 @@ def test_an_actor_that_was_removed_is_made_again(cluster):
     limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1)
     limiter.acquire_blocking(WAIT).release()
     ray.kill(ray.get_actor("limit:removed", namespace=NAMESPACE))
-    time.sleep(1.1)  # what it kept expires
+    limiter.acquire_blocking(WAIT).release()
+
+
+def test_waiters_fail_while_the_actor_does_not_answer_and_are_served_again_when_it_does(cluster):
+    limiter = cluster_limiter("stuck", Limit(max_concurrent=1), lease_seconds=1, patience=1)
+    pid = ray.get(ray.get_actor("limit:stuck", namespace=NAMESPACE).__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(InfrastructureError, match="the limiter is gone: it could not be reached for 1 s"):
+            limiter.acquire_blocking(WAIT)
+        assert limiter.waiting == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
     limiter.acquire_blocking(WAIT).release()
 
 
@@ -475,9 +480,8 @@ def test_a_driver_that_ends_gives_its_permits_back_at_once(cluster):
 def test_a_tool_follows_its_process_out_of_a_cluster_and_into_another(cluster):
     """Its calls are limited wherever the process is now: in no cluster, by itself."""
     program = """
-        import asyncio, sys, time
+        import asyncio, sys
         import ray
-        from etude.limits.lease import IDLE_SECONDS
         from etude.schemas import FunctionCall
         from etude.tools import FunctionTool, ToolSession
 
@@ -495,7 +499,6 @@ def test_a_tool_follows_its_process_out_of_a_cluster_and_into_another(cluster):
             if address:
                 ray.init(address=address, log_to_driver=False)
             asyncio.run(ask())
-            time.sleep(1.5 * IDLE_SECONDS)  # the permit is not kept for the next call any longer
             ray.shutdown()
     """
     command = [sys.executable, "-c", textwrap.dedent(program), cluster.address]

@@ -1,13 +1,19 @@
 """GGUF files and named models as `model.path`: converted once, verified, complete or absent."""
 
+import os
 import resource
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 from gguf_stage import VOCABULARY, write_gguf, write_index
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+import etude
 from etude import model_folder
 from etude.cli.main import cli, run
 from etude.errors import ConfigError
@@ -15,6 +21,8 @@ from etude.model_folder import NAMED_MODELS, local_folder, named_folder
 from etude.models import load_causal_lm, load_tokenizer
 from etude.models.named import get_model
 from etude.scratch import INCOMPLETE
+
+ROOT = Path(etude.__file__).parents[1]
 
 
 @pytest.fixture
@@ -168,3 +176,40 @@ def test_nothing_is_imported_to_find_a_folder():
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert model_folder.cache_folder().is_absolute()
+
+
+def base_site(folder: Path) -> Path:
+    """A folder with links to what `pip install etude` without extras installs, and to nothing else of this environment."""
+    wanted, found = [Requirement("etude")], set[str]()
+    while wanted:
+        requirement = wanted.pop()
+        found.add(canonicalize_name(requirement.name))
+        for needed in map(Requirement, metadata.requires(requirement.name) or ()):
+            extras = ("", *requirement.extras)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                wanted += [needed] if canonicalize_name(needed.name) not in found or needed.extras else []
+    for name in found - {"etude"}:
+        distribution = metadata.distribution(name)
+        tops = {Path(file).parts[0] for file in distribution.files or () if not str(file).startswith("..")}
+        for top in tops - {"__pycache__"}:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(distribution.locate_file(top))
+    return folder
+
+
+def test_a_gguf_file_is_read_with_what_the_package_itself_requires(tmp_path):
+    """Transformers asks for packages of its own here, which the tests' environment has anyway."""
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "site").mkdir()
+    script = "from etude.model_folder import local_folder; import sys; print(local_folder(sys.argv[1]))"
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(base_site(tmp_path / "site"))]),
+        "ETUDE_CACHE": str(tmp_path / "cache"),
+        "PATH": os.environ["PATH"],
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-S", "-c", script, str(tmp_path / "tiny.gguf")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "model.safetensors").is_file()

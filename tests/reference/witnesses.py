@@ -89,6 +89,7 @@ WITNESSES = {
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
         "ray.call_timeout": "test_two_nodes_learn_what_one_process_learns",
+        "ray.data_plane": "test_batches_may_stay_in_transfer_queue",
     },
     "trainer/test_trainer_restarts.py": {
         "trainer.max_restarts": "test_a_run_that_gets_no_further_ends_in_one_line_and_resumes",

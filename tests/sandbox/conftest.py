@@ -7,7 +7,7 @@ import pytest
 from etude.sandbox import Executor, ExecutorOptions, Isolation, SandboxUnavailableError
 
 
-class Box:
+class Sandbox:
     """An executor and its event loop, for tests that are plain functions."""
 
     def __init__(self, mode, **options):
@@ -27,9 +27,9 @@ class Box:
         self.loop.close()
 
 
-def open_box(mode, **options):
+def open_sandbox(mode, **options):
     try:
-        return Box(mode, **options)
+        return Sandbox(mode, **options)
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
 
@@ -37,16 +37,16 @@ def open_box(mode, **options):
 @pytest.fixture(
     scope="module", params=[Isolation.BUBBLEWRAP, Isolation.NAMESPACES, Isolation.NONE], ids=lambda m: m.value
 )
-def box(request):
+def sandbox(request):
     """Every mode; programs here are friendly."""
-    box = open_box(request.param)
-    yield box
-    box.close()
+    sandbox = open_sandbox(request.param)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture(scope="module")
-def isolated_box():
+def isolated_sandbox():
     """The best isolated mode of this machine."""
-    box = open_box(Isolation.AUTO)
-    yield box
-    box.close()
+    sandbox = open_sandbox(Isolation.AUTO)
+    yield sandbox
+    sandbox.close()

@@ -1,7 +1,7 @@
-"""What an attack must not reach, and how to see from outside that it did not: files, listeners, a victim, the process table.
+"""What an attack must not reach, and how to see from outside that it did not: files, listeners, a victim, processes.
 
-Attacks run in isolated boxes only: `World` refuses an executor without isolation, and every attack in Python starts with a
-guard that ends it where it is not confined.
+Attacks run in isolated containers only: `World` refuses an executor without isolation, and every attack in Python begins
+with a guard that ends it where it is not confined.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 from etude.sandbox import Executor, Isolation, Language, Limits, RunRequest, RunStatus
+from etude.sandbox.check import GUARD
 from etude.sandbox.jail import UNPRIVILEGED_ID
-from etude.sandbox.probes import GUARD
 
 ATTACKS = Path(__file__).parent / "attacks"
 PRELUDE = GUARD + (ATTACKS / "_prelude.py").read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ class World:
         self.processes = self._settled()
 
     def _start_victim(self) -> subprocess.Popen[bytes]:
-        """A process of the very user that runs the boxes, with the secret in its environment."""
+        """A process of the very user that runs the containers, with the secret in its environment."""
         user = UNPRIVILEGED_ID if os.geteuid() == 0 else None
         return subprocess.Popen(
             ["sleep", "3600"], env={"SECRET": self.secret, "PATH": "/usr/bin:/bin"}, user=user, cwd="/"
@@ -220,7 +220,7 @@ class World:
         return result.stdout
 
     def _settled(self) -> int:
-        """How many processes the executor has once the boxes of its runs are gone: a moment with no change."""
+        """How many processes the executor has once the containers of its runs are gone: a moment with no change."""
         deadline = time.monotonic() + self.patience
         counts: list[int] = []
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What people write goes on working in the strictest box: event loops, sockets, processes, compilers, databases, plots."""
+"""What people write goes on working in the strictest mode: event loops, sockets, processes, compilers, databases, plots."""
 
 import pytest
 
@@ -140,13 +140,13 @@ print(open("plot.png", "rb").read(4) == b"\\x89PNG")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_python(isolated_box, name):
-    result = isolated_box.run(PROGRAMS[name], limits=Limits(cpu_seconds=120, wall_seconds=240))
+def test_python(isolated_sandbox, name):
+    result = isolated_sandbox.run(PROGRAMS[name], limits=Limits(cpu_seconds=120, wall_seconds=240))
     assert (result.status, result.stdout) == (RunStatus.FINISHED, "True\n"), result
 
 
-def test_node(isolated_box):
-    if Language.JAVASCRIPT not in isolated_box.executor.languages:
+def test_node(isolated_sandbox):
+    if Language.JAVASCRIPT not in isolated_sandbox.executor.languages:
         pytest.skip("node is not installed")
     code = """
 const {execFileSync} = require("child_process"), fs = require("fs"), net = require("net");
@@ -161,17 +161,17 @@ const server = net.createServer(link => link.pipe(link)).listen(0, () => {
   });
 });
 """
-    result = isolated_box.run(code, language=Language.JAVASCRIPT)
+    result = isolated_sandbox.run(code, language=Language.JAVASCRIPT)
     assert (result.status, result.stdout) == (RunStatus.FINISHED, "ping child 7\n"), result
 
 
-def test_compiler(isolated_box):
-    if Language.CPP not in isolated_box.executor.languages:
+def test_compiler(isolated_sandbox):
+    if Language.CPP not in isolated_sandbox.executor.languages:
         pytest.skip("g++ is not installed")
     code = """
 #include <future>
 #include <iostream>
 int main() { std::cout << std::async(std::launch::async, [] { return 6 * 7; }).get() << std::endl; }
 """
-    result = isolated_box.run(code, language=Language.CPP)
+    result = isolated_sandbox.run(code, language=Language.CPP)
     assert (result.status, result.stdout) == (RunStatus.FINISHED, "42\n"), result

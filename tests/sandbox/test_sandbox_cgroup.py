@@ -99,7 +99,7 @@ def test_a_delegation_that_does_not_work_is_told_and_not_used(folder, lives_in, 
     assert "Permission denied" in caplog.text
 
 
-def test_boxes_use_the_delegation_that_was_found(folder, lives_in):
+def test_containers_use_the_delegation_that_was_found(folder, lives_in):
     async def run():
         async with await Executor.open("none", workers=1) as executor:
             return (await executor.run(RunRequest("print(1)"))).stdout
@@ -141,7 +141,7 @@ def children_of(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_each_box_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
+def test_each_container_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
     async def run():
         options = ExecutorOptions(cgroup=str(folder), cpus=2)
         async with await Executor.open(workers=1, options=options) as executor:

@@ -19,7 +19,6 @@ from etude.sandbox import (
     SandboxError,
     SandboxRequestError,
     UnknownSessionError,
-    remote,
 )
 from etude.sandbox import client as client_module
 
@@ -224,7 +223,7 @@ async def test_a_busy_server_is_asked_again_when_it_says():
 
 
 async def test_a_server_that_stays_busy_is_given_up(monkeypatch):
-    monkeypatch.setattr(remote, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(client_module, "BUSY_SECONDS", 0.1)
     async with Misbehaving((429, "", {"Retry-After": "0"})) as server, SandboxClient(server.url, attempts=1) as client:
         with pytest.raises(SandboxError, match=r"was busy for 0\.1 s"):
             await client.run(RunRequest("1"))
@@ -238,14 +237,14 @@ async def test_a_cell_is_never_sent_twice():
 
 
 async def test_an_answer_without_end_is_cut_off(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 1 << 20)
     async with Misbehaving("endless") as server, SandboxClient(server.url, attempts=1) as client:
         with pytest.raises(SandboxError, match="larger than 1 MiB"):
             await client.run(RunRequest("1"))
 
 
 async def test_a_server_that_never_answers(monkeypatch):
-    monkeypatch.setattr(remote, "MARGIN_SECONDS", 0.1)
+    monkeypatch.setattr(client_module, "MARGIN_SECONDS", 0.1)
 
     async def silent(reader, writer):
         await reader.read()

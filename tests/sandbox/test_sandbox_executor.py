@@ -44,29 +44,29 @@ HERE = {
 
 
 @pytest.mark.parametrize("language", list(HERE), ids=lambda language: language.value)
-def test_a_program_of_each_language(box, language):
-    if language not in box.executor.languages:
+def test_a_program_of_each_language(sandbox, language):
+    if language not in sandbox.executor.languages:
         pytest.skip(f"{language.value} is not installed")
-    result = box.run(HERE[language], language=language, stdin="hi", args=["a b"])
+    result = sandbox.run(HERE[language], language=language, stdin="hi", args=["a b"])
     assert result.status is RunStatus.FINISHED, result
     assert (result.return_code, result.stdout, result.stderr) == (0, "HI a b\n", "")
     assert (result.compile is not None) == (language in (Language.C, Language.CPP))
     assert result.wall_seconds > 0
 
 
-def test_pytest_collects_and_runs_tests(box):
+def test_pytest_collects_and_runs_tests(sandbox):
     assert {*HERE, Language.PYTEST} == set(Language)
     code = "def test_good(): pass\ndef test_bad(): assert 0"
-    result = box.run(code, language="pytest", args=["-k", "good"])
+    result = sandbox.run(code, language="pytest", args=["-k", "good"])
     assert (result.status, result.return_code) == (RunStatus.FINISHED, 0), result
     assert "1 passed, 1 deselected" in result.stdout
-    assert box.run(code, language="pytest").return_code == 1
+    assert sandbox.run(code, language="pytest").return_code == 1
 
 
-def test_what_does_not_compile(box):
-    if Language.C not in box.executor.languages:
+def test_what_does_not_compile(sandbox):
+    if Language.C not in sandbox.executor.languages:
         pytest.skip("no C compiler")
-    result = box.run("int main( {", language="c")
+    result = sandbox.run("int main( {", language="c")
     assert result.status is RunStatus.COMPILE_FAILED
     assert result.return_code is None
     assert result.compile.return_code == 1
@@ -102,16 +102,16 @@ def test_what_does_not_compile(box):
         ("import numpy; print(numpy.arange(4).sum())", 0, "6\n", ""),
     ],
 )  # fmt: skip
-def test_python_behaves_as_the_interpreter_does(box, code, return_code, stdout, stderr):
-    result = box.run(code)
+def test_python_behaves_as_the_interpreter_does(sandbox, code, return_code, stdout, stderr):
+    result = sandbox.run(code)
     assert result.status is RunStatus.FINISHED
     assert (result.return_code, result.stdout) == (return_code, stdout), result
     assert stderr in result.stderr
     assert stderr or not result.stderr
 
 
-def test_an_exception_has_the_programs_own_traceback(box):
-    result = box.run("def f():\n    return 1 / 0\n\nf()\n")
+def test_an_exception_has_the_programs_own_traceback(sandbox):
+    result = sandbox.run("def f():\n    return 1 / 0\n\nf()\n")
     assert result.return_code == 1
     lines = result.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -121,79 +121,79 @@ def test_an_exception_has_the_programs_own_traceback(box):
     assert "guest" not in result.stderr
 
 
-def test_a_syntax_error_shows_its_line(box):
-    result = box.run("x = 1\ny = (2\n")
+def test_a_syntax_error_shows_its_line(sandbox):
+    result = sandbox.run("x = 1\ny = (2\n")
     assert result.return_code == 1
     assert "y = (2" in result.stderr
     assert "SyntaxError: '(' was never closed" in result.stderr
 
 
-def test_files_go_in_and_come_out(box):
+def test_files_go_in_and_come_out(sandbox):
     code = "import helper, os\nos.makedirs('out')\nprint(helper.x)\n"
     code += "open('out/b.bin', 'wb').write(open('data/a.bin', 'rb').read()[::-1])"
     files = {"helper.py": b"x = 5", "data/a.bin": b"\x00\x01\xff"}
-    result = box.run(code, files=files, fetch_files=["out/b.bin", "missing", "out"])
+    result = sandbox.run(code, files=files, fetch_files=["out/b.bin", "missing", "out"])
     assert (result.stdout, result.files) == ("5\n", {"out/b.bin": b"\xff\x01\x00"}), result
     assert list(result.refused_files) == ["out"]
 
 
-def test_the_codes_own_name_is_taken(box):
+def test_the_codes_own_name_is_taken(sandbox):
     with pytest.raises(SandboxRequestError, match=r"main\.py"):
-        box.run("1", files={"main.py": b""})
+        sandbox.run("1", files={"main.py": b""})
 
 
-def test_files_that_do_not_fit(isolated_box):
+def test_files_that_do_not_fit(isolated_sandbox):
     with pytest.raises(SandboxRequestError, match="No space left"):
-        isolated_box.run("1", files={"a": bytes(3 << 20)}, limits=Limits(disk_mb=2))
+        isolated_sandbox.run("1", files={"a": bytes(3 << 20)}, limits=Limits(disk_mb=2))
     with pytest.raises(SandboxRequestError, match="too long"):
-        isolated_box.run("1", files={"a" * 300: b""})
+        isolated_sandbox.run("1", files={"a" * 300: b""})
 
 
-def test_time_limits(box):
-    result = box.run("print('before', flush=True)\nwhile True: pass", limits=Limits(wall_seconds=0.3))
+def test_time_limits(sandbox):
+    result = sandbox.run("print('before', flush=True)\nwhile True: pass", limits=Limits(wall_seconds=0.3))
     assert (result.status, result.return_code, result.stdout) == (RunStatus.TIME_LIMIT, None, "before\n")
     assert result.wall_seconds >= 0.3
-    result = box.run("while True: pass", limits=Limits(cpu_seconds=0.3))
+    result = sandbox.run("while True: pass", limits=Limits(cpu_seconds=0.3))
     assert result.status is RunStatus.TIME_LIMIT
     assert result.cpu_seconds >= 0.3
 
 
-def test_memory_limits(box):
-    result = box.run("x = bytearray(1 << 30)", limits=Limits(memory_mb=200))
+def test_memory_limits(sandbox):
+    result = sandbox.run("x = bytearray(1 << 30)", limits=Limits(memory_mb=200))
     assert result.return_code == 1
     assert "MemoryError" in result.stderr
-    assert box.run(HUNGRY, limits=Limits(memory_mb=128)).status is RunStatus.MEMORY_LIMIT
+    assert sandbox.run(HUNGRY, limits=Limits(memory_mb=128)).status is RunStatus.MEMORY_LIMIT
 
 
-def test_no_process_outlives_its_run(box):
-    box.run(DAEMON, args=["611.25"])
+def test_no_process_outlives_its_run(sandbox):
+    sandbox.run(DAEMON, args=["611.25"])
     assert not [p for p in psutil.process_iter(["cmdline"]) if "611.25" in (p.info["cmdline"] or [])]
 
 
-def test_output_is_truncated_with_a_mark(box):
-    result = box.run("print('a' * 5_000_000)", limits=Limits(output_bytes=1000))
+def test_output_is_truncated_with_a_mark(sandbox):
+    result = sandbox.run("print('a' * 5_000_000)", limits=Limits(output_bytes=1000))
     assert result.status is RunStatus.FINISHED
     assert result.stdout_truncated
     assert "bytes left out" in result.stdout
     assert not result.stderr_truncated
 
 
-def test_undecodable_output_is_replaced(box):
-    result = box.run("import os; os.write(1, b'a\\xffb\\x00')")
+def test_undecodable_output_is_replaced(sandbox):
+    result = sandbox.run("import os; os.write(1, b'a\\xffb\\x00')")
     assert result.stdout == "a\ufffdb\0"
 
 
-def test_many_at_once(box):
+def test_many_at_once(sandbox):
     async def many():
-        return await asyncio.gather(*(box.executor.run(RunRequest(f"print({n} * {n})")) for n in range(40)))
+        return await asyncio.gather(*(sandbox.executor.run(RunRequest(f"print({n} * {n})")) for n in range(40)))
 
-    assert [result.stdout for result in box.do(many())] == [f"{n * n}\n" for n in range(40)]
+    assert [result.stdout for result in sandbox.do(many())] == [f"{n * n}\n" for n in range(40)]
 
 
-def test_a_cancelled_run_leaves_nothing(box):
+def test_a_cancelled_run_leaves_nothing(sandbox):
     async def cancel():
         request = RunRequest("import os\nos.execvp('sleep', ['sleep', '622.5'])")
-        task = asyncio.ensure_future(box.executor.run(request))
+        task = asyncio.ensure_future(sandbox.executor.run(request))
         for _ in range(1000):
             await asyncio.sleep(0.01)
             if any("622.5" in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
@@ -207,42 +207,42 @@ def test_a_cancelled_run_leaves_nothing(box):
             await asyncio.sleep(0.01)
         return False
 
-    assert box.do(cancel())
-    assert box.run("print(1)").stdout == "1\n"
+    assert sandbox.do(cancel())
+    assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_a_killed_fork_server_is_replaced(isolated_box):
+def test_a_killed_fork_server_is_replaced(isolated_sandbox):
     """A run that is under way when the jail dies is the sandbox's failure; the next one has a new jail."""
 
     async def kill():
-        running = asyncio.ensure_future(isolated_box.executor.run(RunRequest("import time; time.sleep(30)")))
+        running = asyncio.ensure_future(isolated_sandbox.executor.run(RunRequest("import time; time.sleep(30)")))
         await asyncio.sleep(0.3)
-        fork_server = isolated_box.executor._fork_server
+        fork_server = isolated_sandbox.executor._fork_server
         signal.pidfd_send_signal(fork_server._pidfd, signal.SIGKILL)
         return await running
 
     with pytest.raises(SandboxError):
-        isolated_box.do(kill())
-    assert isolated_box.run("print(1)").stdout == "1\n"
+        isolated_sandbox.do(kill())
+    assert isolated_sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_a_language_that_is_not_installed(isolated_box, monkeypatch):
-    monkeypatch.setattr(isolated_box.executor, "languages", (Language.PYTHON,))
+def test_a_language_that_is_not_installed(isolated_sandbox, monkeypatch):
+    monkeypatch.setattr(isolated_sandbox.executor, "languages", (Language.PYTHON,))
     with pytest.raises(SandboxRequestError, match="javascript needs 'node'"):
-        isolated_box.run("1", language="javascript")
+        isolated_sandbox.run("1", language="javascript")
 
 
-def test_shared_memory_without_a_file_cannot_hide_from_the_limit(isolated_box):
+def test_shared_memory_without_a_file_cannot_hide_from_the_limit(isolated_sandbox):
     program = (
         "import mmap\nheld = []\nfor _ in range(10):\n    one = mmap.mmap(-1, 64 << 20)\n"
         "    one.write(b'x' * (64 << 20))\n    one.resize(4096)\n    held.append(one)\nprint('held')"
     )
-    result = isolated_box.run(program, limits=Limits(memory_mb=256))
+    result = isolated_sandbox.run(program, limits=Limits(memory_mb=256))
     assert "held" not in result.stdout
     zeros = "import mmap, os\nfile = os.open('/dev/zero', os.O_RDWR)\nassert os.read(file, 9) == bytes(9)\n"
-    result = isolated_box.run(f"{zeros}mmap.mmap(file, 4096)")
+    result = isolated_sandbox.run(f"{zeros}mmap.mmap(file, 4096)")
     assert result.stderr.endswith("OSError: [Errno 19] No such device\n"), result
-    result = isolated_box.run(
+    result = isolated_sandbox.run(
         "import mmap\nassert mmap.mmap(-1, 99, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)[:1] == b'\\0'"
     )
     assert result.return_code == 0, result.stderr

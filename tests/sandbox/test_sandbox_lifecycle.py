@@ -101,8 +101,8 @@ def test_a_jail_that_does_not_start_in_time(monkeypatch):
         asyncio.run(run())
 
 
-def test_boxes_that_nobody_waits_for_any_more_leave_nothing():
-    """Their requests are cancelled at every moment of the way into a box."""
+def test_containers_that_nobody_waits_for_any_more_leave_nothing():
+    """Their requests are cancelled at every moment of the way into a container."""
 
     async def run():
         async with await Executor.open("none", workers=4) as executor:
@@ -206,10 +206,10 @@ def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
 
 @pytest.mark.parametrize("mode", [Isolation.BUBBLEWRAP, Isolation.NAMESPACES, Isolation.NONE], ids=lambda m: m.value)
 @pytest.mark.parametrize("victims", ["everything", "programs"])
-def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victims):
+def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, victims):
     strangers = psutil.Process().children(recursive=True)
 
-    def kill_boxes():
+    def kill_containers():
         ours = [process for process in psutil.Process().children(recursive=True) if process not in strangers]
         assert len(ours) > 4
         for process in ours if victims == "everything" else [process for process in ours if not process.children()]:
@@ -223,7 +223,7 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
                 await executor.run(RunRequest("print(1)"))
                 descriptors.add(len(os.listdir("/proc/self/fd")))
                 lost = [await executor.session() for _ in range(4)]
-                kill_boxes()  # and no turn of the event loop: nobody has noticed when the next request comes
+                kill_containers()  # and no turn of the event loop: nobody has noticed when the next request comes
                 if turn % 2:
                     session = await executor.session()
                     assert (await executor.run_cell(session, "6 * 7")).text == "42"
@@ -240,7 +240,7 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
         pytest.skip(str(error))
 
 
-def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
+def test_a_sandbox_whose_containers_keep_dying_is_given_up(monkeypatch):
     fork, forks = fork_server.ForkServer.fork, []
 
     async def stillborn(self, *args):
@@ -254,7 +254,7 @@ def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(fork_server.ForkServer, "fork", stillborn)
                 for start in (lambda: executor.run(RunRequest("print(1)")), executor.session):
-                    with pytest.raises(SandboxError, match="box"):
+                    with pytest.raises(SandboxError, match="container"):
                         await start()
             assert len(forks) == 6
             return await executor.run(RunRequest("print(1)"))

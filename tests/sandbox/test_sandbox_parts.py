@@ -1,4 +1,4 @@
-"""The parts that need no box: frames, output, the filter's program, files, the census, the plan of a jail."""
+"""The parts that need no container: messages, output, the filter's program, files, what a run uses, the plan of a jail."""
 
 import asyncio
 import errno
@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox import Isolation, jail
-from etude.sandbox.guest import census, files, frames, seccomp
+from etude.sandbox.container import Connection, Output
+from etude.sandbox.guest import files, messages, seccomp, usage
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import Connection
-from etude.sandbox.output import Capture
-from etude.sandbox.sessions import _images
+from etude.sandbox.session import valid_images
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
@@ -29,33 +28,33 @@ JSON = st.recursive(
 )
 
 
-# frames
+# messages
 
 
 @given(
     st.dictionaries(st.text(max_size=4), JSON, max_size=4),
     st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=1000)), max_size=3),
 )
-def test_a_frame_comes_back(message, parts):
+def test_a_message_comes_back(message, parts):
     reader, writer = os.pipe()
     try:
-        frames.send(writer, message, parts)
+        messages.send(writer, message, parts)
         os.close(writer)
-        assert frames.receive(reader) == (message, parts)
-        assert frames.receive(reader) is None
+        assert messages.receive(reader) == (message, parts)
+        assert messages.receive(reader) is None
     finally:
         os.close(reader)
 
 
 @given(st.binary(max_size=200))
-def test_whatever_comes_is_a_frame_or_an_error(data):
+def test_whatever_comes_is_a_message_or_an_error(data):
     reader, writer = os.pipe()
     os.write(writer, data)
     os.close(writer)
     try:
-        received = frames.receive(reader)
+        received = messages.receive(reader)
         assert received is None or isinstance(received[0], dict)
-    except frames.FrameError:
+    except messages.MessageError:
         pass
     finally:
         os.close(reader)
@@ -63,8 +62,8 @@ def test_whatever_comes_is_a_frame_or_an_error(data):
 
 @pytest.mark.parametrize("text", [b"[1]", b"nope", b"\xff", b"[" * 100_000, b"1" * 10_000, b"", b"{}"])
 def test_what_is_no_json_object_is_refused(text):
-    with pytest.raises(frames.FrameError):
-        frames.decode(text)
+    with pytest.raises(messages.MessageError):
+        messages.decode(text)
 
 
 PARTS = st.lists(st.tuples(st.sampled_from(["text", "name", "value", "image", "?"]), st.integers(-2, 9)).map(list))
@@ -73,8 +72,8 @@ PARTS = st.lists(st.tuples(st.sampled_from(["text", "name", "value", "image", "?
 @given(st.fixed_dictionaries({}, optional={"parts": PARTS | JSON}), st.binary(max_size=40))
 def test_parts_make_up_the_payload_or_are_an_error(header, payload):
     try:
-        _, parts = frames.decode(json.dumps(header).encode(), payload)
-    except frames.FrameError:
+        _, parts = messages.decode(json.dumps(header).encode(), payload)
+    except messages.MessageError:
         return
     assert b"".join(content for _, content in parts) == payload
     assert all(isinstance(name, str) for name, _ in parts)
@@ -82,17 +81,17 @@ def test_parts_make_up_the_payload_or_are_an_error(header, payload):
 
 @pytest.mark.parametrize("parts", [None, {}, "text", [["text"]], [["text", True]], [[1, 3]], [["a", 4]], [["a", 2]]])
 def test_parts_that_do_not_describe_their_payload_are_refused(parts):
-    with pytest.raises(frames.FrameError):
-        frames.decode(json.dumps({"parts": parts}).encode(), b"abc")
+    with pytest.raises(messages.MessageError):
+        messages.decode(json.dumps({"parts": parts}).encode(), b"abc")
 
 
 def test_a_length_beyond_the_limit_is_refused_before_it_is_allocated():
-    with pytest.raises(frames.FrameError, match="too long"):
-        frames.lengths(struct.pack("!II", 2**32 - 1, 0))
-    with pytest.raises(frames.FrameError, match="too long"):
-        frames.lengths(struct.pack("!II", 10, 10), max_json=100, max_payload=9)
-    with pytest.raises(frames.FrameError, match="too long"):
-        frames.encode({"x": "y" * (frames.MAX_JSON + 1)})
+    with pytest.raises(messages.MessageError, match="too long"):
+        messages.lengths(struct.pack("!II", 2**32 - 1, 0))
+    with pytest.raises(messages.MessageError, match="too long"):
+        messages.lengths(struct.pack("!II", 10, 10), max_json=100, max_payload=9)
+    with pytest.raises(messages.MessageError, match="too long"):
+        messages.encode({"x": "y" * (messages.MAX_JSON + 1)})
 
 
 # output
@@ -101,7 +100,7 @@ def test_a_length_beyond_the_limit_is_refused_before_it_is_allocated():
 def captured(chunks, limit):
     async def read():
         reader, writer = os.pipe()
-        capture = Capture(reader, limit)
+        capture = Output(reader, limit)
         loop = asyncio.get_running_loop()
         for chunk in chunks:
             await loop.run_in_executor(None, _write_all, writer, chunk)
@@ -144,7 +143,7 @@ def test_a_cut_never_invents_characters(text, limit):
 def test_what_is_written_meanwhile_does_not_keep_a_drain(monkeypatch):
     async def drain():
         reader, writer = os.pipe()
-        capture = Capture(reader, 10)
+        capture = Output(reader, 10)
         read, reads = os.read, []
 
         def read_and_write(fd, size):
@@ -156,7 +155,7 @@ def test_what_is_written_meanwhile_does_not_keep_a_drain(monkeypatch):
             return data
 
         os.write(writer, b"x" * 1000)
-        monkeypatch.setattr("etude.sandbox.output.os.read", read_and_write)
+        monkeypatch.setattr("etude.sandbox.container.os.read", read_and_write)
         capture.drain()
         assert sum(reads) == 1000
         os.close(writer)
@@ -346,44 +345,44 @@ def test_no_more_is_read_than_the_budget(tmp_path):
 # what a run uses
 
 
-def test_the_census_counts_this_process():
+def test_this_process_is_counted():
     me = os.getpid()
-    held = census.memory_bytes([me], 1 << 60)
+    held = usage.memory_bytes([me], 1 << 60)
     assert 1 << 20 < held < 1 << 40
-    assert 0 < census.memory_bytes([me], 0) <= held * 2
-    assert census.cpu_seconds([me]) > 0
-    assert census.memory_bytes([2**22 + 1], 0) == 0  # ended meanwhile
-    assert census.cpu_seconds([2**22 + 1]) == 0
+    assert 0 < usage.memory_bytes([me], 0) <= held * 2
+    assert usage.cpu_seconds([me]) > 0
+    assert usage.memory_bytes([2**22 + 1], 0) == 0  # ended meanwhile
+    assert usage.cpu_seconds([2**22 + 1]) == 0
 
 
 def test_memory_that_is_not_resident_counts(tmp_path, monkeypatch):
     """Swapped out, in tables of pages, in huge pages; and none of what a process writes into its own name."""
     status = "Name:\tVmRSS: 9999 kB\nVmRSS:\t  10 kB\nVmSwap:\t  200 kB\nVmPTE:\t  3000 kB\nHugetlbPages:\t  40000 kB\n"
     monkeypatch.setattr(
-        census, "_read", lambda path: status if path == "/proc/7/status" else "Pss: 4 kB\nPss_Anon: 3 kB\n"
+        usage, "_read", lambda path: status if path == "/proc/7/status" else "Pss: 4 kB\nPss_Anon: 3 kB\n"
     )
-    assert census.memory_bytes([7], 1 << 30) == 43210 << 10
-    assert census.memory_bytes([7], 0) == 43004 << 10
+    assert usage.memory_bytes([7], 1 << 30) == 43210 << 10
+    assert usage.memory_bytes([7], 0) == 43004 << 10
 
 
 def test_each_socket_counts_as_full(monkeypatch):
-    monkeypatch.setattr(census, "_read", lambda path: "sockets: used 3\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 64\n")
+    monkeypatch.setattr(usage, "_read", lambda path: "sockets: used 3\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 64\n")
     with socket.socket(socket.AF_UNIX) as one:
-        assert census.socket_bytes() >= 3 * 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert usage.socket_bytes() >= 3 * 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
-def test_the_census_finds_descendants():
+def test_descendants_are_found():
     pid = os.fork()
     if pid == 0:
         os.execvp("sleep", ["sleep", "30"])
     try:
-        assert pid in list(census.processes(isolated=False))
+        assert pid in list(usage.processes(isolated=False))
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
 
 
-def test_the_census_finds_what_a_thread_has_started():
+def test_what_a_thread_has_started_is_found():
     reader, writer = os.pipe()
     started, over = threading.Event(), threading.Event()
     children = []
@@ -397,7 +396,7 @@ def test_the_census_finds_what_a_thread_has_started():
     thread.start()
     started.wait()
     try:
-        assert children[0].pid in list(census.processes(isolated=False))
+        assert children[0].pid in list(usage.processes(isolated=False))
     finally:
         over.set()
         os.close(writer)
@@ -440,16 +439,18 @@ def test_a_closed_connection_is_watched_no_more():
 
     async def close_it():
         ours, theirs = socket.socketpair()
-        connection = Connection(ours, 10, 10)
-        number = ours.fileno()
+        number = ours.detach()
+        connection = Connection(number, 10, 10)
         sending = asyncio.ensure_future(connection.send({"x": "y" * 10_000_000}))
         receiving = asyncio.ensure_future(connection.receive())
         await asyncio.sleep(0.01)
+        connection.shut_down()
+        await asyncio.wait({sending, receiving}, timeout=10)
         connection.close()
         assert not asyncio.get_running_loop().remove_reader(number)
         assert not asyncio.get_running_loop().remove_writer(number)
         assert await receiving is None
-        with pytest.raises(ConnectionError):
+        with pytest.raises(OSError):
             await sending
         theirs.close()
 
@@ -458,5 +459,5 @@ def test_a_closed_connection_is_watched_no_more():
 
 def test_only_reasonable_png_files_are_images():
     huge = PNG.replace(struct.pack(">II", 10, 10), struct.pack(">II", 30_000, 30_000))
-    assert _images([PNG, huge, b"GIF89a", PNG + bytes(3 << 20), b""]) == (PNG,)
-    assert len(_images([PNG] * 100)) == 8
+    assert valid_images([PNG, huge, b"GIF89a", PNG + bytes(3 << 20), b""]) == (PNG,)
+    assert len(valid_images([PNG] * 100)) == 8

@@ -20,8 +20,9 @@ from server_stage import PATIENCE, ServerProcess, in_background
 from etude.cli.main import run as run_command
 from etude.cli.sandbox import sandbox as sandbox_command
 from etude.errors import ConfigError
-from etude.sandbox import Isolation, Language, wire
-from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
+from etude.sandbox import Isolation, Language
+from etude.sandbox.fusion import RunCodeRequest, RunJupyterRequest
+from etude.sandbox.service import SandboxService, ServerBusy, ServerOptions
 from etude.serving import middleware
 from etude.serving.listening import listen
 
@@ -402,26 +403,32 @@ class TestATightServer:
 
 
 async def test_a_full_queue_and_a_long_wait():
-    admission = Admission(workers=1, max_concurrency=2, queue_seconds=0.05)
+    service = SandboxService(Stuck(), ServerOptions(max_concurrency=2, queue_seconds=0.05))
 
     async def stay(until):
-        async with admission.slot():
+        async with service.worker():
             await until.wait()
 
     end = asyncio.Event()
     first = asyncio.create_task(stay(end))
     second = asyncio.create_task(stay(end))
-    await asyncio.sleep(0)
-    assert (admission.inside, admission.running, admission.waiting) == (2, 1, 1)
-    with pytest.raises(ServerBusy, match="2 requests are in progress") as busy:
+    while service.running < 1:
+        await asyncio.sleep(0)
+    assert (service.running, service.waiting) == (1, 1)
+    with pytest.raises(ServerBusy, match="2 requests are in progress"):
         await stay(end)
-    assert 1 <= busy.value.retry_after <= 60
     with pytest.raises(ServerBusy, match=r"no worker was free within 0\.05 s"):
         await second
-    assert admission.inside == 1
+    assert (service.running, service.waiting) == (1, 0)
+    third = asyncio.create_task(stay(end))
+    await asyncio.sleep(0.01)
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
     end.set()
     await first
-    assert (admission.inside, admission.running, admission.waiting) == (0, 0, 0)
+    await stay(end)
+    assert (service.running, service.waiting) == (0, 0)
 
 
 class Stuck:
@@ -440,20 +447,12 @@ class Stuck:
 
 async def test_a_request_has_a_deadline_whatever_the_sandbox_does():
     service = SandboxService(Stuck(), ServerOptions(grace_seconds=0.05))
-    message = wire.RunCodeRequest(code="1", language="python", run_timeout=0.05, compile_timeout=0.05)
+    message = RunCodeRequest(code="1", language="python", run_timeout=0.05, compile_timeout=0.05)
     answer = await service.run_code(message)
     assert (answer.status, answer.message) == ("SandboxError", "no result within 0.15 s")
-    cells = await service.run_jupyter(wire.RunJupyterRequest(cells=["1"], total_timeout=0.05))
+    cells = await service.run_jupyter(RunJupyterRequest(cells=["1"], total_timeout=0.05))
     assert (cells.status, cells.message) == ("SandboxError", "no result within 0.15 s")
-    assert service.admission.running == service.admission.inside == 0
-
-
-async def test_nobody_gets_in_while_the_server_closes():
-    service = SandboxService(Stuck(), ServerOptions())
-    service.admission.draining = True
-    with pytest.raises(ServerBusy, match="shutting down"):
-        await service.run_code(wire.RunCodeRequest(code="1", language="python"))
-    assert service.health()["status"] == "draining"
+    assert service.running == service.waiting == 0
 
 
 async def test_a_client_that_sends_slowly_is_not_waited_for(monkeypatch):

@@ -54,7 +54,7 @@ while data:
 """
 
 
-def test_a_frame_that_would_be_large_once_parsed_is_never_parsed(server):
+def test_a_message_that_would_be_large_once_parsed_is_never_parsed(server):
     server.run("print(1)")
     before = peak_memory(server)
     session = server.call("/v1/sessions", {})[2]["session_id"]
@@ -83,14 +83,14 @@ class TestWrongIsNotBroken:
             assert len(answer["cells"]) == 2
             assert (answer["status"] == "Success") == ("x" in answer["files"])
 
-    def test_a_box_killed_from_outside_is_not_the_programs_failure(self, server):
+    def test_a_container_killed_from_outside_is_not_the_programs_failure(self, server):
         code = "import subprocess\nsubprocess.run(['sleep', '1.6452'])\nprint('done')"
         thread, results = in_background(lambda: server.run(code, run_timeout=20))
         kill_supervisor(server, "1.6452")
         thread.join()
         assert (results[0]["status"], results[0]["run_result"]["stdout"]) == ("Success", "done\n")
 
-    def test_cells_whose_box_is_killed_from_outside_run_again(self, server):
+    def test_cells_whose_container_is_killed_from_outside_run_again(self, server):
         cells = ["x = 1", "import subprocess\nsubprocess.run(['sleep', '1.6453'])\nprint('done', x)"]
         thread, results = in_background(lambda: server.call("/run_jupyter", {"cells": cells}))
         kill_supervisor(server, "1.6453")
@@ -98,7 +98,7 @@ class TestWrongIsNotBroken:
         answer = results[0][2]
         assert (answer["status"], [cell["stdout"] for cell in answer["cells"]]) == ("Success", ["", "done 1\n"])
 
-    def test_cells_that_lose_their_box_twice_are_to_blame(self, server):
+    def test_cells_that_lose_their_container_twice_are_to_blame(self, server):
         cells = ["print(1)", "import subprocess\nsubprocess.run(['sleep', '16.454'])"]
         thread, results = in_background(lambda: server.call("/run_jupyter", {"cells": cells}))
         first = kill_supervisor(server, "16.454")
@@ -107,7 +107,7 @@ class TestWrongIsNotBroken:
         answer = results[0][2]
         assert (answer["status"], len(answer["cells"])) == ("Failed", 1)
 
-    def test_a_sessions_cell_whose_box_is_killed_from_outside_is_the_sandboxs_failure(self, server):
+    def test_a_sessions_cell_whose_container_is_killed_from_outside_is_the_sandboxs_failure(self, server):
         path = f"/v1/sessions/{server.call('/v1/sessions', {})[2]['session_id']}/cells"
         code = "import subprocess\nsubprocess.run(['sleep', '16.455'])"
         thread, results = in_background(lambda: server.call(path, {"code": code, "timeout": 30}))
@@ -120,7 +120,7 @@ class TestWrongIsNotBroken:
 def kill_supervisor(server, seconds, besides=None):
     """Kills the supervisor of the program that sleeps for `seconds`, as an administrator might; the program's process id.
 
-    `besides` is that of an earlier one, which may still be there, under whatever parent, while its box ends.
+    `besides` is that of an earlier one, which may still be there, under whatever parent, while its container ends.
     """
     found = []
 

@@ -19,25 +19,25 @@ from etude.sandbox import (
 )
 
 
-def cells(box, *codes, **options):
+def cells(sandbox, *codes, **options):
     async def run():
-        session = await box.executor.session(**options)
-        results = [await box.executor.run_cell(session, code) for code in codes]
-        await box.executor.close_session(session)
+        session = await sandbox.executor.session(**options)
+        results = [await sandbox.executor.run_cell(session, code) for code in codes]
+        await sandbox.executor.close_session(session)
         return results
 
-    return box.do(run())
+    return sandbox.do(run())
 
 
-def test_variables_survive_and_the_last_expression_is_shown(box):
-    first, second, third = cells(box, "x = 41\nprint('out')", "import sys\nsys.stderr.write('err')\nx + 1", "_ + 1")
+def test_variables_survive_and_the_last_expression_is_shown(sandbox):
+    first, second, third = cells(sandbox, "x = 41\nprint('out')", "import sys\nsys.stderr.write('err')\nx + 1", "_ + 1")
     assert (first.stdout, first.text, first.status) == ("out\n", None, RunStatus.FINISHED)
     assert (second.stdout, second.stderr, second.text) == ("", "err", "42")
     assert third.text == "43"
 
 
-def test_an_error_has_the_cells_own_traceback(box):
-    broken, after = cells(box, "def f():\n    return 1 / 0\nf()", "f.__name__")
+def test_an_error_has_the_cells_own_traceback(sandbox):
+    broken, after = cells(sandbox, "def f():\n    return 1 / 0\nf()", "f.__name__")
     assert broken.error.name == "ZeroDivisionError"
     assert broken.error.value == "division by zero"
     assert 'File "<cell 1>", line 3' in broken.error.traceback
@@ -63,8 +63,8 @@ def test_an_error_has_the_cells_own_traceback(box):
         ("'x' * 3_000_000", "'" + "x" * ((1 << 20) - 1) + "… [1951426 more characters]", None),
     ],
 )
-def test_cells_of_every_kind(isolated_box, code, text, error):
-    (result,) = cells(isolated_box, code)
+def test_cells_of_every_kind(isolated_sandbox, code, text, error):
+    (result,) = cells(isolated_sandbox, code)
     assert result.text == text
     assert (result.error.name if result.error else None) == error
     assert result.session_alive
@@ -86,27 +86,27 @@ def test_cells_of_every_kind(isolated_box, code, text, error):
         ("%", "", None, "NameError"),
     ],
 )
-def test_lines_of_a_notebook_that_are_no_python(isolated_box, code, stdout, text, error):
-    (result,) = cells(isolated_box, code)
+def test_lines_of_a_notebook_that_are_no_python(isolated_sandbox, code, stdout, text, error):
+    (result,) = cells(isolated_sandbox, code)
     assert (result.stdout, result.text) == (stdout, text)
     assert (result.error.name if result.error else None) == error
 
 
-def test_a_shell_line_is_interrupted_with_its_cell(isolated_box):
+def test_a_shell_line_is_interrupted_with_its_cell(isolated_sandbox):
     async def run():
-        session = await isolated_box.executor.session()
-        late = await isolated_box.executor.run_cell(session, "x = 5\n!sleep 60", 0.3)
-        after = await isolated_box.executor.run_cell(session, "x")
-        await isolated_box.executor.close_session(session)
+        session = await isolated_sandbox.executor.session()
+        late = await isolated_sandbox.executor.run_cell(session, "x = 5\n!sleep 60", 0.3)
+        after = await isolated_sandbox.executor.run_cell(session, "x")
+        await isolated_sandbox.executor.close_session(session)
         return late, after
 
-    late, after = isolated_box.do(run())
+    late, after = isolated_sandbox.do(run())
     assert (late.status, late.session_alive, after.text) == (RunStatus.TIME_LIMIT, True, "5")
 
 
-def test_figures_and_pictures_are_png(isolated_box):
+def test_figures_and_pictures_are_png(isolated_sandbox):
     figure, picture, shown, closed = cells(
-        isolated_box,
+        isolated_sandbox,
         "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.figure()\nplt.plot([2, 1])\n'drawn'",
         "from PIL import Image\nImage.new('RGB', (3, 2), 'red')",
         "display(Image.new('RGB', (3, 3)), 5)",
@@ -119,31 +119,31 @@ def test_figures_and_pictures_are_png(isolated_box):
     assert (closed.text, closed.images) == ("[]", ())
 
 
-def test_a_cell_that_takes_too_long_is_interrupted_and_the_session_lives(box):
+def test_a_cell_that_takes_too_long_is_interrupted_and_the_session_lives(sandbox):
     async def run():
-        session = await box.executor.session()
-        await box.executor.run_cell(session, "x = 5")
-        late = await box.executor.run_cell(session, "print('a')\nimport time\ntime.sleep(60)", 0.3)
-        after = await box.executor.run_cell(session, "x")
-        await box.executor.close_session(session)
+        session = await sandbox.executor.session()
+        await sandbox.executor.run_cell(session, "x = 5")
+        late = await sandbox.executor.run_cell(session, "print('a')\nimport time\ntime.sleep(60)", 0.3)
+        after = await sandbox.executor.run_cell(session, "x")
+        await sandbox.executor.close_session(session)
         return late, after
 
-    late, after = box.do(run())
+    late, after = sandbox.do(run())
     assert (late.status, late.stdout, late.error.name) == (RunStatus.TIME_LIMIT, "a\n", "KeyboardInterrupt")
     assert late.session_alive
     assert (after.status, after.text) == (RunStatus.FINISHED, "5")
 
 
-def test_a_cell_that_cannot_be_interrupted_ends_its_session(box):
+def test_a_cell_that_cannot_be_interrupted_ends_its_session(sandbox):
     async def run():
-        session = await box.executor.session()
+        session = await sandbox.executor.session()
         stubborn = "import time\nprint('a', flush=True)\nwhile True:\n try: time.sleep(60)\n except BaseException: pass"
-        late = await box.executor.run_cell(session, stubborn, 0.2)
+        late = await sandbox.executor.run_cell(session, stubborn, 0.2)
         with pytest.raises(UnknownSessionError, match="no session"):
-            await box.executor.run_cell(session, "1")
+            await sandbox.executor.run_cell(session, "1")
         return late
 
-    late = box.do(run())
+    late = sandbox.do(run())
     assert (late.status, late.stdout, late.session_alive) == (RunStatus.TIME_LIMIT, "a\n", False)
 
 
@@ -155,26 +155,26 @@ def test_a_cell_that_cannot_be_interrupted_ends_its_session(box):
         ("import os\nprint('a', flush=True)\nos.write(3, b'x' * 100)", RunStatus.KILLED),
     ],
 )
-def test_an_interpreter_that_dies_says_how(isolated_box, code, status):
-    (result,) = cells(isolated_box, code)
+def test_an_interpreter_that_dies_says_how(isolated_sandbox, code, status):
+    (result,) = cells(isolated_sandbox, code)
     assert (result.status, result.stdout, result.session_alive) == (status, "a\n", False)
 
 
-def test_a_session_that_breaks_a_limit_ends(isolated_box):
+def test_a_session_that_breaks_a_limit_ends(isolated_sandbox):
     memory = Limits(memory_mb=128)
     hungry = (
         "import os, time\nfor _ in range(4):\n  if os.fork() == 0: x = b'x' * (60 << 20); time.sleep(9)\ntime.sleep(9)"
     )
-    (result,) = cells(isolated_box, hungry, limits=memory)
+    (result,) = cells(isolated_sandbox, hungry, limits=memory)
     assert (result.status, result.session_alive) == (RunStatus.MEMORY_LIMIT, False)
-    (result,) = cells(isolated_box, "while True: pass", limits=Limits(cpu_seconds=0.3))
+    (result,) = cells(isolated_sandbox, "while True: pass", limits=Limits(cpu_seconds=0.3))
     assert (result.status, result.session_alive) == (RunStatus.TIME_LIMIT, False)
 
 
-def test_cells_wait_for_each_other_and_sessions_do_not(isolated_box):
+def test_cells_wait_for_each_other_and_sessions_do_not(isolated_sandbox):
     async def run():
-        one, other = await isolated_box.executor.session(), await isolated_box.executor.session()
-        run_cell = isolated_box.executor.run_cell
+        one, other = await isolated_sandbox.executor.session(), await isolated_sandbox.executor.session()
+        run_cell = isolated_sandbox.executor.run_cell
         await run_cell(one, "import time\nlog = []")
         slow = asyncio.ensure_future(run_cell(one, "time.sleep(0.4)\nlog.append(1)"))
         await asyncio.sleep(0)
@@ -183,15 +183,15 @@ def test_cells_wait_for_each_other_and_sessions_do_not(isolated_box):
         overtaken = not slow.done()
         results = await asyncio.gather(slow, fast)
         for session in (one, other):
-            await isolated_box.executor.close_session(session)
+            await isolated_sandbox.executor.close_session(session)
         return elsewhere.text, overtaken, results[1].text
 
-    assert isolated_box.do(run()) == ("False", True, "[1, 2]")
+    assert isolated_sandbox.do(run()) == ("False", True, "[1, 2]")
 
 
-def test_files_of_a_session(isolated_box):
+def test_files_of_a_session(isolated_sandbox):
     async def run():
-        executor = isolated_box.executor
+        executor = isolated_sandbox.executor
         session = await executor.session(Limits(disk_mb=8), {"a.txt": b"1"})
         text = (await executor.run_cell(session, "open('a.txt').read()")).text
         await executor.write_files(session, {"b/c.txt": b"2"})
@@ -208,12 +208,12 @@ def test_files_of_a_session(isolated_box):
             await executor.fetch_files(session, ["d.txt"])
         return text, fetched, alive
 
-    assert isolated_box.do(run()) == ("'1'", {"d.txt": b"22"}, "1")
+    assert isolated_sandbox.do(run()) == ("'1'", {"d.txt": b"22"}, "1")
 
 
-def test_a_cancelled_cell_ends_its_session(isolated_box):
+def test_a_cancelled_cell_ends_its_session(isolated_sandbox):
     async def run():
-        executor = isolated_box.executor
+        executor = isolated_sandbox.executor
         session = await executor.session()
         task = asyncio.ensure_future(executor.run_cell(session, "import time\ntime.sleep(60)"))
         await asyncio.sleep(0.2)
@@ -223,7 +223,7 @@ def test_a_cancelled_cell_ends_its_session(isolated_box):
         with pytest.raises(UnknownSessionError):
             await executor.run_cell(session, "1")
 
-    isolated_box.do(run())
+    isolated_sandbox.do(run())
 
 
 def test_idle_sessions_expire_and_busy_ones_do_not():
@@ -263,61 +263,61 @@ assert libc.timer_settime(timer, 0, struct.pack("=qqqq", 0, 5_000_000, 0, 5_000_
 """
 
 
-def cpu_between_cells(box, code, seconds):
+def cpu_between_cells(sandbox, code, seconds):
     """The CPU seconds that a session uses by itself in `seconds` between two cells; None if it was ended for it."""
 
     async def run():
-        session = await box.executor.session()
-        before = await box.executor.run_cell(session, code)
+        session = await sandbox.executor.session()
+        before = await sandbox.executor.run_cell(session, code)
         assert before.error is None, before.error
         await asyncio.sleep(seconds)
         try:
-            after = await box.executor.run_cell(session, "time.process_time()")
-            further = await box.executor.run_cell(session, "was = turns; time.sleep(0.2); turns > was")
+            after = await sandbox.executor.run_cell(session, "time.process_time()")
+            further = await sandbox.executor.run_cell(session, "was = turns; time.sleep(0.2); turns > was")
         except UnknownSessionError:
             return None
-        await box.executor.close_session(session)
+        await sandbox.executor.close_session(session)
         if not after.session_alive:
             return None
         assert further.text == "True"  # while a cell runs, the thread does
         return float(after.text) - float(before.text)
 
-    return box.do(run())
+    return sandbox.do(run())
 
 
-def test_what_a_cell_leaves_running_computes_only_during_cells(box):
-    assert cpu_between_cells(box, SPINS, 1.5) < 0.3
+def test_what_a_cell_leaves_running_computes_only_during_cells(sandbox):
+    assert cpu_between_cells(sandbox, SPINS, 1.5) < 0.3
 
 
-def test_so_do_processes_that_it_leaves(box):
+def test_so_do_processes_that_it_leaves(sandbox):
     burns = "import subprocess, sys, time\nleft = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
     count = "sum(map(int, open(f'/proc/{left.pid}/stat').read().rpartition(')')[2].split()[11:13]))"
 
     async def run():
-        session = await box.executor.session()
-        first = await box.executor.run_cell(session, f"{burns}time.sleep(0.3)\n{count}")
+        session = await sandbox.executor.session()
+        first = await sandbox.executor.run_cell(session, f"{burns}time.sleep(0.3)\n{count}")
         await asyncio.sleep(1.5)
-        second = await box.executor.run_cell(session, count)
-        third = await box.executor.run_cell(session, f"time.sleep(0.5)\nleft.poll(), {count}")
-        await box.executor.close_session(session)
+        second = await sandbox.executor.run_cell(session, count)
+        third = await sandbox.executor.run_cell(session, f"time.sleep(0.5)\nleft.poll(), {count}")
+        await sandbox.executor.close_session(session)
         return int(first.text), int(second.text), third.text
 
-    first, second, third = box.do(run())
+    first, second, third = sandbox.do(run())
     assert second - first < 30, "ticks of 10 ms"
     assert third.startswith("(None, ")
     assert int(third[7:-1]) > second
 
 
-def test_a_session_that_wakes_itself_between_cells_is_stopped_again(isolated_box):
-    used = cpu_between_cells(isolated_box, f"{WAKES_ITSELF}\n{SPINS}", 2.0)
+def test_a_session_that_wakes_itself_between_cells_is_stopped_again(isolated_sandbox):
+    used = cpu_between_cells(isolated_sandbox, f"{WAKES_ITSELF}\n{SPINS}", 2.0)
     assert used is None or used < 0.8
 
 
-def test_a_session_that_cannot_be_stopped_is_ended(isolated_box):
+def test_a_session_that_cannot_be_stopped_is_ended(isolated_sandbox):
     async def run():
         others = {process.pid for process in psutil.Process().children(recursive=True)}
-        session = await isolated_box.executor.session()
-        await isolated_box.executor.run_cell(session, SPINS)
+        session = await isolated_sandbox.executor.session()
+        await isolated_sandbox.executor.run_cell(session, SPINS)
         for _ in range(500):
             for process in psutil.Process().children(recursive=True):
                 if process.pid not in others:
@@ -326,10 +326,10 @@ def test_a_session_that_cannot_be_stopped_is_ended(isolated_box):
             await asyncio.sleep(0.01)
             if all(process.pid in others for process in psutil.Process().children(recursive=True)):
                 break
-        cell = await isolated_box.executor.run_cell(session, "1")
+        cell = await isolated_sandbox.executor.run_cell(session, "1")
         assert (cell.status, cell.session_alive) == (RunStatus.TIME_LIMIT, False)
 
-    isolated_box.do(run())
+    isolated_sandbox.do(run())
 
 
 def test_cells_of_all_sessions_share_the_workers():

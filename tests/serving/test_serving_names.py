@@ -39,8 +39,8 @@ OWN = (
 
 def sandbox(ready, folder, host, names):
     from etude.sandbox import Isolation
+    from etude.sandbox.server import serve
     from etude.sandbox.service import ServerOptions
-    from etude.sandbox.serving import serve
 
     options = ServerOptions(isolation=Isolation("none"), workers=1)
     asyncio.run(serve(options, host, 0, 1.0, lambda url, _: ready(url), names))
@@ -71,7 +71,7 @@ def tools(ready, folder, host, names):
 
 
 def viewer(ready, folder, host, names):
-    from etude.viewer.web.server import serve
+    from etude.viewer.web import serve
 
     serve(folder, host, 0, ready, names)
 

@@ -1,47 +1,13 @@
-"""The stage of the session's tests: a loop in virtual time, and a tool that acts as its script says.
-
-Time limits cost nothing in virtual time, and a deadlock is an error.
-"""
+"""The stage of the session's tests, in virtual time: a tool that acts as its script says."""
 
 import asyncio
 import json
 from collections import Counter
 
+from virtual_time import VirtualTime, run  # noqa: F401
+
 from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
 from etude.tools import BaseTool, ToolSession
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    def __init__(self):
-        super().__init__()
-        self._now = 0.0
-        select = self._selector.select
-
-        def jump(timeout=None):
-            if timeout is None:
-                raise RuntimeError("deadlock: nothing is scheduled")
-            self._now += timeout
-            return select(0)
-
-        self._selector.select = jump
-
-    def time(self):
-        return self._now
-
-
-def run(coroutine):
-    loop = VirtualTime()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        leftover = asyncio.all_tasks(loop)
-        for task in leftover:
-            task.cancel()
-        if leftover:
-            loop.run_until_complete(asyncio.wait(leftover))
-        loop.close()
 
 
 def schema(name, parameters=None):

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import Rollout, to_batch
+from etude.agents.batch import place_scores
 from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.options import RewardOptions
 from etude.protocol import object_array
 from etude.trainer.columns import observations, read_column, reward_components, turn_numbers
-from etude.trainer.rollouts import place_scores
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trajectory import Provenance, Rewards, Trajectory

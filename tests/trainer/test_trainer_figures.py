@@ -13,13 +13,14 @@ from test_trainer_training import quiet, ready
 from trainer_tools import Moody
 
 from etude.agents import Rollout, to_batch
+from etude.agents.batch import place_scores
 from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.metrics import SkippedSteps
-from etude.trainer.rollouts import failure_metrics, place_scores, rollouts_of, spread_groups
+from etude.trainer.rollouts import failure_metrics, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trainer.signal import EmptySteps

@@ -37,8 +37,10 @@ class Step:
             critic = self.trainer.groups.critic._workers[0]
             drift_apart(critic.model, 0.05)
             self.critic_batches, self.critic_steps = watch(self.trainer, "_update_critic", critic._engine)
-        rollouts = self.trainer.rollouts
+        rollouts, expand = self.trainer.rollouts, self.trainer._expand
         generate = rollouts.generate
+        self.rollouts = []  # that are trained on, a row each
+        self.trainer._expand = lambda taken: self.rollouts.extend(rollouts_of(taken.batch)) or expand(taken)
 
         def with_error(prompts):
             rolled, engine = generate(prompts)
@@ -245,7 +247,7 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     log_probs, entropy = outputs(model, batch)
-    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in rollouts_of(batch)])
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in step.rollouts])
     torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
     losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
     assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)
@@ -428,7 +430,7 @@ def test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt(tiny, tmp
     losses, _ = objective(batch, log_probs, entropy, log_probs.detach(), None)
     aggregate(losses, mask, "token-mean").backward()
     assert_gradients(gradients, model)
-    scores = [result.trajectory.rewards.total() for result in rollouts_of(batch)]
+    scores = [result.trajectory.rewards.total() for result in step.rollouts]
     assert step.figures["baseline/reward/total/mean"] == pytest.approx(sum(baselines) / 2)
     assert step.figures["reward/total/mean"] == pytest.approx(sum(scores) / 8)  # of what is trained on alone
     assert len((tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()) == len(batch) == 8

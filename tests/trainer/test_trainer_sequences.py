@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agents import Rollout, to_batch
+from etude.agents.batch import place_scores
 from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
@@ -21,11 +22,12 @@ from etude.dumps import read_rollouts, sequences_of
 from etude.jsonl import json_line
 from etude.models import load_causal_lm
 from etude.options import RewardOptions
+from etude.protocol import DataProto
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
 from etude.trainer.minibatches import mini_rows
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, place_scores, rollouts_of, spread_groups, survivors
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
@@ -350,11 +352,23 @@ def ready(config):
 
 
 def step(trainer):
-    """(figures, the batch that the actor learned from) of one step."""
-    learned, update = [], trainer._update_actor
-    trainer._update_actor = lambda data: learned.append(data) or update(data)
+    """(figures, the batch that the actor learned from, with its rollouts) of one step."""
+    learned, update, expand, rolled = [], trainer._update_actor, trainer._expand, {}
+
+    def expanded(taken):
+        batch = expand(taken)
+        for uid, rollout in zip(batch.non_tensor_batch["uid"], rollouts_of(batch)):
+            rolled.setdefault(uid, []).append(rollout)
+        return batch
+
+    def updated(data):
+        rollouts = [each for uid in dict.fromkeys(data.non_tensor_batch["uid"]) for each in rolled[uid]]
+        learned.append(data.select().union(DataProto.from_dict(non_tensors={"rollout": rollouts})))
+        return update(data)
+
+    trainer._update_actor, trainer._expand = updated, expanded
     figures = trainer.training_step(Interrupts(lambda text: None))
-    trainer._update_actor = update
+    trainer._update_actor, trainer._expand = update, expand
     return figures, learned
 
 

@@ -214,6 +214,7 @@ UNSEEN = {
     "ray.address": "groups are opened as for rollouts, whose tests see it",
     "ray.init_kwargs": "groups are opened as for rollouts, whose tests see it",
     "ray.call_timeout": "groups are opened as for rollouts, whose tests see it",
+    "ray.data_plane": "demonstrations are the driver's: no batch stays between workers",
     "model.use_liger": "needs a GPU: the workers' tests see it refused",
 }
 

@@ -17,7 +17,7 @@ from etude.options import RunOptions, TrainerOptions
 from etude.problems import find_problems
 from etude.viewer import display as module
 from etude.viewer.display import Display, RolloutBar, RunConsole
-from etude.viewer.panel import (
+from etude.viewer.progress import (
     ROWS,
     RunState,
     braille_curve,
@@ -340,7 +340,7 @@ def test_a_report_that_cannot_be_written_is_a_notice(
     def broken(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr("etude.viewer.report.write_report", broken)
+    monkeypatch.setattr("etude.viewer.page.write_report", broken)
     console = pipe()
     display = Display(console)
     display(RunStarted("demo", 10, TrainerOptions(default_local_dir=str(tmp_path))))

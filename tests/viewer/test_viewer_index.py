@@ -15,7 +15,8 @@ from etude.errors import ConfigError, DataError
 from etude.jsonl import json_line
 from etude.trajectory import StopReason
 from etude.viewer import index as module
-from etude.viewer.index import Filter, RolloutIndex, count_values, group_rows
+from etude.viewer.index import RolloutIndex, count_values, group_rows
+from etude.viewer.query import Filter
 
 
 def opened(path):

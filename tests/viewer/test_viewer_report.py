@@ -1,4 +1,4 @@
-"""The report: self-contained, escaped, bounded, honest about what is missing."""
+"""The report: one page that asks for nothing, inert, bounded, honest about what is missing."""
 
 import json
 import re
@@ -16,11 +16,16 @@ from etude.errors import DataError, EtudeError
 from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
-from etude.viewer.charts import draw_charts, series
-from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, load_samples, parse_conversation
-from etude.viewer.report import write_report
+from etude.viewer import answers
+from etude.viewer.before_after import choose_trajectories
+from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, parse_conversation
+from etude.viewer.curves import MAX_POINTS, draw_charts, series
+from etude.viewer.index import RolloutIndex
+from etude.viewer.page import REPORT_TRAJECTORIES, write_report
+from etude.viewer.runs import RunView
 
-EVIL = "</pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
+MARKUP = "</pre></script><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>"
+EVIL = f"{MARKUP}\x1b[31m\u202e&amp;{{{{ 7*7 }}}}$x$"
 
 
 def record(step: int, prompt: str, answer: str, score: float = 1.0, tool: str = "72") -> dict:
@@ -83,105 +88,93 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(run, title=f"My run {EVIL}").read_text(encoding="utf-8")
 
 
+def embedded(html: str) -> dict:
+    """What the page's script draws, by address."""
+    [data] = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.S)
+    return json.loads(data)
+
+
+def pages(run: Path, **given) -> dict:
+    return embedded(write_report(run, **given).read_text(encoding="utf-8"))
+
+
 class Page(HTMLParser):
     """Collects what a browser would act on."""
-
-    VOID = ("meta", "circle", "line", "path", "use", "rect")
 
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
 
 
-def parsed(html: str) -> Page:
+def test_the_page_asks_for_nothing_and_runs_one_script(html: str) -> None:
     page = Page()
     page.feed(html)
-    assert page.open == []
-    return page
-
-
-def test_the_page_asks_for_nothing_and_runs_nothing(html: str) -> None:
-    page = parsed(html)
-    assert not {"script", "img", "link", "iframe", "object", "image"} & set(page.tags)
+    assert page.tags.count("script") == 3  # two of data, and the page's own, which the policy names by its hash
+    assert not {"img", "iframe", "object", "base"} & set(page.tags)
     for name, value in page.attributes:
         assert not name.startswith("on")
-        assert name not in ("src", "srcset", "xlink:href")
-        assert name != "href" or value.startswith("#")
-        assert "http" not in value.lower()
-        assert name != "style" or not re.search(r"url\((?!#)", value)
-    assert "default-src 'none'" in html
+        assert name not in ("src", "srcset", "style")
+        assert name != "href" or value.startswith(("#", "data:"))
+    assert "default-src 'none'; script-src 'sha256-" in html
+    assert "unsafe" not in html.split("<style>")[0]
     assert "@import" not in html
 
 
-def test_what_a_model_wrote_is_text(html: str) -> None:
-    assert "&lt;/pre&gt;&lt;script&gt;alert(1)" in html
-    assert "&amp;amp;{{ 7*7 }}$x$" in html
-    assert "<script" not in html
+def test_what_a_model_wrote_cannot_leave_its_script(html: str) -> None:
+    markup = re.sub(r"<script[^>]*>.*?</script>", "", html, flags=re.S)
+    assert "alert(1)" not in markup
+    assert "<img" not in html
     assert "\x1b" not in html
-    assert "\u202e" not in html
-    assert "&lt;b&gt;quickstart&lt;/b&gt;" in html
+    texts = [block["text"] for block in embedded(html)[TRAJECTORY]["sequences"][-1]["blocks"]]
+    assert any(text.startswith("</pre></script><script>alert(1)") for text in texts)
+    assert not any("\x1b" in text or "\u202e" in text for text in texts)
 
 
-def test_identifiers_are_unique_and_references_resolve(html: str) -> None:
-    page = parsed(html)
-    ids = [value for name, value in page.attributes if name == "id"]
-    assert len(ids) == len(set(ids))
-    used = [value[1:] for name, value in page.attributes if name == "href"]
-    used += [value[5:-1] for name, value in page.attributes if name == "clip-path"]
-    used += [value for name, value in page.attributes if name == "aria-labelledby"]
-    assert used
-    assert set(used) <= set(ids)
-
-
-def test_charts_carry_the_pages_colours_only(html: str) -> None:
-    svg = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.S))
-    assert "var(--c0)" in svg
-    assert not re.search(r"(stroke|fill): #", svg)
-    assert "font-family" not in svg
+TRAJECTORY = "trajectory?place=validation%2F49.jsonl%3A1"
 
 
 def test_headlines_facts_and_every_chart_are_there(html: str) -> None:
-    html = html.replace("\N{NO-BREAK SPACE}", " ")
-    for text in ("<h1>My run &lt;/pre", "10.0 %", "0.9", "5.0–20.0 %", "training minutes", "5.25", "49,000 tokens"):
-        assert text in html
-    titles = ("Reward", "Success", "Tool use", "Response length", "KL divergence", "Entropy", "Gradient norm")
-    for title in (*titles, "Where the time went"):
-        assert f"<h3>{title}</h3>" in html
-    assert "other 25 %" in html
-    assert 'class="absent"' not in html
+    data = embedded(html)
+    assert data["overview"]["title"] == f"My run {EVIL}"
+    assert data["results"]["headlines"] == [
+        {"name": "success", "before": {"value": 0.1, "low": 0.05, "high": 0.2}, "after": {"value": 0.9}},
+        {"name": "reward", "before": {"value": 0.1}, "after": None},
+    ]
+    assert data["results"]["facts"] == {"model": "tiny", "training minutes": "5.25"}
+    assert data["overview"]["facts"]["total tokens"] == "4.9e+04"
+    assert "<b>quickstart</b>" in data["results"]["config"]
+    titles = [chart["title"] for chart in data["curves"]["charts"]]
+    for title in ("Reward", "Success", "Tool use", "Response length", "KL divergence", "Entropy", "Gradient norm"):
+        assert title in titles
+    assert "other 25 %" in data["curves"]["time"]["summary"]
+    assert "First 5 steps: 6 %; last 5: 94 %." in data["curves"]["charts"][titles.index("Success")]["summary"]
 
 
 def test_without_a_summary_the_validations_are_the_headline(run: Path) -> None:
     (run / "summary.json").unlink()
-    html = write_report(run).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
-    assert "validation: $&lt;b&gt;gsm8k" in html
-    assert "98.0 %" in html
+    [headline] = pages(run)["results"]["headlines"]
+    assert headline["name"] == "validation: $<b>gsm8k"
+    assert headline["after"] == {"value": 0.98, "low": 0.49, "high": 1.0}
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "validation", "config.yaml", "summary.json"])
-def test_each_missing_part_is_left_out_with_a_sentence(run: Path, kept: str) -> None:
+def test_each_missing_part_is_left_out(run: Path, kept: str) -> None:
     for path in list(run.iterdir()):
         if path.name != kept:
             path.rename(run.parent / path.name)
-    html = write_report(run).read_text(encoding="utf-8")
-    parsed(html)
-    assert html.count('class="absent"') == (2 if kept == "metrics.jsonl" else 3)
+    data = pages(run)
+    there = {
+        "metrics.jsonl": bool(data["curves"]["charts"]),
+        "validation": data["results"]["samples"] is not None,
+        "config.yaml": bool(data["results"]["config"]),
+        "summary.json": bool(data["results"]["facts"]),
+    }
+    assert there == {name: name == kept for name in there}
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
@@ -207,57 +200,72 @@ def test_a_broken_summary_is_named(run: Path, text: str, reason: str) -> None:
         write_report(run)
 
 
-def test_a_broken_dump_is_named_and_does_not_block_the_report(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_dump_is_named_and_does_not_block_the_report(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "rew')
     assert write_report(run).is_file()
     dump = run / "validation" / "0.jsonl"
-    whole = dump.read_text()
-    dump.write_text("{\n" + whole + "[]\n")
-    assert write_report(run).is_file()
-    assert f"{dump}: line 1 is not JSON" in caplog.text
+    dump.write_text("{\n" + dump.read_text() + "[]\n")
+    said = pages(run)["overview"]["facts"]["lines that are no trajectories"]
+    assert said.startswith("2; validation/0.jsonl:1: not JSON")
     dump.write_bytes(b"\xff\x00")
     assert write_report(run).is_file()
 
 
 def test_dump_folders_may_be_elsewhere(run: Path, tmp_path: Path) -> None:
     (run / "validation").rename(tmp_path / "elsewhere")
-    (run / "metrics.jsonl").unlink()
-    assert "kept no trajectories" in write_report(run).read_text()
-    assert "kept no trajectories" not in write_report(run, rollouts=tmp_path / "elsewhere").read_text()
+    assert pages(run)["results"]["samples"] is None
+    assert pages(run, rollouts=tmp_path / "elsewhere")["results"]["samples"] is not None
 
 
 def test_the_same_files_make_the_same_page(run: Path) -> None:
     assert write_report(run).read_bytes() == write_report(run).read_bytes()
 
 
+def test_a_report_of_many_rollouts_is_bounded_and_has_those_it_names(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        records = [record(step, f"prompt {n}", "a", score=float(step == 3 and n == 199)) for n in range(200)]
+        write_rollouts(tmp_path / "rollouts", step, records)
+    data = pages(tmp_path)
+    held = [address for address in data if address.startswith("trajectory?")]
+    assert 20 < len(held) <= REPORT_TRAJECTORIES
+    assert data["results"]["change"] == ["rollouts/1.jsonl:200", "rollouts/3.jsonl:200"]
+    for place in data["results"]["change"]:
+        assert f"trajectory?place={place.replace('/', '%2F').replace(':', '%3A')}" in held
+    assert not any("2.jsonl" in address for address in held)
+
+
+def chosen(folder: Path) -> dict:
+    index = RolloutIndex(folder)
+    index.refresh()
+    return choose_trajectories(index.rows)
+
+
 def test_a_prompt_is_shown_beside_itself(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 0, [record(0, "a", "1"), record(0, "b", "2"), record(0, "gone", "3")])
+    write_rollouts(tmp_path, 0, [record(0, "a", "1"), record(0, "b", "2", score=0.0), record(0, "gone", "3")])
     write_rollouts(tmp_path, 9, [record(9, "b", "first b"), record(9, "b", "second b"), record(9, "a", "a")])
-    samples = load_samples(tmp_path)
-    assert [(before.blocks[0].text, after and after.blocks[-1].text) for before, after in samples.pairs] == [
-        ("a", "a"),
-        ("b", "first b"),
-        ("gone", None),
-    ]
+    assert chosen(tmp_path) == {
+        "change": ("0.jsonl:2", "9.jsonl:1"),
+        "samples": {
+            "pairs": [["0.jsonl:1", "9.jsonl:3"], ["0.jsonl:2", "9.jsonl:1"], ["0.jsonl:3", None]],
+            "files": ["0.jsonl", "9.jsonl"],
+        },
+        "failures": [],
+    }
 
 
 def test_prompts_that_never_return_are_shown_in_file_order(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 1, [record(1, "a", "1"), record(1, "b", "2")])
-    write_rollouts(tmp_path, 2, [record(2, "c", "3")])
-    pairs = load_samples(tmp_path).pairs
-    assert [(before.blocks[0].text, after and after.blocks[0].text) for before, after in pairs] == [
-        ("a", "c"),
-        ("b", None),
-    ]
-    assert load_samples(tmp_path / "none") is None
+    write_rollouts(tmp_path, 2, [record(2, "c", "3", score=0.0)])
+    found = chosen(tmp_path)
+    assert found["samples"]["pairs"] == [["1.jsonl:1", "2.jsonl:1"], ["1.jsonl:2", None]]
+    assert (found["change"], found["failures"]) == (None, ["2.jsonl:1"])
+    assert choose_trajectories([]) == {"change": None, "samples": None, "failures": []}
 
 
 def test_a_single_dump_has_samples_but_no_after(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "run" / "rollouts", 1, [record(1, "a", "1")])
-    html = write_report(tmp_path / "run").read_text()
-    assert "Sample, step 1" in html
-    assert "not sampled again" not in html
+    write_rollouts(tmp_path / "rollouts", 1, [record(1, "a", "1")])
+    assert chosen(tmp_path)["samples"] == {"pairs": [["rollouts/1.jsonl:1", None]], "files": ["rollouts/1.jsonl"]}
 
 
 def test_blocks_follow_provenance_and_rewards_their_turn() -> None:
@@ -291,19 +299,25 @@ def test_an_odd_record_is_still_shown(junk: dict) -> None:
     assert parse_conversation(junk).blocks
 
 
-def test_a_long_run_makes_a_small_chart() -> None:
+def test_a_long_run_makes_a_short_line() -> None:
     records = [{"step": step, "reward/total/mean": float(step % 7)} for step in range(20_000)]
-    assert len(draw_charts(records)[0].svg) < 100_000
+    [chart] = draw_charts(records)
+    assert len(chart["lines"][0]["steps"]) <= MAX_POINTS
+    assert chart["lines"][0]["steps"][-1] == 19_999
+
+
+def titles(records: list[dict]) -> list[str]:
+    return [chart["title"] for chart in draw_charts(records)]
 
 
 def test_one_step_makes_charts_and_no_numbers_make_none() -> None:
-    assert [chart.title for chart in draw_charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
-    assert draw_charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
-    assert draw_charts([{"step": 1, "reward/total/mean": 10**400}]) == []  # JSON holds it, a float does not
+    assert titles([{"step": 1, "reward/total/mean": 0.0}]) == ["Reward"]
+    assert titles([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    assert titles([{"step": 1, "reward/total/mean": 10**400}]) == []  # JSON holds it, a float does not
     sequences = [{"step": step, "rollout/sequences/mean": 1.0} for step in (1, 2)]
-    assert draw_charts(sequences) == []  # as in every run whose agents keep their history
+    assert titles(sequences) == []  # as in every run whose agents keep their history
     sequences[1]["rollout/sequences/mean"] = 1.5
-    assert [chart.title for chart in draw_charts(sequences)] == ["Sequences"]
+    assert titles(sequences) == ["Sequences"]
     assert series([{"step": 1, "a": True}, {"step": 2, "a": 3}, {"step": 3, "a": float("inf")}], "a") == ([2], [3.0])
 
 
@@ -324,11 +338,11 @@ import etude.viewer
 run = Path(sys.argv[1])
 for module in pkgutil.iter_modules(etude.viewer.__path__):
     importlib.import_module(f"etude.viewer.{module.name}")
-etude.viewer.report.write_report(run)
+etude.viewer.page.write_report(run)
 record = etude.viewer.explain.read_row(run / "validation" / "0.jsonl", 0)
 assert len(etude.viewer.explain.check_sequence(record)) == 5
 assert list(etude.viewer.explain.list_tokens(record))
-heavy = {"torch", "ray", "transformers", "etude.trainer"} & set(sys.modules)
+heavy = {"torch", "ray", "transformers", "matplotlib", "etude.trainer"} & set(sys.modules)
 sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
 """
 
@@ -343,22 +357,22 @@ def test_looking_at_a_run_needs_neither_torch_nor_a_trainer(run: Path) -> None:
 def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):
     run = make_run(tmp_path / "run")
     with run_record(run):
-        assert "still running, or was killed" in write_report(run).read_text()
+        assert "killed" in pages(run)["overview"]["why"]
     with pytest.raises(OSError, match="full"), run_record(run):
         raise OSError(f"the disk is full {EVIL}")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 50, "critic/score/min": 0.0, "critic/score/max": 0.0}) + "\n")
-    cut = record(50, "p", "a", score=0.0) | {"stop_reason": "response_length"}
+    cut = record(98, "p", "a", score=0.0) | {"stop_reason": "response_length"}
     write_rollouts(run / "validation", 98, [record(98, "q", "fine"), cut])
-    page = write_report(run).read_text()
-    assert "This run is not complete:</b> the disk is full" in page
-    assert "<script>" not in page
-    assert "in 1 of 50 steps, last in step 50: all rewards equal (0)" in page
-    assert page.count('aria-label="Failed"') == 1
-    assert f"python {sys.version.split()[0]}" in page
+    data = pages(run)
+    assert data["overview"]["status"] == "failed"
+    assert data["overview"]["why"].startswith("the disk is full")
+    assert "in 1 of 50 steps, last in step 50: all rewards equal (0)" in "".join(data["overview"]["problems"])
+    assert data["results"]["failures"] == ["validation/98.jsonl:2"]
+    assert f"python {sys.version.split()[0]}" in data["overview"]["facts"]["versions"]
     with run_record(run):
         pass
-    assert "not complete" not in write_report(run).read_text()
+    assert (pages(run)["overview"]["status"], pages(run)["overview"]["why"]) == ("ended", "")
 
 
 def rollouts(folder: Path) -> None:
@@ -383,6 +397,7 @@ def test_why_the_loss_may_be_zero(tmp_path):
         "25 % (1 of 4) rollouts cut for length; such as r2",
         "25 % rollouts that met an infrastructure failure; such as r3",
     ]
-    page = write_report(tmp_path).read_text()
-    assert "Why the loss may be zero" in page
-    assert "<td>groups whose rewards are all equal</td>" in page
+    data = pages(tmp_path)
+    assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
+    examples = [example["place"] for cause in data["why"]["causes"] for example in cause["examples"]]
+    assert {f"trajectory?place={place.replace('/', '%2F').replace(':', '%3A')}" for place in examples} <= set(data)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-import weakref
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ import pytest
 from etude.cli.main import cli, run
 from etude.dumps import write_rollouts
 from etude.errors import DataError
+from etude.viewer import answers
 from etude.viewer.conversations import HIDDEN
-from etude.viewer.index import Filter
-from etude.viewer.web import answers
-from etude.viewer.web.export import write_page
-from etude.viewer.web.runs import Runs, RunView
-from etude.viewer.web.server import PAGES as PAGES_FOLDER
+from etude.viewer.curves import MAX_POINTS
+from etude.viewer.page import PAGES as PAGES_FOLDER
+from etude.viewer.page import write_page, write_report
+from etude.viewer.query import Filter
+from etude.viewer.runs import Runs, RunView
 from tests.viewer.index_stage import MALFORMED, make_record, verl_line, write_malformed, write_run
 from tests.viewer.web_stage import (
     EVIL,
@@ -236,9 +236,9 @@ def test_an_answer_holds_a_page_however_much_there_is(tmp_path):
     groups = answers.trajectories(run, Filter(), "step", False, True, 0)
     assert (groups["total"], len(groups["groups"])) == (180, answers.PAGE_GROUPS)
     curves = answers.curves(run)
-    assert max(len(line["steps"]) for chart in curves["charts"] for line in chart["lines"]) <= answers.MAX_POINTS
+    assert max(len(line["steps"]) for chart in curves["charts"] for line in chart["lines"]) <= MAX_POINTS
     assert curves["charts"][0]["lines"][0]["steps"][-1] == 3000
-    assert len(curves["time"]["steps"]) <= answers.MAX_POINTS
+    assert len(curves["time"]["steps"]) <= MAX_POINTS
 
 
 def test_metrics_are_followed_and_read_anew_once_replaced(tmp_path):
@@ -524,6 +524,32 @@ def test_a_run_is_one_file_that_asks_for_nothing(browser, folder, tmp_path, name
     tab.context.close()
 
 
+def test_the_report_opens_offline_with_the_same_question_before_and_after(browser, tmp_path):
+    run = write_large_run(tmp_path / "mine", steps=2, groups=1, n=2)
+    for step, score in ((0, 0.0), (2, 1.0)):
+        answer = {"score": score, "answer": "72" if score else "27"}
+        write_rollouts(run / "validation", step, [make_record(step, n, group=n, **answer) for n in range(2)])
+    before = {"value": 0.5, "low": 0.4, "high": 0.6}
+    (run / "summary.json").write_text(json.dumps({"before": {"success": before}, "after": {"success": 1.0}}))
+    tab = Tab(browser, f"file://{write_report(run, title='My run')}")
+    tab.open("")
+    assert tab.text("h1") == "My run"
+    titles = tab.texts("#change > h2, #before-after > h2, main > h2")
+    assert titles == ["The same question, before and after", "Before and after", "Progress"]
+    assert [label.partition("/")[0] for label in tab.texts("#change h3")] == ["Before, step 0", "After, step 2"]
+    assert "It is 27." in tab.texts("#change .column")[0]
+    assert "It is 72." in tab.texts("#change .column")[1]
+    assert "50.0 % → 1" in tab.text('[data-headline="success"]')
+    assert "before 40.0–60.0 %" in tab.text('[data-headline="success"]')
+    assert len(tab.texts("#samples .columns")) == 2
+    assert "total_training_steps" in tab.text("#configuration")
+    tab.page.click("#change h3 a >> nth=1")
+    tab.page.wait_for_selector(".tok")
+    assert {url.split("#")[0] for url in tab.requests} <= {"about:blank", tab.url, "data:,", f"{tab.url}/"}
+    assert tab.wrong == []
+    tab.context.close()
+
+
 def test_of_several_evaluations_at_one_step_a_page_holds_the_last_one_alone(tmp_path):
     for name in ("validation", "eval-1", "eval-2"):
         write_rollouts(tmp_path / name, 0, [make_record(0, number) for number in range(2)])
@@ -624,23 +650,3 @@ def test_a_malformed_record_is_shown_or_refused_in_one_line(tmp_path, place, val
     except DataError as error:
         said = str(error)
     assert said == "7" or "malformed" in said
-
-
-def test_why_holds_one_rollout_at_a_time(tmp_path, monkeypatch):
-    class Record(dict):
-        """A dictionary whose end can be seen."""
-
-    def read(path):
-        for line in path.read_text().splitlines():
-            record = Record(json.loads(line))
-            kept.append(weakref.ref(record))
-            yield record
-            del record
-            most.append(sum(each() is not None for each in kept))
-
-    kept, most = [], []
-    monkeypatch.setattr("etude.viewer.signal.readable_rollouts", read)
-    write_rollouts(tmp_path / "rollouts", 1, [make_record(1, number) for number in range(8)])
-    assert answers.why(RunView(".", tmp_path))["causes"]
-    assert len(most) == 8
-    assert max(most) <= 1

@@ -35,7 +35,7 @@ from etude.agents.gateway.agent import (
     WrongReward,
     finite_reward,
 )
-from etude.agents.gateway.images import row_for_clients
+from etude.agents.gateway.messages import row_for_clients
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import called, settle
 from etude.errors import (

@@ -1,24 +1,30 @@
-"""Validates a client's messages, converts them to the form that chat templates read, and hashes each history to a key.
+"""A client's messages: validated, converted to the form that chat templates read, and their images, sent as `data:` URLs.
 
-Invariant: `History.keys[i]` is a digest of everything that messages 0 to i say to the model, together with tools and
-sampling; two requests have the same key if and only if they have the same history. A history stays the same if the client
-drops empty values, adds None, omits reasoning, calls `system` `developer`, renames call ids, writes text as a list of
-parts, reorders the keys of a call's arguments, or strips whitespace around the model's text. Swapping two tool results
-between the calls of a turn makes a different history, and so does an image with different bytes. Reasoning is in no key,
-since it may be omitted; `edits_reasoning` detects edited reasoning.
+Invariant: no URL is fetched and no local file is opened: an image is inline in its message or rejected. Its token count is
+read from its header; it is decoded, within limits and in a thread, only if the tokens fit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from etude.agents.gateway.wire import GatewayError
+from etude.agents.base import AgentContext
+from etude.agents.gateway.request import GatewayError
+from etude.agents.images import read_row
+from etude.bounded import BlockingCalls
+from etude.chat.placeholders import image_count, is_image
+from etude.errors import DataError, one_line
+from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, image_size, image_url
+
+if TYPE_CHECKING:
+    from etude.images import ImageInput
+    from etude.models import ImageReader
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_threads = BlockingCalls("etude-gateway-images", limit=4)
 Message = dict[str, Any]
 
 
@@ -120,55 +126,120 @@ def match_answers(messages: Sequence[Message]) -> list[int | None]:
     return places
 
 
-def likeness(one: Message, other: Message) -> tuple[int, int, int]:
-    """Whether two equivalent assistant messages agree in (call ids, reasoning, exact text), each 0 or 1."""
-    calls, theirs = one.get("tool_calls", ()), other.get("tool_calls", ())
-    thoughts = [message.get("reasoning_content", "").strip() for message in (one, other)]
-    return (
-        int([call.get("id") for call in calls] == [call.get("id") for call in theirs]),
-        int(thoughts[0] == thoughts[1]),
-        int(one["content"] == other["content"] and _arguments(calls) == _arguments(theirs)),
-    )
+class ImageHeader(NamedTuple):
+    """An image whose pixels have not been read: its URL, the URL's digest, and its token count."""
+
+    address: str
+    digest: bytes
+    tokens: int
 
 
-def edits_reasoning(sent: Message, message: Message) -> bool:
-    """Whether a client changed a turn's reasoning; omitting it is not a change."""
-    thoughts = sent.get("reasoning_content", "").strip()
-    return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
+async def read_image_sizes(
+    addresses: Sequence[Sequence[str]], roles: Sequence[str], context: AgentContext
+) -> list[list[ImageHeader]]:
+    """Reads the image headers of each message, given the messages' roles; there must be at least one image.
+
+    Raises:
+        GatewayError: the policy takes no images, a message has too many, or one is not an image; names the message.
+        InfrastructureError: the system cannot read one now.
+    """
+    taken = frozenset() if context.images is None else context.chat.image_roles
+    for number, (shown, role) in enumerate(zip(addresses, roles)):
+        if shown and role not in taken:
+            whose = " in tools' answers" if role == "tool" and taken else ""
+            raise GatewayError(400, f"messages.{number}: this policy takes no images{whose}", param="messages")
+    assert context.images is not None
+    return await _threads.run(_read_headers, addresses, context.images)
 
 
-def _arguments(calls: Sequence[Message]) -> list[str]:
-    return [call["function"]["arguments"] for call in calls]
+def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[ImageHeader]]:
+    def read_header(address: str) -> ImageHeader:
+        digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return ImageHeader(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
+
+    images = []
+    for number, shown in enumerate(addresses):
+        if len(shown) > MAX_IMAGES:
+            raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
+        try:
+            images.append([read_header(address) for address in shown])
+        except DataError as error:
+            raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
+    return images
 
 
-class History:
-    """The keys of a request's messages and their images' digests (see the module's invariant); `ground` identifies
-    everything else that the prompt depends on."""
+async def decode_images(images: Sequence[ImageHeader], context: AgentContext) -> list[ImageInput]:
+    """Decodes images into the model's input format.
 
-    def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
-        self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        self.keys: list[bytes] = []
-        for message, shown, place in zip(messages, images, match_answers(messages)):
-            self.keys.append(self.after(message, place, shown))
-            self.key = self.keys[-1]
-
-    def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
-        """Returns the key of this history plus `message`, which answers the call at `place`, if any, and has `images`."""
-        fields = json.dumps(_key_fields(message, place)).encode()
-        return hashlib.blake2b(b"".join([self.key, fields, *images]), digest_size=16).digest()
-
-
-def _key_fields(message: Message, place: int | None) -> list[Any]:
-    role, content = message["role"], message["content"]
-    if role != "assistant":
-        return [role, content, message.get("name"), place]
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [role, content.strip(), [[function["name"], _sort_keys(function["arguments"])] for function in functions]]
-
-
-def _sort_keys(arguments: str) -> str:
-    """Sorts the keys of a JSON text; returns anything else unchanged."""
+    Raises:
+        GatewayError: one has a valid header but corrupt data.
+        InfrastructureError: the system cannot read one now.
+    """
+    assert context.images is not None
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, RecursionError):
-        return arguments
+        return await read_row(context.images, [header.address for header in images], "messages")
+    except DataError as error:
+        raise GatewayError(400, one_line(error), param="messages") from error
+
+
+class KeptImages:
+    """Reference-counted images of a session's turns and requests; equal images are stored once.
+
+    `most_mb`: maximum MiB of pixel values; None: unlimited.
+    """
+
+    def __init__(self, most_mb: int | None) -> None:
+        self._most = most_mb
+        self._images: dict[int, ImageInput] = {}
+        self._uses: Counter[int] = Counter()
+
+    def take(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+        """Stores these images and returns the stored ones.
+
+        Raises:
+            GatewayError: they exceed the limit; nothing is stored.
+        """
+        kept = tuple([self._images.setdefault(image.digest, image) for image in images])
+        self._uses.update([image.digest for image in kept])
+        size = sum(image.pixel_values.nbytes for image in self._images.values())
+        if self._most is not None and size > self._most << 20:
+            self.give_back(kept)
+            raise GatewayError(400, f"this session's {self._most} MB of images are used up", param="messages")
+        return kept
+
+    def give_back(self, images: Sequence[ImageInput]) -> None:
+        """Releases images that turned out not to be needed."""
+        for image in images:
+            self._uses[image.digest] -= 1
+            if not self._uses[image.digest]:
+                del self._uses[image.digest], self._images[image.digest]
+
+
+async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `row` with its images inline in `raw_prompt`, in the format that clients send, so that an agent can forward
+    its messages unchanged.
+
+    Raises:
+        DataError: an image cannot be read; names the row.
+    """
+    return dict(row) if not row.get("images") else await _threads.run(_with_inline_images, row)
+
+
+def _with_inline_images(row: Mapping[str, Any]) -> dict[str, Any]:
+    images, messages = row["images"], row["raw_prompt"]
+    wanted = sum(map(image_count, messages))
+    if wanted != len(images):
+        raise DataError(f"row {row['request_id']}: {len(images)} images for the {wanted} that its messages show")
+    try:
+        addresses = iter([image_url(source) for source in images])
+    except DataError as error:
+        raise DataError(f"row {row['request_id']}: {one_line(error)}") from error
+
+    def inline(part: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": next(addresses)}} if is_image(part) else part
+
+    inlined = [
+        {**message, "content": [inline(part) for part in message["content"]]} if image_count(message) else message
+        for message in messages
+    ]
+    return {name: value for name, value in row.items() if name != "images"} | {"raw_prompt": inlined}

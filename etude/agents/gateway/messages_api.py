@@ -11,11 +11,10 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from etude.agents.gateway.dialect import (
+from etude.agents.gateway.chat_api import (
     Dialect,
     Events,
     Json,
-    PartWriter,
     Replies,
     each_object,
     function_tool,
@@ -25,9 +24,8 @@ from etude.agents.gateway.dialect import (
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Completion, RenderedRequest, Turn
-from etude.agents.gateway.wire import GatewayError
-from etude.chat.parsers.streaming import Kind
+from etude.agents.gateway.recording import Completion, Turn
+from etude.agents.gateway.request import GatewayError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,13 +138,13 @@ def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
     return message
 
 
-def _head(rendered: RenderedRequest) -> Json:
-    usage = {"input_tokens": len(rendered.prompt_ids), "output_tokens": 0}
+def _head(completion: Completion) -> Json:
+    usage = {"input_tokens": len(completion.prompt_ids), "output_tokens": 0}
     return {
-        "id": f"msg_{rendered.name}",
+        "id": f"msg_{completion.name}",
         "type": "message",
         "role": "assistant",
-        "model": rendered.request.model,
+        "model": completion.request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -160,11 +158,7 @@ def _content(turn: Turn) -> Iterator[Json]:
         yield {"type": "thinking", "signature": "", "thinking": thoughts}
     if message["content"] or "tool_calls" not in message:
         yield {"type": "text", "text": message["content"]}
-    yield from _calls(turn)
-
-
-def _calls(turn: Turn) -> Iterator[Json]:
-    for call in turn.message.get("tool_calls", ()):
+    for call in message.get("tool_calls", ()):
         function = call["function"]
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
 
@@ -179,11 +173,11 @@ def _input(arguments: str) -> Any:
 
 
 def _ending(turn: Turn, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
-    read = turn.read
-    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(read.finish_reason, "end_turn")
+    parsed = turn.parsed
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(parsed.finish_reason, "end_turn")
     stop = None
-    if read.finish_reason == "stop" and completion.request.stops:
-        text = tokenizer.decode(read.output.token_ids)
+    if parsed.finish_reason == "stop" and completion.request.stops:
+        text = tokenizer.decode(parsed.output.token_ids)
         found = [(at, each) for each in completion.request.stops if (at := text.find(each)) >= 0]
         if found:
             reason, stop = "stop_sequence", min(found)[1]
@@ -192,46 +186,33 @@ def _ending(turn: Turn, completion: Completion, tokenizer: PreTrainedTokenizerBa
 
 def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
     [turn], head = completion.turns, _head(completion)
-    head["usage"]["output_tokens"] = len(turn.read.output.token_ids)
+    head["usage"]["output_tokens"] = len(turn.parsed.output.token_ids)
     return head | _ending(turn, completion, tokenizer) | {"content": list(_content(turn))}
 
 
-class _MessageWriter(PartWriter):
-    def _event(self, kind: str, **data: Any) -> tuple[str, Json]:
+_EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
+"""How a block of each type begins in a stream."""
+
+
+def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Events:
+    def event(kind: str, **data: Any) -> tuple[str, Json]:
         return kind, {"type": kind, **data}
 
-    def start(self) -> Events:
-        yield self._event("message_start", message=_head(self.rendered))
-
-    def open(self, kind: Kind) -> Events:
-        empty = (
-            {"type": "text", "text": ""} if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
-        )
-        yield self._event("content_block_start", index=self.parts, content_block=empty)
-
-    def piece(self, kind: Kind, text: str) -> Events:
-        name = "text" if kind == "content" else "thinking"
-        if text:
-            yield self._event("content_block_delta", index=self.parts, delta={"type": f"{name}_delta", name: text})
-
-    def close(self, kind: Kind) -> Events:
-        yield self._event("content_block_stop", index=self.parts)
-
-    def finish(self, completion: Completion) -> Events:
-        [turn] = completion.turns
-        yield from self.end_text(completion)
-        for index, block in enumerate(_calls(turn), start=self.parts):
-            given = json.dumps(block["input"], ensure_ascii=False)
-            yield self._event("content_block_start", index=index, content_block={**block, "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": given}
-            yield self._event("content_block_delta", index=index, delta=delta)
-            yield self._event("content_block_stop", index=index)
-        usage = {"output_tokens": len(turn.read.output.token_ids)}
-        yield self._event("message_delta", delta=_ending(turn, completion, self.tokenizer), usage=usage)
-        yield self._event("message_stop")
-
-    def error(self, error: GatewayError) -> Events:
-        yield "error", _error(error)
+    [turn] = completion.turns
+    yield event("message_start", message=_head(completion))
+    for index, block in enumerate(_content(turn)):
+        kind = block["type"]
+        if kind == "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+        else:
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield event("content_block_start", index=index, content_block={**block, **_EMPTY[kind]})
+        if block.get(kind) != "":
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    usage = {"output_tokens": len(turn.parsed.output.token_ids)}
+    yield event("message_delta", delta=_ending(turn, completion, tokenizer), usage=usage)
+    yield event("message_stop")
 
 
 def _error(error: GatewayError) -> Json:
@@ -243,7 +224,8 @@ MESSAGES = Dialect(
     "messages",
     _read,
     _answer,
-    _MessageWriter,
+    _events,
     _error,
+    lambda error: ("error", _error(error)),
     names={"stop": "stop_sequences", "response_format": "output_config.format"},
 )

@@ -1,4 +1,4 @@
-"""`Recording`: all turns of a session as a tree, and the training sequences made from it.
+"""`Recording`: all turns of a session as a rollout tree, and the training sequences made from it.
 
 A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and the
 tokens sampled after them. A path from a root to a leaf is a context that the engine saw.
@@ -6,18 +6,27 @@ tokens sampled after them. A path from a root to a leaf is a context that the en
 Invariant: concatenating the ids along a path gives exactly what the engine saw and sampled. Each sampled token is in the
 response of exactly one sequence. The main sequence ends with the last turn, and its response covers the whole path; an
 earlier one begins its response at the first turn that is in no later sequence, and everything before that is its prompt.
+
+Turns are found by their history. `History.keys[i]` is a digest of everything that messages 0 to i say to the model,
+together with tools and sampling; two requests have the same key if and only if they have the same history. A history stays
+the same if the client drops empty values, adds None, omits reasoning, calls `system` `developer`, renames call ids, writes
+text as a list of parts, reorders the keys of a call's arguments, or strips whitespace around the model's text. Swapping two
+tool results between the calls of a turn makes a different history, and so does an image with different bytes. Reasoning is
+in no key, since it may be omitted; a history that edits it is another one (`edits_reasoning`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from etude.agents.gateway.messages import Message, edits_reasoning, likeness, match_answers
-from etude.agents.gateway.reading import ReadTurn
-from etude.agents.gateway.wire import ChatRequest
+from etude.agents.gateway.messages import Message, match_answers
+from etude.agents.gateway.request import ChatRequest
+from etude.agents.gateway.turn import ParsedTurn
 from etude.agents.tool_messages import malformed_record
 from etude.chat.placeholders import text_of
 from etude.chat.provenance import Run
@@ -38,7 +47,7 @@ class Turn:
         new_messages: the messages that are new since the parent; tool messages carry the ids of the parent's calls.
         images: the images in `new_messages`.
         message: the assistant message.
-        read: the sampled output, parsed.
+        parsed: the sampled output, parsed.
         total: number of ids on the path, up to the end of this turn.
         response_length: how many of those come after the root's prompt.
         cut_by: the rollout budget that truncated the turn, if any.
@@ -52,7 +61,7 @@ class Turn:
     new_messages: list[Message]
     images: tuple[ImageInput, ...]
     message: Message
-    read: ReadTurn
+    parsed: ParsedTurn
     total: int
     response_length: int
     cut_by: StopReason | None
@@ -74,16 +83,16 @@ class Turn:
         for turn in self.path():
             for run, _ in turn.context:
                 ids += run
-            ids += turn.read.output.token_ids
+            ids += turn.parsed.output.token_ids
         return ids
 
     def malformed_in_a_row(self) -> int:
         """Number of malformed calls on the path since the last turn with a valid one."""
         count = 0
         for turn in reversed(self.path()):
-            if turn.read.calls:
+            if turn.parsed.calls:
                 break
-            count += len(turn.read.errors)
+            count += len(turn.parsed.errors)
         return count
 
     def all_images(self) -> tuple[ImageInput, ...]:
@@ -92,18 +101,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class RenderedRequest:
-    """A request being sampled, its prompt's token ids, and its name."""
+class Completion:
+    """An answered request: its prompt's token ids, its name, and its turns, one per choice."""
 
     request: ChatRequest
     prompt_ids: list[int]
     name: str
-
-
-@dataclass(frozen=True)
-class Completion(RenderedRequest):
-    """An answered request with its turns, one per choice."""
-
     turns: list[Turn]
 
 
@@ -135,7 +138,7 @@ class Recording:
     @property
     def sampled(self) -> int:
         """Number of tokens sampled in all turns."""
-        return sum(len(turn.read.output.token_ids) for turn in self.turns)
+        return sum(len(turn.parsed.output.token_ids) for turn in self.turns)
 
     @property
     def last(self) -> Turn:
@@ -182,7 +185,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
         for ids, provenance in turn.context if number > first else ():
             trajectory.append(ids, provenance)
         trajectory.user_turns += number > first
-        output = turn.read.output
+        output = turn.parsed.output
         trajectory.append(
             output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
         )
@@ -204,8 +207,62 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
             call.name,
             call.arguments,
             answers.get(place, ""),
-            error="unknown_tool" if call.name in turn.read.unknown else None,
+            error="unknown_tool" if call.name in turn.parsed.unknown else None,
         )
-        for place, call in enumerate(turn.read.calls)
+        for place, call in enumerate(turn.parsed.calls)
     ]
-    return made + [malformed_record(number, error) for error in turn.read.errors]
+    return made + [malformed_record(number, error) for error in turn.parsed.errors]
+
+
+def likeness(one: Message, other: Message) -> tuple[int, int, int]:
+    """Whether two equivalent assistant messages agree in (call ids, reasoning, exact text), each 0 or 1."""
+    calls, theirs = one.get("tool_calls", ()), other.get("tool_calls", ())
+    thoughts = [message.get("reasoning_content", "").strip() for message in (one, other)]
+    return (
+        int([call.get("id") for call in calls] == [call.get("id") for call in theirs]),
+        int(thoughts[0] == thoughts[1]),
+        int(one["content"] == other["content"] and _arguments(calls) == _arguments(theirs)),
+    )
+
+
+def edits_reasoning(sent: Message, message: Message) -> bool:
+    """Whether a client changed a turn's reasoning; omitting it is not a change."""
+    thoughts = sent.get("reasoning_content", "").strip()
+    return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
+
+
+def _arguments(calls: Sequence[Message]) -> list[str]:
+    return [call["function"]["arguments"] for call in calls]
+
+
+class History:
+    """The keys of a request's messages and their images' digests (see the module); `ground` identifies
+    everything else that the prompt depends on."""
+
+    def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
+        self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        self.keys: list[bytes] = []
+        for message, shown, place in zip(messages, images, match_answers(messages)):
+            self.keys.append(self.after(message, place, shown))
+            self.key = self.keys[-1]
+
+    def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
+        """Returns the key of this history plus `message`, which answers the call at `place`, if any, and has `images`."""
+        fields = json.dumps(_key_fields(message, place)).encode()
+        return hashlib.blake2b(b"".join([self.key, fields, *images]), digest_size=16).digest()
+
+
+def _key_fields(message: Message, place: int | None) -> list[Any]:
+    role, content = message["role"], message["content"]
+    if role != "assistant":
+        return [role, content, message.get("name"), place]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [role, content.strip(), [[function["name"], _sort_keys(function["arguments"])] for function in functions]]
+
+
+def _sort_keys(arguments: str) -> str:
+    """Sorts the keys of a JSON text; returns anything else unchanged."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from etude.agents.gateway.chat_api import log_probs
-from etude.agents.gateway.dialect import (
+from etude.agents.gateway.chat_api import (
     Dialect,
     Events,
     Json,
-    PartWriter,
     Replies,
     each_object,
     function_tool,
     image_part,
     json_schema_format,
+    log_probs,
     refuse_unknown,
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Completion, RenderedRequest
-from etude.agents.gateway.wire import GatewayError
-from etude.chat.parsers.streaming import Kind
+from etude.agents.gateway.recording import Completion
+from etude.agents.gateway.request import GatewayError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,9 +157,9 @@ def _part(part: Json, where: str) -> Json:
     raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
 
 
-def response_id(rendered: RenderedRequest) -> str:
+def response_id(completion: Completion) -> str:
     """Returns the response id, for use as `previous_response_id`."""
-    return f"resp_{rendered.name}"
+    return f"resp_{completion.name}"
 
 
 def conversation(completion: Completion) -> list[Json]:
@@ -172,43 +169,28 @@ def conversation(completion: Completion) -> list[Json]:
 
 
 def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    message, items = completion.turns[0].message, []
+    """The turn's reasoning, its message, and its calls."""
+    [turn] = completion.turns
+    message, name = turn.message, completion.name
+    items: list[Json] = []
     if thoughts := message.get("reasoning_content"):
-        items.append(_item(completion, 0, "reasoning", thoughts))
+        content: Json = {"type": "reasoning_text", "text": thoughts}
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [content]})
     if message["content"] or "tool_calls" not in message:
-        items.append(_item(completion, len(items), "content", message["content"], _log_probs(completion, tokenizer)))
-    return [*items, *_calls(completion)]
+        listed = log_probs(turn, tokenizer) if completion.request.logprobs else []
+        content = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": listed}
+        items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [content]})
+    for number, call in enumerate(message.get("tool_calls", ())):
+        items.append({"id": f"fc_{name}_{number}", "type": "function_call", "call_id": call["id"], **call["function"]})
+    return [{**item, "status": "completed"} for item in items]
 
 
-def _item(rendered: RenderedRequest, place: int, kind: Kind, text: str, listed: Sequence[Json] = ()) -> Json:
-    name = f"{rendered.name}_{place}" if place else rendered.name
-    if kind == "reasoning":
-        item = {"id": f"rs_{name}", "type": "reasoning", "summary": []}
-        part: Json = {"type": "reasoning_text", "text": text}
-    else:
-        item = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(listed)}
-    return {**item, "content": [part], "status": "completed"}
-
-
-def _calls(completion: Completion) -> list[Json]:
-    return [
-        {"id": f"fc_{completion.name}_{place}", "type": "function_call", "call_id": call["id"], **call["function"]}
-        | {"status": "completed"}
-        for place, call in enumerate(completion.turns[0].message.get("tool_calls", ()))
-    ]
-
-
-def _log_probs(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    return log_probs(completion.turns[0], tokenizer) if completion.request.logprobs else []
-
-
-def _response(rendered: RenderedRequest, status: str, output: list[Json]) -> Json:
-    request = rendered.request
+def _response(completion: Completion, status: str, output: list[Json]) -> Json:
+    request = completion.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or ()]
     choice = request.tool_choice or "auto"
     return {
-        "id": response_id(rendered),
+        "id": response_id(completion),
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -227,11 +209,8 @@ def _response(rendered: RenderedRequest, status: str, output: list[Json]) -> Jso
 
 
 def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
-    return _completed_response(completion, _items(completion, tokenizer))
-
-
-def _completed_response(completion: Completion, items: list[Json]) -> Json:
-    prompt, sampled = len(completion.prompt_ids), len(completion.turns[0].read.output.token_ids)
+    [turn] = completion.turns
+    prompt, sampled = len(completion.prompt_ids), len(turn.parsed.output.token_ids)
     usage = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0},
@@ -239,76 +218,47 @@ def _completed_response(completion: Completion, items: list[Json]) -> Json:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
     }
-    status = "incomplete" if completion.turns[0].read.finish_reason == "length" else "completed"
-    return _response(completion, status, items) | {"usage": usage}
+    status = "incomplete" if turn.parsed.finish_reason == "length" else "completed"
+    return _response(completion, status, _items(completion, tokenizer)) | {"usage": usage}
 
 
-class _ResponseWriter(PartWriter):
-    def __init__(self, rendered: RenderedRequest, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(rendered, tokenizer)
-        self._numbers = itertools.count()
-        self._items: list[Json] = []
-        self._log_probs: list[Json] = []  # log-probs, reported when the last part closes
+def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Events:
+    numbers = itertools.count()
 
-    def _event(self, name: str, data: Json) -> tuple[str, Json]:
+    def event(name: str, /, **data: Any) -> tuple[str, Json]:
         kind = f"response.{name}"
-        return kind, {"type": kind, "sequence_number": next(self._numbers), **data}
+        return kind, {"type": kind, "sequence_number": next(numbers), **data}
 
-    def _at(self, item: Json) -> Json:
-        return {"output_index": len(self._items), "item_id": item["id"]}
+    for name in ("created", "in_progress"):
+        yield event(name, response=_response(completion, "in_progress", []))
+    answer = _answer(completion, tokenizer)
+    for index, item in enumerate(answer["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        if item["type"] == "function_call":
+            given = item["arguments"]
+            yield event(
+                "output_item.added", output_index=index, item={**item, "status": "in_progress", "arguments": ""}
+            )
+            yield event("function_call_arguments.delta", **at, delta=given)
+            yield event("function_call_arguments.done", **at, name=item["name"], arguments=given)
+        else:
+            [part], at = item["content"], {**at, "content_index": 0}
+            text, kind = part["text"], part["type"]
+            listed: Json = {"logprobs": []} if kind == "output_text" else {}
+            yield event("output_item.added", output_index=index, item={**item, "status": "in_progress", "content": []})
+            yield event("content_part.added", **at, part={**part, "text": "", **listed})
+            if text:
+                yield event(f"{kind}.delta", **at, delta=text, **listed)
+            yield event(f"{kind}.done", **at, text=text, **listed)
+            yield event("content_part.done", **at, part=part)
+        yield event("output_item.done", output_index=index, item=item)
+    yield event(answer["status"], response=answer)
 
-    def start(self) -> Events:
-        for name in ("created", "in_progress"):
-            yield self._event(name, {"response": _response(self.rendered, "in_progress", [])})
 
-    def open(self, kind: Kind) -> Events:
-        item = _item(self.rendered, self.parts, kind, "")
-        yield self._begin(item, {"content": []})
-        [part] = item["content"]
-        yield self._event("content_part.added", {**self._at(item), "content_index": 0, "part": part})
-
-    def piece(self, kind: Kind, text: str) -> Events:
-        if text:
-            yield self._part_event(kind, "delta", {"delta": text})
-
-    def close(self, kind: Kind) -> Events:
-        item = _item(self.rendered, self.parts, kind, self.text, self._log_probs)
-        [part] = item["content"]
-        yield self._part_event(kind, "done", {"text": self.text})
-        yield self._event("content_part.done", {**self._at(item), "content_index": 0, "part": part})
-        yield self._end(item)
-
-    def _part_event(self, kind: Kind, name: str, data: Json) -> tuple[str, Json]:
-        item = _item(self.rendered, self.parts, kind, "")
-        listed: Json = {} if kind == "reasoning" else {"logprobs": []}
-        what = f"{item['content'][0]['type']}.{name}"
-        return self._event(what, {**self._at(item), "content_index": 0, **data, **listed})
-
-    def _begin(self, item: Json, empty: Json) -> tuple[str, Json]:
-        added = {"output_index": len(self._items), "item": {**item, "status": "in_progress", **empty}}
-        return self._event("output_item.added", added)
-
-    def _end(self, item: Json) -> tuple[str, Json]:
-        event = self._event("output_item.done", {"output_index": len(self._items), "item": item})
-        self._items.append(item)
-        return event
-
-    def finish(self, completion: Completion) -> Events:
-        self._log_probs = _log_probs(completion, self.tokenizer)
-        yield from self.end_text(completion)
-        for item in _calls(completion):
-            yield self._begin(item, {"arguments": ""})
-            at, arguments = self._at(item), item["arguments"]
-            yield self._event("function_call_arguments.delta", {**at, "delta": arguments})
-            yield self._event("function_call_arguments.done", {**at, "name": item["name"], "arguments": arguments})
-            yield self._end(item)
-        whole = _completed_response(completion, self._items)
-        yield self._event(whole["status"], {"response": whole})
-
-    def error(self, error: GatewayError) -> Events:
-        body = error.body()["error"]
-        yield "error", {"type": "error", "sequence_number": next(self._numbers), **body, "error": body}
+def _error_event(error: GatewayError) -> tuple[str, Json]:
+    body = error.body()["error"]
+    return "error", {"type": "error", "sequence_number": 0, **body, "error": body}
 
 
 _NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-RESPONSES = Dialect("responses", _read, _answer, _ResponseWriter, GatewayError.body, names=_NAMES)
+RESPONSES = Dialect("responses", _read, _answer, _events, GatewayError.body, _error_event, names=_NAMES)

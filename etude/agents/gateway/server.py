@@ -1,8 +1,9 @@
 """The gateway's HTTP server: serves the policy at `/s/<session>/v1`, one session per trajectory, in any of `DIALECTS`.
 
-Invariant: every error is one line in the dialect's error format. A disconnect cancels the client's request, also in the
-middle of a stream. The size and read time of a body and the number of sessions and choices are bounded. A stream's response
-begins with the first sampled token, so a request that fails before it gets an ordinary error response.
+Invariant: every error is one line in the dialect's error format. A disconnect cancels the client's request, also while a
+stream is kept alive. The size and read time of a body and the number of sessions and choices are bounded. A streamed turn
+arrives whole, in the events of its API, because training reads and records a turn once it is complete; a request that fails
+within `KEEP_ALIVE_SECONDS` gets an ordinary error response.
 """
 
 from __future__ import annotations
@@ -16,31 +17,28 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from etude.agents.gateway.chat_api import CHAT
-from etude.agents.gateway.dialect import Dialect
+from etude.agents.gateway.chat_api import CHAT, Dialect
 from etude.agents.gateway.messages_api import MESSAGES
 from etude.agents.gateway.recording import Completion
+from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
 from etude.agents.gateway.session import GatewaySession
-from etude.agents.gateway.streaming import LiveAnswer
-from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle
-from etude.errors import EtudeError, one_line
-from etude.serving.middleware import BearerToken, BodyLimit, hung_up, unless_gone
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from etude.errors import one_line
+from etude.serving.middleware import BearerToken, BodyLimit, hung_up
 
 logger = logging.getLogger(__name__)
 
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
+KEEP_ALIVE_SECONDS = 10.0
+"""A streamed turn that takes longer begins before it is known whether it fails, and sends a comment this often."""
 _CLIENT_CLOSED_REQUEST = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
@@ -83,15 +81,32 @@ def create_app(
 
 
 def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
+    def written(session: GatewaySession, completion: Completion) -> bytes:
+        """Returns the response's body: one object or, with `stream`, all its events."""
+        if dialect is RESPONSES and completion.request.store is not False:
+            session.keep_reply(response_id(completion), conversation(completion))
+        if not completion.request.stream:
+            return json.dumps(dialect.answer(completion, tokenizer)).encode()
+        return "".join([*map(_event_text, dialect.events(completion, tokenizer)), dialect.last]).encode()
+
     async def answer_request(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
-        if chat.stream:
-            stream = _Stream(dialect, session, chat, request, tokenizer)
-            return stream if await stream.begins() else Response(status_code=_CLIENT_CLOSED_REQUEST)
-        completion = await unless_gone(request, session.complete(chat))
-        if completion is None:
+        async def work() -> bytes:
+            return written(session, await session.complete(chat))
+
+        task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(hung_up(request))
+        patience = KEEP_ALIVE_SECONDS if chat.stream else None
+        waits = False
+        try:
+            done, _ = await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            waits = not done
+            if waits:
+                return _KeptAlive(dialect, session, task, gone)
+            if task.done():
+                return Response(task.result(), media_type="text/event-stream" if chat.stream else "application/json")
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        _keep_reply(dialect, session, completion)
-        return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")
+        finally:
+            if not waits:
+                await settle({task, gone})
 
     def read(session: GatewaySession, body: bytes, *, is_new: bool) -> ChatRequest:
         try:
@@ -130,107 +145,57 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         except BaseException:
             store.end(session)
             raise
-        if isinstance(response, _Stream):
+        if isinstance(response, _KeptAlive):
             response.on_end = lambda: store.end(session)
         else:
             store.end(session)
         return response
 
 
-def _keep_reply(dialect: Dialect, session: GatewaySession, completion: Completion) -> None:
-    if dialect is RESPONSES and completion.request.store is not False:
-        session.keep_reply(response_id(completion), conversation(completion))
+def _event_text(event: tuple[str | None, Any]) -> str:
+    name, data = event
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
 
 
-class _Stream(Response):
-    """Streams one response as server-sent events while it is sampled; `on_end` is called when it ends, also after errors."""
+class _KeptAlive(Response):
+    """Streams a turn that takes long: comments that keep the connection alive, then all its events at once; `on_end` is
+    called when it ends, also after errors."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        dialect: Dialect,
-        session: GatewaySession,
-        chat: ChatRequest,
-        request: Request,
-        tokenizer: PreTrainedTokenizerBase,
+        self, dialect: Dialect, session: GatewaySession, work: asyncio.Task[bytes], gone: asyncio.Task[None]
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.on_end: Callable[[], object] = lambda: None
-        self._dialect, self._session, self._tokenizer = dialect, session, tokenizer
-        self._live = LiveAnswer()
-        self._work = asyncio.ensure_future(session.complete(chat, self._live))
-        self._disconnected = asyncio.ensure_future(hung_up(request))
-
-    async def begins(self) -> bool:
-        """Waits for the first token; returns False if the client disconnected.
-
-        Raises:
-            GatewayError: the request was rejected, or failed before its first token.
-        """
-        begins = False
-        try:
-            await self._wait()
-            if self._work.done():
-                self._work.result()
-            begins = not self._disconnected.done()
-        finally:
-            if not begins:
-                await self._end()
-        return begins
+        self._dialect, self._session, self._work, self._gone = dialect, session, work, gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for events in self._events():
-                written = [
-                    (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in events
-                ]
-                await send({"type": "http.response.body", "body": "".join(written).encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": self._dialect.last.encode()})
+            done: set[asyncio.Task[Any]] = set()
+            while not done:
+                await send(
+                    {"type": "http.response.body", "body": b": the turn is being sampled\n\n", "more_body": True}
+                )
+                done, _ = await asyncio.wait(
+                    {self._work, self._gone}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            if self._work.done():
+                await send({"type": "http.response.body", "body": self._last()})
         except OSError:  # the client disconnected
             pass
         finally:
-            await self._end()
+            await settle({self._work, self._gone})
+            self.on_end()
 
-    async def _events(self) -> AsyncIterator[list[tuple[str | None, Any]]]:
-        live = self._live
-        assert live.rendered is not None
-        writer = self._dialect.writer(live.rendered, self._tokenizer)
-        events = list(writer.start())
-        while not self._disconnected.done():
-            events += [event for piece in live.pieces() for event in writer.delta(*piece)]
-            if events:
-                yield events
-            if self._work.done():
-                break
-            events = []
-            await self._wait()
-        else:
-            return
+    def _last(self) -> bytes:
         try:
-            completion = self._work.result()
-            _keep_reply(self._dialect, self._session, completion)
-            yield [event for piece in live.remaining(completion.turns) for event in writer.delta(*piece)]
-            yield list(writer.finish(completion))
+            return self._work.result()
         except GatewayError as error:
             self._session.declined = error
-            yield list(writer.error(error))
-        except EtudeError as error:
-            yield list(writer.error(self._session.failed(error)))
-
-    async def _wait(self) -> None:
-        """Waits until a token is sampled, the response is complete, or the client disconnects."""
-        changed = asyncio.ensure_future(self._live.changed.wait())
-        try:
-            await asyncio.wait({changed, self._work, self._disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-
-    async def _end(self) -> None:
-        await settle({self._work, self._disconnected})
-        self.on_end()
+            return (_event_text(self._dialect.error_event(error)) + self._dialect.last).encode()
 
 
 def _add_models(app: FastAPI, name: str) -> None:

@@ -1,7 +1,7 @@
 """`GatewaySession`: one trajectory behind a base URL.
 
 Checks requests against the limits, samples them, and records each one once it is answered; several may be in flight at
-once. `placing` decides where in the recording a request belongs, `reading` parses the sampled turn for its response.
+once. `prefix` finds the recorded turn that a request continues, `turn` parses the sampled turn for its response.
 
 Invariant: the recording is exactly what the engine saw and sampled. A request that fails, is rejected or cancelled leaves no
 trace in it.
@@ -13,26 +13,29 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext, turn_budget
 from etude.agents.client import TrajectoryClient
-from etude.agents.gateway.constraint import grammar_of
-from etude.agents.gateway.dialect import Dialect
-from etude.agents.gateway.images import ImageHeader, KeptImages, decode_images, read_image_sizes
-from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.placing import Place, longest_sequence, place_request
-from etude.agents.gateway.reading import ReadTurn, read_turn
-from etude.agents.gateway.recording import Completion, Recording, RenderedRequest, Turn
-from etude.agents.gateway.streaming import LiveAnswer
-from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
+from etude.agents.gateway.chat_api import Dialect
+from etude.agents.gateway.messages import (
+    ImageHeader,
+    KeptImages,
+    Message,
+    decode_images,
+    plain_messages,
+    read_image_sizes,
+)
+from etude.agents.gateway.prefix import Prefix, longest_sequence, match_prefix
+from etude.agents.gateway.recording import Completion, History, Recording, Turn
+from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, TooLong, grammar_of, read_request
+from etude.agents.gateway.turn import ParsedTurn, parse_turn
 from etude.bounded import settle
 from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
-from etude.inference.types import OnTokens
 from etude.rewards.number import MAX_REWARD, as_reward
 from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
@@ -131,14 +134,14 @@ class GatewaySession:
         except TooLong as error:
             raise self._too_long(error.length, longest) from error
 
-    async def complete(self, request: ChatRequest, live: LiveAnswer | None = None) -> Completion:
-        """Answers a request; `live` gets the tokens as they are sampled, if the engine streams them.
+    async def complete(self, request: ChatRequest) -> Completion:
+        """Answers a request.
 
         Raises:
             GatewayError: it is rejected, or the engine or another part of Étude failed (which sets `broken`).
         """
         try:
-            return await self._complete(request, live or LiveAnswer())
+            return await self._complete(request)
         except GatewayError:
             raise
         except GrammarError as error:
@@ -146,59 +149,74 @@ class GatewaySession:
         except Exception as error:
             raise self.failed(error) from error
 
-    async def _complete(self, request: ChatRequest, live: LiveAnswer) -> Completion:
+    async def _complete(self, request: ChatRequest) -> Completion:
         arrived = self.last_used = time.monotonic()
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
         longest = longest_sequence(self._context.options)
         if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
-        image_headers: list[list[ImageHeader]] = [[]] * len(messages)
+        headers: list[list[ImageHeader]] = [[]] * len(messages)
         if any(addresses):
             roles = [message["role"] for message in messages]
-            [image_headers] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
+            [headers] = await self._gather([read_image_sizes(addresses, roles, self._context)], arrived)
             self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
-        digests = [[header.digest for header in shown] for shown in image_headers]
-        history = History(messages, digests, json.dumps([request.tools, _sampling_of(params)]))
-        place = place_request(self.recording, messages, image_headers, history, request, self._context)
-        self._check_room(place)
+        sampling = {name: getattr(params, name) for name in _SAMPLING}
+        digests = [[header.digest for header in shown] for shown in headers]
+        history = History(messages, digests, json.dumps([request.tools, sampling]))
+        prefix = match_prefix(self.recording, messages, headers, history, request, self._context)
+        self._check_room(prefix)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
         self._admitted += 1
         try:
-            if place.image_headers:
-                [decoded] = await self._gather([decode_images(place.image_headers, self._context)], arrived)
+            if prefix.image_headers:
+                [decoded] = await self._gather([decode_images(prefix.image_headers, self._context)], arrived)
                 images = self._images.take(decoded)
             parser = self._context.parser
-            prompt_end = parser.decode(place.ids[-_TAIL:])
-            thinking = parser.opens_reasoning(prompt_end)
+            prompt_end = parser.decode(prefix.ids[-_TAIL:])
             params = replace(params, grammar=grammar_of(request, parser, prompt_end))
             number = self._requests
             self._requests += 1
             self.refused = None
             started = time.perf_counter()
-            rendered = RenderedRequest(request, place.ids, f"{self.name}-{number}")
-            callbacks = live.begin(rendered, parser, thinking)
-            options = self._context.options.multi_turn
-            most, cut_by = turn_budget((place.room, place.ending), self.recording.sampled, options)
-            budget = max(most, 1), cut_by
-            outputs = await self._sample(place, images, params, request, arrived, budget[0], callbacks)
-            reads = [await read_turn(parser, output, request, thinking) for output in outputs]
+            room = prefix.room, prefix.ending
+            most, cut_by = turn_budget(room, self.recording.sampled, self._context.options.multi_turn)
+            most = max(most, 1)
+            outputs = await self._sample(prefix, images, params, request, arrived, most)
+            thinking = parser.opens_reasoning(prompt_end)
+            parsed_turns = [await parse_turn(parser, output, request, thinking) for output in outputs]
             if self._closed:
                 raise self._session_over()
             seconds = (time.perf_counter() - started) / len(outputs)
             self._answered += 1
-            turns = [
-                self._record(place, images, history, read, (number, -choice), budget, _sampling_of(params), seconds)
-                for choice, read in enumerate(reads)
-            ]
+            for choice, parsed in enumerate(parsed_turns):
+                order, length = (number, -choice), len(parsed.output.token_ids)
+                message = _message_of(parsed, order)
+                was_cut = parsed.output.stop_reason == "length" and length >= most
+                turn = Turn(
+                    prefix.parent,
+                    order,
+                    prefix.context,
+                    prefix.new_messages,
+                    images,
+                    message,
+                    parsed,
+                    len(prefix.ids) + length,
+                    prefix.response_length + length,
+                    cut_by if was_cut else None,
+                    sampling,
+                    seconds,
+                )
+                self.recording.add(turn, history.after(message))
+                turns.append(turn)
         finally:
             self._admitted -= 1
             self.last_used = time.monotonic()
             if not turns:
                 self._images.give_back(images)
-        return Completion(request, place.ids, rendered.name, turns)
+        return Completion(request, prefix.ids, f"{self.name}-{number}", turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
         """Keeps the conversation up to a response. Conversations overlap, so each distinct message is stored once."""
@@ -266,14 +284,14 @@ class GatewaySession:
         seed = 0 if self.rules.own_sampling and request.seed is not None else sampling.seed
         return replace(sampling, **own, stop=(*sampling.stop, *request.stops), seed=seed)
 
-    def _check_room(self, place: Place) -> None:
+    def _check_room(self, prefix: Prefix) -> None:
         options, first = self._context.options, not self.recording.turns
         malformed = options.multi_turn.max_consecutive_malformed_calls
-        if malformed is not None and place.parent is not None and place.parent.malformed_in_a_row() >= malformed:
+        if malformed is not None and prefix.parent is not None and prefix.parent.malformed_in_a_row() >= malformed:
             raise self._refuse(StopReason.MAX_MALFORMED_CALLS, f"{malformed} malformed calls in a row")
         least = 1 if first else options.multi_turn.min_answer_tokens
-        if place.room < least or (first and len(place.ids) > options.prompt_length):
-            raise self._too_long(f"{len(place.ids)}", longest_sequence(options), place.ending)
+        if prefix.room < least or (first and len(prefix.ids) > options.prompt_length):
+            raise self._too_long(f"{len(prefix.ids)}", longest_sequence(options), prefix.ending)
 
     def _too_long(self, length: str, longest: int, ending: StopReason = StopReason.RESPONSE_LENGTH) -> GatewayError:
         options = self._context.options
@@ -289,15 +307,17 @@ class GatewaySession:
 
     async def _gather(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
         """Runs the coroutines of one request concurrently and returns their results; ending the session cancels them."""
+        limit = self.rules.request_seconds
+        timeout = None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
         tasks = [asyncio.ensure_future(work) for work in works]
         self._at_work.update(tasks)
         try:
-            _, waiting = await asyncio.wait(
-                tasks, timeout=self._seconds_left(arrived), return_when=asyncio.FIRST_EXCEPTION
-            )
-            results = [self._result(task) for task in tasks if task.done()]
+            _, waiting = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.cancelled() for task in tasks):
+                raise self._session_over()
+            results = [task.result() for task in tasks if task.done()]
             if waiting:
-                raise GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
+                raise GatewayError(504, f"no answer within {limit:g} s", code="timeout")
         finally:
             await settle(tasks)
             self._at_work.difference_update(tasks)
@@ -305,39 +325,29 @@ class GatewaySession:
             raise self._session_over()
         return results
 
-    def _result(self, task: asyncio.Task[T]) -> T:
-        if task.cancelled():
-            raise self._session_over()
-        return task.result()
-
-    def _seconds_left(self, arrived: float) -> float | None:
-        limit = self.rules.request_seconds
-        return None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
-
     async def _sample(
         self,
-        place: Place,
+        prefix: Prefix,
         images: tuple[ImageInput, ...],
         params: SamplingParams,
         request: ChatRequest,
         arrived: float,
         room: int,
-        callbacks: Sequence[OnTokens],
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or room, room)
-        all_images = (*(() if place.parent is None else place.parent.all_images()), *images)
+        all_images = (*(() if prefix.parent is None else prefix.parent.all_images()), *images)
         ask = partial(
             self._client.generate,
-            prompt_ids=place.ids,
+            prompt_ids=prefix.ids,
             sampling_params=replace(params, max_tokens=most),
             images=all_images or None,
         )
         draws: list[int | None] = [None] * (request.n or 1)
         if request.seed is not None:
-            draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
-        outputs = await self._gather([ask(draw=draw, on_tokens=take) for draw, take in zip(draws, callbacks)], arrived)
+            draws = [client_draw(request.seed, choice, prefix.ids) for choice in range(len(draws))]
+        outputs = await self._gather([ask(draw=draw) for draw in draws], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
-            raise self._too_long(f"{len(place.ids)}", len(place.ids))
+            raise self._too_long(f"{len(prefix.ids)}", len(prefix.ids))
         return outputs
 
     def _session_over(self) -> GatewayError:
@@ -350,54 +360,20 @@ class GatewaySession:
         status = 503 if is_infrastructure(error) else 500
         return GatewayError(status, f"{type(error).__name__}: {one_line(error)}", code="engine_failed")
 
-    def _record(
-        self,
-        place: Place,
-        images: tuple[ImageInput, ...],
-        history: History,
-        read: ReadTurn,
-        order: tuple[int, int],
-        budget: tuple[int, StopReason],
-        sampling: dict[str, float],
-        seconds: float,
-    ) -> Turn:
-        room, cut_by = budget
-        message: Message = {"role": "assistant", "content": read.content}
-        if read.reasoning:
-            message["reasoning_content"] = read.reasoning
-        if read.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id or _call_id(order, n),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for n, call in enumerate(read.calls)
-            ]
-        length = len(read.output.token_ids)
-        turn = Turn(
-            place.parent,
-            order,
-            place.context,
-            place.new_messages,
-            images,
-            message,
-            read,
-            len(place.ids) + length,
-            place.response_length + length,
-            cut_by if read.output.stop_reason == "length" and length >= room else None,
-            sampling,
-            seconds,
-        )
-        self.recording.add(turn, history.after(message))
-        return turn
 
-
-def _sampling_of(params: SamplingParams) -> dict[str, float]:
-    return {name: getattr(params, name) for name in _SAMPLING}
-
-
-def _call_id(order: tuple[int, int], number: int) -> str:
-    """A call id for formats in which the model writes none: nine letters and digits, as Mistral's template requires, and
-    the same in every run, since templates may render it."""
-    return hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9]
+def _message_of(parsed: ParsedTurn, order: tuple[int, int]) -> Message:
+    """Returns the assistant message of a turn. A call of a format in which the model writes no ids gets one of nine letters
+    and digits, as Mistral's template requires, and the same in every run, since templates may render it."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9],
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message

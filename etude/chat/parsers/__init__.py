@@ -2,30 +2,28 @@
 
 from etude.chat.parsers.auto import AutoToolParser, format_of
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser
-from etude.chat.parsers.deepseek import DeepseekV3ToolParser, DeepseekV31ToolParser
-from etude.chat.parsers.elements import (
+from etude.chat.parsers.element_formats import (
     DeepseekV32ToolParser,
+    Glm4MoeToolParser,
     KimiK3ToolParser,
     MinimaxM2ToolParser,
     Qwen3CoderToolParser,
     SeedOssToolParser,
 )
-from etude.chat.parsers.gemma import GemmaToolParser
-from etude.chat.parsers.glm4_moe import Glm4MoeToolParser
 from etude.chat.parsers.gpt_oss import GptOssToolParser
-from etude.chat.parsers.json_blocks import (
+from etude.chat.parsers.headed_formats import DeepseekV3ToolParser, DeepseekV31ToolParser, KimiK2ToolParser
+from etude.chat.parsers.json_formats import (
     CohereToolParser,
     GigaChat3ToolParser,
     GraniteToolParser,
     HermesToolParser,
     Internlm2ToolParser,
+    Llama3JsonToolParser,
+    MistralToolParser,
     Phi4ToolParser,
     XlamToolParser,
 )
-from etude.chat.parsers.kimi_k2 import KimiK2ToolParser
-from etude.chat.parsers.llama3_json import Llama3JsonToolParser
-from etude.chat.parsers.mistral import MistralToolParser
-from etude.chat.parsers.pythonic import Lfm2ToolParser, Olmo3ToolParser, PythonicToolParser
+from etude.chat.parsers.python_formats import GemmaToolParser, Lfm2ToolParser, Olmo3ToolParser, PythonicToolParser
 from etude.chat.parsers.rl_factory import CallsFirstToolParser, RLFactoryToolParser
 from etude.chat.parsers.search_r1 import SearchR1ToolParser
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.encoding import Decoder
 from etude.chat.grammar import CallForm
-from etude.chat.parsers.streaming import TurnStream
 from etude.errors import ConfigError
 from etude.registry import Registry
 from etude.schemas import FunctionCall
@@ -163,10 +162,10 @@ class ToolParser:
             content, calls = self.decode(response_ids), returned
         return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
 
-    def stream(self, thinking: bool = False) -> TurnStream:
-        """Returns an incremental parser for one turn; `thinking`: whether the prompt ends inside a reasoning block. By
-        default, it emits nothing before the turn is complete."""
-        return TurnStream()
+    def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
+        """Returns (reasoning, the rest of the turn with its calls as the model wrote them), for a turn whose calls are not
+        wanted or malformed; `opened`: whether the prompt ends inside a reasoning block."""
+        return "", text.strip()
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends with a tag that opens a reasoning block."""

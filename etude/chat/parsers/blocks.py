@@ -16,13 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, to_json
-from etude.chat.parsers.streaming import BlockStream, TurnStream
+from etude.chat.parsers.arguments import Unreadable, decode
+from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.schemas import FunctionCall
-
-KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
-LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # beginning of a JSON list; the parser checks the rest
 
 
 @dataclass(frozen=True)
@@ -98,17 +94,40 @@ class BlockParser(ToolParser):
         """Parses a turn; the content is everything outside blocks, reasoning included, stripped."""
         return as_response(self.read(text, tools))
 
-    bare_begins: ClassVar[str] = ""
-    """Characters that a block without a tag may begin with."""
-
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """Parses a block without a tag at `start`, the beginning of the turn or of the text after reasoning; None if there
         is none."""
         return None
 
-    def stream(self, thinking: bool = False) -> TurnStream:
-        calls, glue = {*self.opening, *self.sections}, {*self.glue} - {*self.sections}
-        return BlockStream(calls, glue, dict(self.reasoning_tags), thinking, self.bare_begins)
+    def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
+        """See `ToolParser.split_reasoning`; from the first call on, the rest is as the model wrote it."""
+        closing_of = dict(self.reasoning_tags)
+        closings = set(closing_of.values())
+        thoughts: list[str] = []
+        words: list[str] = []
+        position = 0
+        tags = [tag for tag in self._tags.finditer(text) if tag.group() in closings or tag.group() in closing_of]
+        if tags and tags[0].group() in closings:  # the prompt opened this block
+            thoughts, position = [text[: tags[0].start()]], tags[0].end()
+        elif opened and not tags:  # and the model did not close it
+            call = self._tags.search(text)
+            end = len(text) if call is None else call.start()
+            thoughts, position = [text[:end]], end
+        while tag := self._tags.search(text, position):
+            name = tag.group()
+            if name in closing_of:
+                words.append(text[position : tag.start()])
+                close = text.find(closing_of[name], tag.end())
+                end = len(text) if close < 0 else close
+                thoughts.append(text[tag.end() : end])
+                position = end if close < 0 else end + len(closing_of[name])
+            elif name in closings or (name in self.glue and name not in self.sections):
+                words.append(text[position : tag.end() if name in closings else tag.start()])
+                position = tag.end()
+            else:
+                break
+        reasoning = "\n".join(filter(None, map(str.strip, thoughts)))
+        return reasoning, "".join([*words, text[position:]]).strip()
 
     def opens_reasoning(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.reasoning_tags))
@@ -192,7 +211,6 @@ class BareParser(BlockParser):
     there is a call or an error, never content."""
 
     bare: ClassVar[re.Pattern[str]]
-    bare_begins = "[{"
 
     def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_bare`; consecutive blocks are parsed as one."""
@@ -202,92 +220,6 @@ class BareParser(BlockParser):
             found += block.found
             end = block.end
         return Block(end, found) if found else None
-
-
-class JsonBlockParser(BlockParser):
-    """Base class for JSON blocks: an opening tag, an object or a list of objects, and a closing tag.
-
-    The block ends where its JSON ends, so that tags inside JSON strings are text. A block without a closing tag is
-    malformed, unless `may_stay_open`: then it ends with its JSON, if no comma and further object follow.
-
-    `written` is what `write` puts before and after a block's JSON, which is a list of all calls if `writes_list`.
-    """
-
-    may_stay_open: ClassVar[bool] = False
-    written: ClassVar[tuple[str, str]]
-    writes_list: ClassVar[bool] = False
-    names: ClassVar[tuple[str, ...]] = ("name",)
-    arguments: ClassVar[tuple[str, ...]] = ("arguments",)
-
-    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        begin = skip_space(text, start)
-        end = json_end(text, begin)
-        if end is not None:
-            after = skip_space(text, end)
-            for closing in self.closing:
-                if text.startswith(closing, after):
-                    return Block(after + len(closing), self.read_calls(text[begin:end]))
-            if self.may_stay_open and _ANOTHER.match(text, end) is None:
-                return Block(end, self.read_calls(text[begin:end]))
-        body, end = until(text, start, self._ends, self.closing)
-        if body is None and not self.may_stay_open:
-            return Block(end, [Malformed(f"it is not closed; end it with {self.closing[0]}")])
-        return Block(end, self.read_calls(text[start:end] if body is None else body))
-
-    def write(self, calls: Calls, tools: Tools | None = None) -> str:
-        begin, end = self.written
-        objects = [{self.names[0]: name, self.arguments[0]: dict(arguments)} for name, arguments in calls]
-        return "\n".join(f"{begin}{to_json(each)}{end}" for each in ([objects] if self.writes_list else objects))
-
-    def read_calls(self, body: str) -> Found:
-        """Parses the calls in one block's JSON."""
-        return read_each(body, lambda value: call_of(value, self.names, self.arguments))
-
-
-class HeadedJsonParser(BlockParser):
-    """Base class for blocks of a head with the function's name, and its JSON arguments, with which the block ends.
-
-    `head` matches the head, with the name as its only group; `head_form` describes it in errors; `fence` may come between
-    the JSON and the closing tag. `written` is what `write` puts before a call's JSON, with the function's `name` and the
-    call's `number`, and after it; all calls stand in a section.
-    """
-
-    head: ClassVar[re.Pattern[str]]
-    written: ClassVar[tuple[str, str]]
-    head_form: ClassVar[str]
-    fence: ClassVar[str] = ""
-
-    def write(self, calls: Calls, tools: Tools | None = None) -> str:
-        before, after = self.written
-        blocks = [
-            f"{self.opening[0]}{before.format(name=name, number=n)}{to_json(dict(arguments))}{after}{self.closing[0]}"
-            for n, (name, arguments) in enumerate(calls)
-        ]
-        return f"{self.glue[0]}{''.join(blocks)}{self.glue[1]}"
-
-    def read_call(self, named: str, arguments: str, tools: Tools | None) -> FunctionCall:
-        """Builds a block's call from its head and arguments; raises `Unreadable` if they are malformed."""
-        raise NotImplementedError
-
-    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        head = self.head.match(text, start)
-        if head is not None:
-            begin = skip_space(text, head.end())
-            end = json_end(text, begin)
-            after = len(text) if end is None else skip_space(text, end)
-            if self.fence and text.startswith(self.fence, after):
-                after = skip_space(text, after + len(self.fence))
-            closing = next((each for each in self.closing if text.startswith(each, after)), None)
-            if closing is not None:
-                return Block(after + len(closing), [attempt(self.read_call, head[1], text[begin:end], tools)])
-        body, end = until(text, start, self._ends, self.closing)
-        if body is None:
-            return Block(end, [Malformed(f"it is not closed; end it with {self.closing[0]}")])
-        head = self.head.match(body)
-        if head is None:
-            return Block(end, [Malformed(f"it must begin with {self.head_form}")])
-        arguments = body[head.end() :].strip().removesuffix(self.fence)
-        return Block(end, [attempt(self.read_call, head[1], arguments, tools)])
 
 
 def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:
@@ -349,4 +281,3 @@ def as_response(pieces: Pieces) -> ParsedResponse:
 
 
 _SPACE = re.compile(r"\s*")
-_ANOTHER = re.compile(r"\s*,\s*\{")

@@ -14,13 +14,12 @@ one without a recipient that ends with `<|call|>`. `<|call|>` ends a turn.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
+from etude.chat.parsers.arguments import Unreadable, decode, function_call, json_end, names_of, to_json
 from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Malformed, Pieces, Thought, as_response, attempt, skip_space
-from etude.chat.parsers.json_call import Unreadable, decode, function_call, json_end, to_json
-from etude.chat.parsers.streaming import Kind, TurnStream, beginnings
-from etude.chat.parsers.typed import names_of
 from etude.schemas import FunctionCall
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -43,22 +42,27 @@ class GptOssToolParser(ToolParser):
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """Parses a turn; the content is that of the channels that a user sees."""
         pieces: Pieces = []
-        position, begin = 0, _first_head(text)
-        while begin is not None:
-            pieces.append(text[position:begin])
-            message = _MESSAGE.search(text, begin)
-            if message is None or message.group() != "<|message|>":
-                position = len(text) if message is None else message.end()
-                if "to=" in text[begin:position] or text.endswith("<|call|>", begin, position):
-                    pieces.append(Malformed("it has no <|message|> with its JSON arguments"))
-            else:
-                found, position = _read_message(text, text[begin : message.start()], message.end(), tools)
-                pieces += found
-            head = _HEAD.search(text, position)
-            begin = None if head is None else head.start()
+        position = 0
+        for begin, found, end in _messages(text, tools):
+            pieces += [text[position:begin], *found]
+            position = end
         thoughts = [piece.inner for piece in pieces if isinstance(piece, Thought)]
         said = as_response([*(piece for piece in pieces if not isinstance(piece, Thought)), text[position:]])
         return replace(said, reasoning="\n".join(filter(None, thoughts)))
+
+    def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
+        """See `ToolParser.split_reasoning`; from the first call on, the rest is as the model wrote it."""
+        words: list[str] = []
+        thoughts: list[str] = []
+        position = 0
+        for begin, found, end in _messages(text, None):
+            texts = [piece for piece in found if isinstance(piece, str)]
+            if len(texts) < len(found):
+                break
+            thoughts += [piece.inner for piece in texts if isinstance(piece, Thought)]
+            words += [text[position:begin], *(piece for piece in texts if not isinstance(piece, Thought))]
+            position = end
+        return "\n".join(filter(None, thoughts)), "".join([*words, text[position:]]).strip()
 
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
         return "<|start|>assistant".join(
@@ -66,51 +70,22 @@ class GptOssToolParser(ToolParser):
             for name, arguments in calls
         )
 
-    def stream(self, thinking: bool = False) -> TurnStream:
-        return HarmonyStream()
 
-
-class HarmonyStream(TurnStream):
-    """Emits messages without a recipient, up to the first call or malformed message."""
-
-    _of_tokens = beginnings(_TOKENS)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kind: Kind | None = None  # of the current message; None inside a header
-
-    def _step(self) -> bool:
-        return self._head() if self._kind is None else self._message()
-
-    def _head(self) -> bool:
-        begin = skip_space(self.text, self._position)
-        head = _HEAD.match(self.text, begin)
-        if head is None:
-            waits = self.text[begin:] in self._of_tokens or begin == len(self.text)
-            return False if waits and not self._closed else self._hold(self._position)
-        message = _MESSAGE.search(self.text, begin)
-        if message is None:
-            return self._hold(self._position) if self._closed else False
-        heading = self.text[begin : message.start()]
-        if message.group() != "<|message|>" or "to=" in heading:
-            return self._hold(self._position)
-        self._emit("content", self.text[self._position : begin])
-        self._position, self._kind = message.end(), "reasoning" if "analysis" in heading else "content"
-        if self._kind == "reasoning":
-            self._new_thought()
-        return True
-
-    def _message(self) -> bool:
-        end = _END.search(self.text, self._position)
-        position = self._clear_end(self._of_tokens) if end is None else end.start()
-        assert self._kind is not None
-        self._emit_until(self._kind, position)
-        if end is None:
-            return False
-        if end.group() == "<|call|>":
-            return self._hold(position)
-        self._position, self._kind = end.start() if end.group() == "<|start|>" else end.end(), None
-        return True
+def _messages(text: str, tools: Tools | None) -> Iterator[tuple[int, Pieces, int]]:
+    """Yields (beginning of the header, pieces, end) of each message of a turn."""
+    begin = _first_head(text)
+    while begin is not None:
+        message = _MESSAGE.search(text, begin)
+        found: Pieces = []
+        if message is None or message.group() != "<|message|>":
+            end = len(text) if message is None else message.end()
+            if "to=" in text[begin:end] or text.endswith("<|call|>", begin, end):
+                found = [Malformed("it has no <|message|> with its JSON arguments")]
+        else:
+            found, end = _read_message(text, text[begin : message.start()], message.end(), tools)
+        yield begin, found, end
+        head = _HEAD.search(text, end)
+        begin = None if head is None else head.start()
 
 
 def _first_head(text: str) -> int | None:

@@ -13,9 +13,10 @@ import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from etude.chat.parsers.arguments import Unreadable, call_of, decode
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.blocks import Found, JsonBlockParser, Pieces, Thought, as_response, attempt
-from etude.chat.parsers.json_call import Unreadable, call_of, decode
+from etude.chat.parsers.blocks import Found, Pieces, Thought, as_response, attempt
+from etude.chat.parsers.json_formats import JsonBlockParser
 from etude.schemas import FunctionCall
 
 EMPTY_TOOL = {"name": "<empty>", "args": "# Extract the tool name failed"}

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from etude.chat.parsers.arguments import Unreadable, call_of, decode, function_call, to_json
 from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Malformed, Thought, as_response, attempt, until
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, to_json
 from etude.schemas import FunctionCall
 
 _CLOSING = {"<search>": "</search>", "<tool_call>": "</tool_call>"}

@@ -25,7 +25,7 @@ from etude.errors import ConfigError, EngineError, MissingExtraError, one_line
 from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.router import connect
 from etude.inference.served import Answer, ServedEngine, checkpoint_folder, validate_answer, version_spans
-from etude.inference.types import ENGINES, Engine, OnTokens, SamplingParams, TokenOutput
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 from etude.inference.vllm.server import VLLMServerEngine, check_loaded, check_same, sampling_fields
 from etude.registry import did_you_mean
 
@@ -107,23 +107,17 @@ class VLLMEngine(ServedEngine):
                 atexit.register(_end, weakref.ref(self._engine))  # its processes would block interpreter exit
         return self._engine
 
-    async def _ask(
-        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
-    ) -> TokenOutput:
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, version = await self._started(), self._version
-        kind = RequestOutputKind.FINAL_ONLY if on_tokens is None else RequestOutputKind.CUMULATIVE
+        kind = RequestOutputKind.FINAL_ONLY
         vllm_params = VLLMSamplingParams(**({"detokenize": False} | sampling_fields(params)), output_kind=kind)
-        final, streamed = None, 0
+        final = None
         try:
             async for output in engine.generate({"prompt_token_ids": prompt}, vllm_params, name):
                 final = output
-                if on_tokens is not None and output.outputs:
-                    new = list(output.outputs[0].token_ids[streamed:])
-                    streamed += len(new)
-                    on_tokens(new)
         except Exception as error:
             raise EngineError(f"vLLM failed a request: {type(error).__name__}: {one_line(error)}") from error
         if final is None or not final.outputs:

@@ -19,8 +19,8 @@ from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import Answer, ServedEngine, check_count, checkpoint_folder, validate_answer, version_spans
-from etude.inference.types import OnTokens, SamplingParams, TokenOutput
+from etude.inference.served import Answer, ServedEngine, checkpoint_folder, validate_answer, version_spans
+from etude.inference.types import SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
@@ -87,40 +87,16 @@ class VLLMServerEngine(ServedEngine):
             return error.status
         return None
 
-    async def _ask(
-        self, name: str, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None
-    ) -> TokenOutput:
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         route, version, adapter = await self._connect(), self._version, self.adapter
         body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, params)
         body |= {"model": adapter} if adapter else {}
-        if on_tokens is not None and route == COMPLETIONS:  # GENERATE is called without streaming
-            answer = await self._streamed(body | {"stream": True}, params, on_tokens)
-        else:
-            answer = await self._server.ask(route, body)
+        answer = await self._server.ask(route, body)
         with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
         if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
         return validate_answer(read, params, version, self._server.url)
-
-    async def _streamed(self, body: dict[str, Any], params: SamplingParams, on_tokens: OnTokens) -> dict[str, Any]:
-        """Streams a completion and assembles its chunks into the response that it would be without streaming."""
-        ids: list[int] = []
-        log_probs: list[float] = []
-        whole = {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": None}
-
-        def take(event: dict[str, Any]) -> None:
-            with self._server.reading(COMPLETIONS):
-                for choice in event["choices"]:
-                    whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
-                    if new := choice.get("token_ids"):
-                        ids.extend(new)
-                        check_count(ids, params, self._server.url)
-                        log_probs.extend(choice["logprobs"]["token_logprobs"])
-                        on_tokens(new)
-
-        await self._server.stream(COMPLETIONS, body, take)
-        return {"choices": [whole]}
 
     async def _abort(self, name: str) -> None:
         external = f"generate-tokens-{name}" if self._connected == GENERATE else f"cmpl-{name}-0"

@@ -1,6 +1,6 @@
 """The program's side of a session: runs cells in order in one `__main__`, like a notebook.
 
-Invariant: each cell has one answer, a frame of limited length: its JSON object is short and its parts are the cell's texts
+Invariant: each cell has one answer, a message of limited length: its JSON object is short and its parts are the cell's texts
 and images, so the host parses nothing that a cell can make long. This code shares its process with the model's code, which
 may tamper with it, but can only forge output of its own session. If a cell ends in an expression, its text is the `repr` of
 that value; values with `_repr_png_` and open matplotlib figures become PNG images.
@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import frames, interpreter
+from . import interpreter, messages
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,7 +46,7 @@ def serve(connection: int, work: str) -> NoReturn:
     notebook = _Notebook(main)
     owner = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # except while a cell runs
-    while (received := frames.receive(connection)) is not None:
+    while (received := messages.receive(connection)) is not None:
         try:
             answer = notebook.run(received[0]["code"])
         except KeyboardInterrupt as error:  # it arrived just after the cell had ended
@@ -57,7 +57,7 @@ def serve(connection: int, work: str) -> NoReturn:
             (kind, part if isinstance(part, bytes) else str.encode(part, "utf-8", "backslashreplace"))
             for kind, part in answer
         ]
-        frames.send(connection, {"cell": received[0]["cell"]}, parts)
+        messages.send(connection, {"cell": received[0]["cell"]}, parts)
     os._exit(0)
 
 

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
         data, fds, _, _ = socket.recv_fds(host, 1, FDS_PER_RUN)
         if not data:
             os._exit(0)
-        with contextlib.suppress(OSError):  # the fork failed: to the host the box has ended
+        with contextlib.suppress(OSError):  # the fork failed: to the host the container has ended
             if settings.isolated:
                 kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # otherwise the next `unshare` would fail
                 kernel.unshare(kernel.CLONE_NEWPID)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import cells, interpreter, kernel, landlock, seccomp
-from .box import Box
+from .namespaces import Folders
 from .settings import PROGRAM_ID, SHM, Settings
 
 _MIB = 1 << 20
@@ -28,7 +28,11 @@ class Broken(Exception):
 
 
 def start(
-    settings: Settings, box: Box, descriptors: Sequence[int], request: dict[str, Any], command: Sequence[str] | None
+    settings: Settings,
+    folders: Folders,
+    descriptors: Sequence[int],
+    request: dict[str, Any],
+    command: Sequence[str] | None,
 ) -> int:
     """Starts `command`, or if it is None the request's Python code or session; returns its PID once its code starts.
 
@@ -40,7 +44,7 @@ def start(
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _become(settings, box, [*descriptors, writer], request, command)
+        _become(settings, folders, [*descriptors, writer], request, command)
     os.close(writer)
     with open(reader, "rb") as pipe:
         failure = pipe.read()
@@ -50,27 +54,31 @@ def start(
 
 
 def _become(
-    settings: Settings, box: Box, descriptors: Sequence[int], request: dict[str, Any], command: Sequence[str] | None
+    settings: Settings,
+    folders: Folders,
+    descriptors: Sequence[int],
+    request: dict[str, Any],
+    command: Sequence[str] | None,
 ) -> NoReturn:
     """Runs the program in the forked process; the last of `descriptors` receives the reason if it cannot start."""
     failure = descriptors[-1]
     try:
         _take_descriptors(descriptors)
         failure = len(descriptors) - 1
-        _confine(settings, box)
+        _confine(settings, folders)
         _limit(request["limits"], request["address_space"], settings.isolated)
         if command is not None:
             _execute(command)
         os.close(failure)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace")
-        compiled = command is not None and command[0].startswith(box.tmp)  # then it is the model's own failure
+        compiled = command is not None and command[0].startswith(folders.tmp)  # then it is the model's own failure
         os.write(2 if compiled else failure, text)
         os._exit(126)
     if request["kind"] == "session":
-        cells.serve(3, box.work)
+        cells.serve(3, folders.work)
     os.close(3)
-    interpreter.run_python(os.path.join(box.work, request["source"]), request["code"], request["args"])
+    interpreter.run_python(os.path.join(folders.work, request["source"]), request["code"], request["args"])
 
 
 def _take_descriptors(descriptors: Sequence[int]) -> None:
@@ -81,14 +89,14 @@ def _take_descriptors(descriptors: Sequence[int]) -> None:
     os.closerange(len(descriptors), min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], (1 << 31) - 1))
 
 
-def _confine(settings: Settings, box: Box) -> None:
+def _confine(settings: Settings, folders: Folders) -> None:
     """Permanently drops the privileges that no program may have; `_limit` drops the rest.
 
     Raises:
         OSError: a step failed.
     """
     os.setsid()
-    os.chdir(box.work)
+    os.chdir(folders.work)
     os.umask(0o022)
     if settings.isolated:
         kernel.enter_user_namespace(PROGRAM_ID)
@@ -97,9 +105,9 @@ def _confine(settings: Settings, box: Box) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if settings.isolated:
         kernel.drop_capabilities()
-        landlock.restrict((box.work, box.tmp, SHM), ("/dev", "/proc"))
+        landlock.restrict((folders.work, folders.tmp, SHM), ("/dev", "/proc"))
         kernel.install_seccomp(_SECCOMP)
-    os.environ.update(HOME=box.tmp, TMPDIR=box.tmp, PWD=box.work)
+    os.environ.update(HOME=folders.tmp, TMPDIR=folders.tmp, PWD=folders.work)
 
 
 def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:

@@ -3,7 +3,7 @@
 Invariant: a call is allowed only if its number is at most the last known one and it is not in the tables of those that reach
 beyond the process's own files, memory and children. Newer calls fail with ENOSYS; calls of other architectures kill the
 process. The filter is a second barrier: namespaces and missing capabilities block what it denies too, except for what
-namespaces do not cover: `AF_VSOCK`, kernel keyrings, memory that belongs to no process and so escapes the census, and
+namespaces do not cover: `AF_VSOCK`, kernel keyrings, memory that belongs to no process and so escapes measurement, and
 quotas that all runs and the host share.
 """
 
@@ -193,12 +193,12 @@ _RULES = {
     "ioctl": _rule(errno.EPERM, _is(1, _TIOCSTI, _TIOCLINUX)),
     # Notifications of what others do to shared files, leases that block their writers, pipes with larger buffers.
     "fcntl": _rule(errno.EPERM, _is(1, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ)),
-    # Most programs set buffer sizes as a hint, so that succeeds. The census counts every socket with its initial size.
+    # Most programs set buffer sizes as a hint, so that succeeds. The supervisor counts every socket with its initial size.
     "setsockopt": _rule(0, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUF, _SO_RCVBUF))
     + _rule(errno.EPERM, _is(1, _SOL_SOCKET), _is(2, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)),
     # The host's huge pages, swap, page cache and disk.
     # And shared memory without a file: its pages stay after `mremap`, `munmap` of a part or `madvise`, in no process's
-    # resident set. A file in the box is counted by its tmpfs.
+    # resident set. A file of the run is counted by its tmpfs.
     "mmap": _rule(errno.ENOMEM, _has(3, _MAP_HUGETLB))
     + _rule(errno.EPERM, _has(3, _MAP_ANONYMOUS), _has(3, _MAP_SHARED)),
     # Attributes of files: a list of access rights takes 64 KiB for each file, which its tmpfs does not count.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-BOX = "/box"
+FILES = "/box"
 """Mount point of a run's tmpfs; its folders are bound to the next three paths, so that these share one size limit."""
 WORK = "/sandbox"
 TMP = "/tmp"

@@ -1,9 +1,9 @@
-"""The supervisor of one run or session: process 1 of its PID namespace, and the only trusted process in the box.
+"""The supervisor of one run or session: process 1 of its PID namespace, and the only trusted process in the container.
 
-Order of one run: send the host a pidfd, wait for the request, open the box, write files, compile, start the program, watch
-it, kill remaining processes, read files back, report, exit. Invariant: the report is sent once, when no process of the run
-is alive; a failure of the box itself is reported as `broken`, and only before the program's first instruction, so that a
-program cannot make its own failure look like the sandbox's.
+Order of one run: send the host a pidfd, wait for the request, enter the namespaces, write files, compile, start the
+program, watch it, kill remaining processes, read files back, report, exit. Invariant: the report is sent once, when no
+process of the run is alive; a failure of the container itself is reported as `broken`, and only before the program's first
+instruction, so that a program cannot make its own failure look like the sandbox's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import census, frames, kernel, program
-from .box import open_box
+from . import kernel, messages, program, usage
 from .files import read_files, write_files
+from .namespaces import enter_namespaces
 from .settings import Settings
 
 FETCH_BUDGET = 64 << 20
@@ -40,21 +40,21 @@ def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, ce
         with socket.socket(fileno=os.dup(host)) as connection:
             socket.send_fds(connection, [b"\0"], [itself])
         os.close(itself)
-        received = frames.receive(host)
-        if received is not None:  # otherwise the host has closed the box unused
+        received = messages.receive(host)
+        if received is not None:  # otherwise the host has closed the container unused
             Supervisor([stdin, stdout, stderr, cells], host, settings, *received).serve()
-    except (program.Broken, OSError, frames.FrameError, KeyError, TypeError) as error:
+    except (program.Broken, OSError, messages.MessageError, KeyError, TypeError) as error:
         with contextlib.suppress(OSError):
-            frames.send(host, {"event": "broken", "error": f"{type(error).__name__}: {error}"[:1000]})
+            messages.send(host, {"event": "broken", "error": f"{type(error).__name__}: {error}"[:1000]})
     finally:
         os._exit(0)
 
 
 class Supervisor:
-    """One run or session: its box, its connections and its request."""
+    """One run or session: its folders, its connections and its request."""
 
     def __init__(
-        self, descriptors: list[int], host: int, settings: Settings, request: dict[str, Any], files: frames.Parts
+        self, descriptors: list[int], host: int, settings: Settings, request: dict[str, Any], files: messages.Parts
     ) -> None:
         self._descriptors = descriptors
         self._host = host
@@ -67,7 +67,7 @@ class Supervisor:
         self._cpu_when_stopped: float | None = None  # between the cells of a session
         if not settings.isolated:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        self._box = open_box(settings, self._limits["disk_mb"], self._limits["memory_mb"])
+        self._folders = enter_namespaces(settings, self._limits["disk_mb"], self._limits["memory_mb"])
 
     def serve(self) -> None:
         """Runs the request and reports to the host."""
@@ -80,35 +80,35 @@ class Supervisor:
             self._files.clear()  # otherwise each process of the run would inherit a copy
             compiled = self._compile() if request["compile"] else None
             if compiled and (compiled["status"] != "finished" or compiled["code"] != 0):
-                self._box.close()
+                self._folders.close()
                 ending = {"status": "compile_failed", "code": None, "compile": compiled}
-                frames.send(self._host, {"event": "ended", **ending})
+                messages.send(self._host, {"event": "ended", **ending})
                 return
             command = [*self._fill_in(request["command"]), *request["args"]] if request["command"] else None
-            pid = program.start(self._settings, self._box, self._descriptors, request, command)
+            pid = program.start(self._settings, self._folders, self._descriptors, request, command)
             for fd in self._descriptors:
                 os.close(fd)
-            frames.send(self._host, {"event": "started"})
+            messages.send(self._host, {"event": "started"})
             ending = self._watch(pid, request["wall_seconds"])
-            found, refused = read_files(self._box.work, request["fetch_files"], FETCH_BUDGET)
-            self._box.close()
-            frames.send(self._host, {"event": "ended", **ending, "compile": compiled, "refused": refused}, found)
+            found, refused = read_files(self._folders.work, request["fetch_files"], FETCH_BUDGET)
+            self._folders.close()
+            messages.send(self._host, {"event": "ended", **ending, "compile": compiled, "refused": refused}, found)
         finally:
             self._kill_all()
-            self._box.close()
+            self._folders.close()
 
     def _fill_in(self, command: Sequence[str]) -> list[str]:
-        return [part.replace("{tmp}", self._box.tmp) for part in command]
+        return [part.replace("{tmp}", self._folders.tmp) for part in command]
 
     def _compile(self) -> dict[str, Any]:
         with (
             open("/dev/null", "rb") as nothing,
-            tempfile.TemporaryFile(dir=self._box.tmp) as stdout,
-            tempfile.TemporaryFile(dir=self._box.tmp) as stderr,
+            tempfile.TemporaryFile(dir=self._folders.tmp) as stdout,
+            tempfile.TemporaryFile(dir=self._folders.tmp) as stderr,
         ):
             descriptors = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
             command = self._fill_in(self._request["compile"])
-            pid = program.start(self._settings, self._box, descriptors, self._request, command)
+            pid = program.start(self._settings, self._folders, descriptors, self._request, command)
             ending = self._watch(pid, self._request["compile_seconds"])
             texts = [os.pread(fd, COMPILER_OUTPUT, 0).decode("utf-8", "replace") for fd in descriptors[1:]]
         return {**ending, "stdout": texts[0], "stderr": texts[1]}
@@ -157,7 +157,7 @@ class Supervisor:
     def _check_limits(self, cpu_before: float) -> tuple[bool, str | None]:
         """Returns whether the run has used the CPU since the last check, and which limit it exceeds, if any."""
         self._reap()
-        pids = list(census.processes(self._settings.isolated))
+        pids = list(usage.processes(self._settings.isolated))
         cpu = self._cpu_seconds(cpu_before, pids)
         busy, self._cpu_seen = cpu > self._cpu_seen, cpu
         if cpu > self._limits["cpu_seconds"]:
@@ -166,17 +166,17 @@ class Supervisor:
             if cpu > self._cpu_when_stopped + _IDLE_CPU_SECONDS:
                 return busy, "time_limit"
             self._signal_all(signal.SIGSTOP)
-        memory = (self._limits["memory_mb"] << 20) - (census.socket_bytes() if self._settings.isolated else 0)
-        return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
+        memory = (self._limits["memory_mb"] << 20) - (usage.socket_bytes() if self._settings.isolated else 0)
+        return busy, "memory_limit" if usage.memory_bytes(pids, memory) > memory else None
 
     def _cpu_seconds(self, before: float, pids: list[int] | None = None) -> float:
         """Returns the CPU seconds of the run's processes, living and reaped, without `before`."""
-        pids = list(census.processes(self._settings.isolated)) if pids is None else pids
-        return census.cpu_seconds(pids) + _reaped_cpu_seconds() - before
+        pids = list(usage.processes(self._settings.isolated)) if pids is None else pids
+        return usage.cpu_seconds(pids) + _reaped_cpu_seconds() - before
 
     def _handle_command(self, pid: int, cpu_before: float) -> bool:
         """Handles a command from the host during a session; returns False if the host has disconnected."""
-        received = frames.receive(self._host)
+        received = messages.receive(self._host)
         if received is None:
             return False
         order, files = received
@@ -190,18 +190,18 @@ class Supervisor:
             self._signal_all(signal.SIGCONT)
         elif order["do"] == "write":
             if self._write(files):
-                frames.send(self._host, {"event": "written"})
+                messages.send(self._host, {"event": "written"})
         elif order["do"] == "fetch":
-            found, refused = read_files(self._box.work, order["fetch_files"], FETCH_BUDGET)
-            frames.send(self._host, {"event": "fetched", "refused": refused}, found)
+            found, refused = read_files(self._folders.work, order["fetch_files"], FETCH_BUDGET)
+            messages.send(self._host, {"event": "fetched", "refused": refused}, found)
         return True
 
-    def _write(self, files: frames.Parts) -> bool:
+    def _write(self, files: messages.Parts) -> bool:
         """Writes files into the work directory; if they do not fit, reports it to the host and returns False."""
         try:
-            write_files(self._box.work, files)
+            write_files(self._folders.work, files)
         except OSError as error:
-            frames.send(self._host, {"event": "refused", "error": error.strerror or str(error)})
+            messages.send(self._host, {"event": "refused", "error": error.strerror or str(error)})
             return False
         return True
 
@@ -221,7 +221,7 @@ class Supervisor:
         if self._settings.isolated:
             self._reap(0)
             return
-        while self._reap() or any(census.processes(isolated=False)):
+        while self._reap() or any(usage.processes(isolated=False)):
             self._signal_all(signal.SIGKILL)
             time.sleep(0.001)
 
@@ -231,7 +231,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)  # all of this namespace except process 1
             return
-        for pid in census.processes(isolated=False):
+        for pid in usage.processes(isolated=False):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

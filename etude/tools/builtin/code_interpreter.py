@@ -36,7 +36,7 @@ from etude.sandbox import (
     SandboxRequestError,
     UnknownSessionError,
 )
-from etude.sandbox.echo import with_echo
+from etude.sandbox.last_value import print_last_value
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
@@ -134,7 +134,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
             return await self._run_cell(instance_id, code, limits)
         request = RunRequest(code=code, language=language, limits=limits)
         if language is Language.PYTHON:
-            request = with_echo(request)
+            request = print_last_value(request)
         async with self._permits():
             try:
                 result = await self._sandbox().run(request)

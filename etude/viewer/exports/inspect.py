@@ -1,4 +1,4 @@
-"""Exports Inspect `.eval` logs with `inspect_ai`'s own writer: one log per step of a run, one sample per rollout.
+"""Exports Inspect `.eval` logs with `inspect_ai`'s own models and writer: one log per step of a run, one sample per rollout.
 
 A sample's id is the prompt's uid, its epoch the rollout's number within the prompt. Token ids, mask and log-probs are in the
 sample's metadata. A step with more than `MAX_SAMPLES` rollouts gets several logs: the writer holds a whole log in memory.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from etude.errors import MissingExtraError
 from etude.jsonl import json_safe
@@ -19,29 +20,7 @@ from etude.viewer.exports.turns import Call, ExportedRollout, Turn, valid
 from etude.viewer.rows import as_dict
 
 try:
-    from inspect_ai.log import (
-        EvalConfig,
-        EvalDataset,
-        EvalLog,
-        EvalMetric,
-        EvalResults,
-        EvalSample,
-        EvalScore,
-        EvalSpec,
-        write_eval_log,
-    )
-    from inspect_ai.model import (
-        ChatCompletionChoice,
-        ChatMessage,
-        ChatMessageAssistant,
-        ChatMessageSystem,
-        ChatMessageTool,
-        ChatMessageUser,
-        ModelOutput,
-        ModelUsage,
-    )
-    from inspect_ai.scorer import Score
-    from inspect_ai.tool import ToolCall, ToolCallError
+    from inspect_ai.log import EvalLog, write_eval_log
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "inspect_ai":
         raise
@@ -49,6 +28,8 @@ except ModuleNotFoundError as error:
 
 MAX_SAMPLES = 1000
 _MODEL = "etude/policy"
+_IDS = ("eval_id", "run_id", "task_id")
+_ERRORS = {"timeout": "timeout", "malformed": "parsing", "invalid_arguments": "parsing"}
 
 
 def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
@@ -60,93 +41,80 @@ def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
         while of_log := list(islice(of_step, MAX_SAMPLES)):
             part += 1
             name = "-".join([split.replace("/", "-") or "rollouts", str(step), *([str(part)] if part > 1 else [])])
-            write_eval_log(_log(name, of_log, epochs), str(out / f"{name}.eval"), format="eval")
+            log = EvalLog.model_validate(_log(name, of_log, epochs))
+            write_eval_log(log, str(out / f"{name}.eval"), format="eval")
             of_log.clear()  # frees them before the next batch is read
 
 
-def _log(name: str, rollouts: list[ExportedRollout], epochs: Counter[str]) -> EvalLog:
+def _log(name: str, rollouts: list[ExportedRollout], epochs: Counter[str]) -> dict[str, Any]:
     first = rollouts[0]
-    written = datetime.fromtimestamp(first.modified // 10**9, timezone.utc).isoformat()
     samples = []
     for rollout in rollouts:
         epochs[rollout.row.uid] += 1
         samples.append(_sample(rollout, epochs[rollout.row.uid]))
     scores = [rollout.row.score for rollout in rollouts if rollout.row.score is not None]
-    mean = EvalMetric(name="mean", value=sum(scores) / len(scores) if scores else 0.0)
+    mean = {"name": "mean", "value": sum(scores) / len(scores) if scores else 0.0}
     ids = {key: hashlib.blake2b(f"{key} {first.run} {name}".encode(), digest_size=11).hexdigest() for key in _IDS}
-    spec = EvalSpec(
+    spec = {
         **ids,
-        created=written,
-        task=f"{first.run}/{name}",
-        dataset=EvalDataset(name=first.row.data_source or first.run, samples=len(set(epochs))),
-        model=_MODEL,
-        config=EvalConfig(epochs=max(epochs.values())),
-        metadata={"run": first.run, "split": first.row.split, "training_step": first.row.step},
-    )
-    results = EvalResults(
-        total_samples=len(samples),
-        completed_samples=len(samples),
-        scores=[EvalScore(name="score", scorer="score", metrics={"mean": mean})],
-    )
-    return EvalLog(status="success", eval=spec, results=results, samples=samples)
+        "created": datetime.fromtimestamp(first.modified // 10**9, timezone.utc).isoformat(),
+        "task": f"{first.run}/{name}",
+        "dataset": {"name": first.row.data_source or first.run, "samples": len(set(epochs))},
+        "model": _MODEL,
+        "config": {"epochs": max(epochs.values())},
+        "metadata": {"run": first.run, "split": first.row.split, "training_step": first.row.step},
+    }
+    results = {
+        "total_samples": len(samples),
+        "completed_samples": len(samples),
+        "scores": [{"name": "score", "scorer": "score", "metrics": {"mean": mean}}],
+    }
+    return {"status": "success", "eval": spec, "results": results, "samples": samples}
 
 
-_IDS = ("eval_id", "run_id", "task_id")
-
-
-def _sample(rollout: ExportedRollout, epoch: int) -> EvalSample:
+def _sample(rollout: ExportedRollout, epoch: int) -> dict[str, Any]:
     place, row = rollout.row.place, rollout.row
-    prompt: list[ChatMessage] = [
-        (ChatMessageSystem if role in ("system", "developer") else ChatMessageUser)(
-            content=text, id=f"{place}#p{number}"
-        )
+    prompt = [
+        {"role": "system" if role in ("system", "developer") else "user", "content": text, "id": f"{place}#p{number}"}
         for number, (role, text) in enumerate(rollout.prompt)
     ]
     messages = [*prompt, *(message for n, turn in enumerate(rollout.turns) for message in _messages(place, n, turn))]
-    answers = [message for message in messages if isinstance(message, ChatMessageAssistant)]
-    reason = "max_tokens" if "truncated" in row.flags else "stop"
+    last = [message for message in messages if message["role"] == "assistant"][-1]
     sampled = sum(len(turn.token_ids) for turn in rollout.turns)
     read = sum(turn.context for turn in rollout.turns)
-    usage = ModelUsage(input_tokens=read, output_tokens=sampled, total_tokens=read + sampled)
-    scores = {} if row.score is None else {"score": Score(value=row.score, answer=_answer(rollout))}
-    seconds = row.seconds or None
-    return EvalSample(
-        id=valid(row.uid),
-        epoch=epoch,
-        uuid=place,
-        input=prompt,
-        target=valid(rollout.expected),
-        messages=messages,
-        output=ModelOutput(
-            model=_MODEL, choices=[ChatCompletionChoice(message=answers[-1], stop_reason=reason)], usage=usage
-        ),
-        scores=scores | {valid(name): Score(value=value) for name, value in row.rewards.items() if name != "score"},
-        metadata=as_dict(json_safe(rollout.facts | {"sequences": rollout.sequences})),
-        model_usage={_MODEL: usage},
-        total_time=seconds,
-        working_time=seconds,
-        turn_count=len(rollout.turns),
-    )
+    usage = {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
+    choice = {"message": last, "stop_reason": "max_tokens" if "truncated" in row.flags else "stop"}
+    found = as_dict(as_dict(rollout.record.get("rewards")).get("score_info")).get("pred")
+    scores: dict[str, Any] = {valid(name): {"value": value} for name, value in row.rewards.items() if name != "score"}
+    if row.score is not None:
+        scores["score"] = {"value": row.score, "answer": None if found is None else valid(found)}
+    return {
+        "id": valid(row.uid),
+        "epoch": epoch,
+        "uuid": place,
+        "input": prompt,
+        "target": valid(rollout.expected),
+        "messages": messages,
+        "output": {"model": _MODEL, "choices": [choice], "usage": usage},
+        "scores": scores,
+        "metadata": as_dict(json_safe(rollout.facts | {"sequences": rollout.sequences})),
+        "model_usage": {_MODEL: usage},
+        "total_time": row.seconds or None,
+        "working_time": row.seconds or None,
+        "turn_count": len(rollout.turns),
+    }
 
 
-def _answer(rollout: ExportedRollout) -> str | None:
-    answer = as_dict(as_dict(rollout.record.get("rewards")).get("score_info")).get("pred")
-    return None if answer is None else valid(answer)
-
-
-def _messages(place: str, number: int, turn: Turn) -> Iterator[ChatMessage]:
-    calls = [ToolCall(id=call.id, function=call.name, arguments=call.arguments) for call in turn.calls]
-    yield ChatMessageAssistant(content=turn.text, tool_calls=calls or None, model=_MODEL, id=f"{place}#{number}")
+def _messages(place: str, number: int, turn: Turn) -> Iterator[dict[str, Any]]:
+    calls = [{"id": call.id, "function": call.name, "arguments": call.arguments} for call in turn.calls]
+    said = {"role": "assistant", "content": turn.text, "tool_calls": calls or None, "model": _MODEL}
+    yield said | {"id": f"{place}#{number}"}
     for call in turn.calls:
-        yield ChatMessageTool(
-            content=call.response, tool_call_id=call.id, function=call.name, error=_error(call), id=f"{place}#{call.id}"
-        )
+        answer = {"role": "tool", "content": call.response, "tool_call_id": call.id, "function": call.name}
+        yield answer | {"error": _error(call), "id": f"{place}#{call.id}"}
     if turn.said:
-        yield ChatMessageUser(content=turn.said, id=f"{place}#u{number}")
+        yield {"role": "user", "content": turn.said, "id": f"{place}#u{number}"}
 
 
-def _error(call: Call) -> ToolCallError | None:
-    if call.error is None:
-        return None
-    kinds = {"timeout": "timeout", "malformed": "parsing", "invalid_arguments": "parsing"}
-    return ToolCallError(type=kinds.get(call.error, "unknown"), message=call.error)
+def _error(call: Call) -> dict[str, str] | None:
+    return None if call.error is None else {"type": _ERRORS.get(call.error, "unknown"), "message": call.error}

@@ -12,10 +12,10 @@ import pytest
 from agents_stage import CHAT, Recorder, call, says
 from gateway_stage import ECHO, PATIENCE, USER, talk
 
-from etude.agents.gateway.dialect import each_object
+from etude.agents.gateway.chat_api import each_object
 from etude.agents.gateway.messages_api import MESSAGES
+from etude.agents.gateway.request import GatewayError, read_request
 from etude.agents.gateway.responses_api import RESPONSES
-from etude.agents.gateway.wire import GatewayError, read_request
 
 PARAMETERS = ECHO["function"]["parameters"]
 RESPONSES_ECHO = {"type": "function", "name": "echo", "description": "Repeats a text.", "parameters": PARAMETERS}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents.gateway.chat_api import CHAT
-from etude.agents.gateway.wire import GatewayError
+from etude.agents.gateway.request import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions

@@ -13,7 +13,7 @@ from gateway_stage import USER, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agents.gateway.reading import _PROBE, read_turn
+from etude.agents.gateway.turn import PROBE, parse_turn
 from etude.chat import HermesToolParser, ToolParser
 from etude.inference import TokenOutput
 from etude.routed_experts import RoutedExperts
@@ -52,7 +52,7 @@ def output_of(text):
 
 def cut(parser, text, tools):
     request = request_of({"messages": [USER], "tools": tools, "parallel_tool_calls": False})
-    return asyncio.run(read_turn(parser, output_of(text), request))
+    return asyncio.run(parse_turn(parser, output_of(text), request))
 
 
 @pytest.mark.parametrize("calls", TURNS)
@@ -63,7 +63,7 @@ def test_a_turn_ends_with_its_first_call(label, calls):
     parser = ToolParser.get_tool_parser(style.name)
     text, tools = style.render(calls), schemas(calls)
     first = parser.parse(text, tools).calls[:1]
-    settled = [parser.parse(text[:n] + _PROBE, tools).calls[:1] == first for n in range(1, len(text) + 1)]
+    settled = [parser.parse(text[:n] + PROBE, tools).calls[:1] == first for n in range(1, len(text) + 1)]
     assert sum(before != after for before, after in pairwise(settled)) <= 1
     Characters(parser)
     turn = cut(parser, text, tools)
@@ -103,6 +103,6 @@ def test_what_stays_of_a_turn_keeps_its_experts():
     output = output_of("yes STOP no")
     experts = RoutedExperts.of(np.arange(3 + 10).reshape(-1, 1, 1))  # of a prompt of 3 tokens, too
     request = request_of({"messages": [USER], "stop": ["STOP"]})
-    turn = asyncio.run(read_turn(parser, replace(output, routed_experts=experts), request))
+    turn = asyncio.run(parse_turn(parser, replace(output, routed_experts=experts), request))
     assert len(turn.output.token_ids) == 8
     assert turn.output.routed_experts == experts.first(3 + 7)

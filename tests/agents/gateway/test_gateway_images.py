@@ -17,10 +17,10 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
-from etude.agents.gateway.images import row_for_clients
-from etude.agents.gateway.messages import History, plain_messages
+from etude.agents.gateway.messages import plain_messages, row_for_clients
+from etude.agents.gateway.recording import History
+from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.session import SessionRules
-from etude.agents.gateway.wire import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ToolParser
 from etude.errors import DataError
@@ -68,9 +68,9 @@ class Recorder(ScriptedEngine):
         super().__init__(lambda request_id, prompt, turn: script[turn])
         self.asked = []
 
-    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None, on_tokens=None):
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
         self.asked.append((list(prompt_ids), [image.digest for image in images or ()]))
-        return await super().generate(request_id, prompt_ids, sampling_params, on_tokens=on_tokens)
+        return await super().generate(request_id, prompt_ids, sampling_params)
 
 
 def test_a_conversation_that_grows_shows_every_image_once_and_in_order():

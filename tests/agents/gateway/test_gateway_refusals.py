@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from wait_stage import until_async
 
 from etude.agents.gateway import SessionRules, serving
+from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.serving import LocalGateway
-from etude.agents.gateway.wire import GatewayError
 from etude.errors import EngineError
 from etude.trajectory import StopReason
 

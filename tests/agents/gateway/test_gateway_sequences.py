@@ -10,7 +10,8 @@ from agents_stage import CHAT, TOKENIZER, Recorder, call, says
 from gateway_stage import ECHO, USER, answer, request_of, session, talk
 
 from etude.agents.gateway import SessionRules
-from etude.agents.gateway.messages import History, plain_messages
+from etude.agents.gateway.messages import plain_messages
+from etude.agents.gateway.recording import History
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError

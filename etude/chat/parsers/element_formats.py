@@ -1,0 +1,465 @@
+"""Parsers of calls written as elements, an opening tag with the function's name, one element per argument, a closing tag:
+Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2, Kimi K3, GLM-4.5.
+
+Invariant: an argument's value is the text between its tags, converted according to the tool's schema or the argument's
+tag. These formats have no escapes: an argument ends at its first closing tag, and everything before that tag is text, even
+tags of calls or blocks. An argument is unclosed only if another argument's opening tag comes first, or no closing tag
+follows at all. Then it ends at the next tag; if that tag opens a call or a block, text and markup cannot be told apart: the
+call is an error, and nothing after it is parsed, so that no text becomes a call.
+
+Linear time: an argument is scanned to the next tag that closes or opens one, and parsing continues at or before that tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from etude.chat.parsers.arguments import (
+    Unreadable,
+    function_call,
+    json_or_text,
+    properties_of,
+    takes_no_text,
+    to_json,
+    typed_value,
+)
+from etude.chat.parsers.base import Calls, ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, attempt, skip_space
+from etude.schemas import FunctionCall
+
+
+def typed_lines(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    """Converts an argument's text after removing one line break on either side."""
+    text = text[1:] if text.startswith("\n") else text
+    text = text[:-1] if text.endswith("\n") else text
+    return typed_value(text, schemas.get(key.strip()))
+
+
+class ElementFormat:
+    """The tags of a format, and the parser of one call.
+
+    Args:
+        call, argument: opening tags, each as two patterns: its beginning, which alone makes a malformed call or argument,
+            and its rest, with the name as its only group.
+        call_end, argument_end: closing tags.
+        block: the tags around calls.
+        thought_ends: tags that may end reasoning in which a call is only mentioned.
+        form: how to write an argument, for errors.
+        lenient: whether closing tags of arguments and calls may be missing before the next one or the end of the call.
+        stray: pattern of text that is not allowed between arguments.
+        key: extracts the argument's name from the text that its opening tag captured.
+        value: converts (captured text, argument text, the tool's schemas) to a value.
+    """
+
+    def __init__(
+        self,
+        *,
+        call: tuple[str, str],
+        call_end: str,
+        argument: tuple[str, str],
+        argument_end: str,
+        block: tuple[str, str],
+        thought_ends: tuple[str, ...] = ("</think>",),
+        form: str,
+        lenient: bool = False,
+        stray: str | None = None,
+        key: Callable[[str], str] = str.strip,
+        value: Callable[[str, str, Mapping[str, Any]], Any] = typed_lines,
+    ) -> None:
+        self.call_end, self.argument_end, self.form = call_end, argument_end, form
+        self.lenient, self.key, self.value = lenient, key, value
+        ends = dict.fromkeys((call_end, block[1], *thought_ends))
+        begin, closing = re.escape(block[0]), "|".join(map(re.escape, ends))
+        argument_tag, closed = "".join(argument), re.escape(argument_end)
+        self.part = re.compile(rf"({argument[0]})(?:{argument[1]})?|({call[0]})(?:{call[1]})?|{begin}|{closing}")
+        self._closed = re.compile(f"{closed}|{argument_tag}")
+        self._cut = re.compile(f"({''.join(call)}|{begin})|{closed}|{closing}|{argument_tag}")
+        self._stray = None if stray is None else re.compile(stray)
+
+    def read_call(
+        self, text: str, name: str | None, start: int, tools: Tools | None
+    ) -> tuple[FunctionCall | Malformed, int]:
+        """Parses the call of `name` whose arguments begin at `start`; returns it and where parsing continues. `name` is None
+        if the opening tag is incomplete."""
+        texts: dict[str, str] = {}
+        reasons = [] if name is not None else [f"its opening tag is not whole; write its arguments as {self.form}"]
+        position = start
+        while True:
+            part = self.part.search(text, position)
+            limit = len(text) if part is None else part.start()
+            if self._stray is not None and self._stray.search(text, position, limit):
+                reasons.append(f"write each argument as {self.form}")
+            if part is None or part[1] is None:
+                break
+            begin, key = part.end(), part[2]
+            end, position, reason = self._end_of_value(text, begin, key)
+            reasons += [reason] if reason else []
+            texts[key or ""] = text[begin:end]
+        if part is not None and part.group() == self.call_end:
+            position = part.end()
+        else:
+            position = limit
+            if not self.lenient:
+                reasons.append(f"the function '{_short(name)}' is not closed; end it with {self.call_end}")
+        return Malformed(reasons[0]) if reasons else attempt(self._call, name, texts, tools), position
+
+    def _end_of_value(self, text: str, start: int, key: str | None) -> tuple[int, int, str | None]:
+        """Returns (end of the argument's text, where parsing continues, the error if the call is malformed)."""
+        end = None if key is None else self._closed.search(text, start)
+        if end is not None and end.group() == self.argument_end:
+            return end.start(), end.end(), None
+        end = self._cut.search(text, start)
+        stop = len(text) if end is None else end.start()
+        unclosed = (
+            "an argument is not closed" if key is None else f"the argument '{_short(self.key(key))}' is not closed"
+        )
+        if end is not None and end[1] is not None:
+            unread = "before another call begins, and nothing after it was read"
+            return stop, len(text), f"{unclosed} {unread}; end it with {self.argument_end}"
+        if key is None:
+            position = stop if end is None or end.group() != self.argument_end else end.end()
+            return stop, position, f"the tag of an argument is not whole; write each argument as {self.form}"
+        return stop, stop, None if self.lenient else f"{unclosed}; end it with {self.argument_end}"
+
+    def _call(self, name: str, texts: Mapping[str, str], tools: Tools | None) -> FunctionCall:
+        if not name.strip():
+            raise Unreadable("the function has no name")
+        schemas = properties_of(tools, name.strip())
+        values = {self.key(tag): self.value(tag, text, schemas) for tag, text in texts.items()}
+        return function_call(name.strip(), values)
+
+
+def write_elements(calls: Calls, call: str, argument: str, call_end: str) -> str:
+    """Writes calls with format strings: `call` has the function's {name} and the call's {number}; `argument` has {key},
+    {value}, its JSON {type}, and whether it {is_text}, true or false."""
+    return "".join(
+        call.format(name=name, number=number)
+        + "".join(
+            argument.format(
+                key=key,
+                value=value if isinstance(value, str) else to_json(value),
+                type=_TYPES.get(type(value), "null"),
+                is_text=to_json(isinstance(value, str)),
+            )
+            for key, value in arguments.items()
+        )
+        + call_end
+        for number, (name, arguments) in enumerate(calls)
+    )
+
+
+_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+
+def _short(name: str | None) -> str:
+    return " ".join((name or "").split())[:100]
+
+
+class ElementBlockParser(BlockParser):
+    """Base class for blocks of one or more element calls; `opening` is (tag of a block, tag of a call outside of blocks).
+
+    `alone` matches the opening tag of a call outside of blocks, with the name as the first group and the end of the tag as
+    the second, which is missing if the turn ends inside the tag. `written`: the block's tags, and those of
+    `write_elements`, as `write` writes them.
+    """
+
+    elements: ClassVar[ElementFormat]
+    written: ClassVar[tuple[str, str, str, str, str]]
+    alone: ClassVar[re.Pattern[str]]
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        begin, call, argument, call_end, end = self.written
+        return f"{begin}{write_elements(calls, call, argument, call_end)}{end}"
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        if tag == self.opening[0]:
+            return self._read_calls(text, start, tools)
+        head = self.alone.match(text, start - len(tag))
+        if head is None:
+            return None
+        if head[2] is None:
+            return Block(len(text), [Malformed(f"its tag {tag} is not closed; end it with >")])
+        call, end = self.elements.read_call(text, head[1], head.end(), tools)
+        after = skip_space(text, end)  # a closing tag without an opening one may follow
+        return Block(after + len(self.closing[0]) if text.startswith(self.closing[0], after) else end, [call])
+
+    def _read_calls(self, text: str, start: int, tools: Tools | None) -> Block:
+        """Parses the block that begins at `start`."""
+        elements = self.elements
+        found: Found = []
+        position = start
+        while (part := elements.part.search(text, position)) is not None:
+            if part[1] is not None or part[3] is not None:  # an argument outside a call belongs to one without a tag
+                begin = part.start() if part[3] is None else part.end()
+                call, position = elements.read_call(text, part[4], begin, tools)
+                found.append(call)
+            elif part.group() == elements.call_end:
+                position = part.end()
+            else:
+                break
+        none = Malformed(f"it holds no function that ends with {elements.call_end}")
+        if part is not None and part.group() == self.closing[0]:
+            return Block(part.end(), found or [none])
+        end = len(text) if part is None else part.start()
+        if elements.lenient:
+            return Block(end, found or [none])
+        unread = next((each for each in found if isinstance(each, Malformed)), None)
+        return Block(end, [unread or Malformed(f"it is not closed; end it with {self.closing[0]}")])
+
+
+_FUNCTION = "<function="
+
+
+def function_elements(opening: str, closing: str, *thought_ends: str) -> ElementFormat:
+    """Makes the format of `<function=…>` and `<parameter=…>` elements, in blocks with the given tags."""
+    return ElementFormat(
+        call=(r"<function\b", r"=([^<>\n]*)>"),
+        call_end="</function>",
+        argument=(r"<parameter\b", r"=([^<>\n]*)>"),
+        argument_end="</parameter>",
+        block=(opening, closing),
+        thought_ends=("</think>", *thought_ends),
+        form="<parameter=key>value</parameter> in <function=name>",
+        lenient=True,
+    )
+
+
+@ToolParser.register("qwen3_coder", "qwen3_xml")
+class Qwen3CoderToolParser(ElementBlockParser):
+    """The format of Qwen3-Coder, as elements:
+
+        <tool_call>
+        <function=get_weather>
+        <parameter=city>
+        Beijing
+        </parameter>
+        </function>
+        </tool_call>
+
+    As in vLLM, an argument's closing tag may be missing before the next argument or the end of the function, a function's
+    before the next function; several functions may be in one block, and a function may be outside of blocks.
+    """
+
+    opening = ("<tool_call>", _FUNCTION)
+    closing = ("</tool_call>",)
+    elements = function_elements("<tool_call>", "</tool_call>")
+    written = (
+        "<tool_call>\n",
+        "<function={name}>\n",
+        "<parameter={key}>\n{value}\n</parameter>\n",
+        "</function>\n",
+        "</tool_call>",
+    )
+    alone = re.compile(rf"{_FUNCTION}([^<>\n]*)(?:(>)|\Z)")
+
+
+@ToolParser.register("seed_oss", "seed")
+class SeedOssToolParser(Qwen3CoderToolParser):
+    """The format of Seed-OSS, as elements, with reasoning in `<seed:think>`:
+
+        <seed:tool_call>
+        <function=get_weather>
+        <parameter=city>Beijing</parameter>
+        </function>
+        </seed:tool_call>
+
+    A function may be outside of blocks, as in vLLM.
+    """
+
+    opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
+    closing = ("</seed:tool_call>",)
+    elements = function_elements("<seed:tool_call>", "</seed:tool_call>", "</seed:think>")
+    written = (
+        "<seed:tool_call>\n",
+        "<function={name}>\n",
+        "<parameter={key}>{value}</parameter>\n",
+        "</function>\n",
+        "</seed:tool_call>",
+    )
+    reasoning_tags = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
+    special_tokens = ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")
+
+
+_NAMED = r" name=[\"']?([^\"'<>\n]*)[\"']?"
+
+
+@ToolParser.register("minimax_m2", "minimax")
+class MinimaxM2ToolParser(ElementBlockParser):
+    """The format of MiniMax-M2, as elements; several in one block:
+
+        <minimax:tool_call>
+        <invoke name="get_weather">
+        <parameter name="city">Beijing</parameter>
+        </invoke>
+        </minimax:tool_call>
+
+    No closing tag may be missing. As in vLLM, a call may be outside of blocks; an opening tag in content that is followed by
+    neither an argument nor a closing tag is text.
+    """
+
+    opening = ("<minimax:tool_call>", "<invoke name=")
+    closing = ("</minimax:tool_call>",)
+    special_tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
+    elements = ElementFormat(
+        call=(r"<invoke\b", f"{_NAMED}>"),
+        call_end="</invoke>",
+        argument=(r"<parameter\b", f"{_NAMED}>"),
+        argument_end="</parameter>",
+        block=special_tokens,
+        form='<parameter name="key">value</parameter> in <invoke name="name">',
+    )
+    written = (
+        "<minimax:tool_call>\n",
+        '<invoke name="{name}">\n',
+        '<parameter name="{key}">{value}</parameter>\n',
+        "</invoke>\n",
+        "</minimax:tool_call>",
+    )
+    alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
+
+
+def _key_of(tag: str) -> str:
+    """Extracts the name from a tag's captured attributes."""
+    return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
+
+
+def _value_of(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    """Converts an argument whose tag says whether it is a string; anything else is JSON."""
+    return text if tag.endswith(("string", "true")) else json_or_text(text)
+
+
+_DSML = "｜DSML｜"
+_SAID = r'="([^"<>\n]*" string="(?:true|false))">'
+
+
+@ToolParser.register("deepseek_v32", "deepseek_v3.2", "deepseek_v4")
+class DeepseekV32ToolParser(ElementBlockParser):
+    """The format of DeepSeek V3.2, as elements that say whether they are strings; V4 calls the block `tool_calls`:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Beijing</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+    """
+
+    opening = (f"<{_DSML}function_calls>", f"<{_DSML}invoke name=")
+    closing = (f"</{_DSML}function_calls>",)
+    special_tokens = (_DSML,)
+    elements = ElementFormat(
+        call=(rf"<{_DSML}invoke\b", r' name="([^"<>\n]*)">'),
+        call_end=f"</{_DSML}invoke>",
+        argument=(rf"<{_DSML}parameter\b", f" name{_SAID}"),
+        argument_end=f"</{_DSML}parameter>",
+        block=(opening[0], closing[0]),
+        form=f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>',
+        key=_key_of,
+        value=_value_of,
+    )
+    written = (
+        f"<{_DSML}function_calls>\n",
+        f'<{_DSML}invoke name="{{name}}">\n',
+        f'<{_DSML}parameter name="{{key}}" string="{{is_text}}">{{value}}</{_DSML}parameter>\n',
+        f"</{_DSML}invoke>\n",
+        f"</{_DSML}function_calls>",
+    )
+    alone = re.compile(rf'<{_DSML}invoke name="([^"<>\n]*)"(?:(>)|\Z)')
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        return super().parse(text.replace(f"{_DSML}tool_calls>", f"{_DSML}function_calls>"), tools)
+
+
+@ToolParser.register("kimi_k3")
+class KimiK3ToolParser(ElementBlockParser):
+    """The format of Kimi K3, as elements of a channel, whose arguments state their types:
+
+        <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
+        <|open|>argument key="city" type="string"<|sep|>Beijing<|close|>argument<|sep|>
+        <|close|>call<|sep|><|close|>tools<|sep|>
+
+    Content is in the channel `response` before it, reasoning in `think`.
+    """
+
+    opening = ("<|open|>tools<|sep|>", "<|open|>call tool=")
+    closing = ("<|close|>tools<|sep|>",)
+    glue = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+    reasoning_tags = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
+    special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
+    plain_content = False
+    elements = ElementFormat(
+        call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
+        call_end="<|close|>call<|sep|>",
+        argument=(r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>'),
+        argument_end="<|close|>argument<|sep|>",
+        block=(opening[0], closing[0]),
+        thought_ends=(reasoning_tags[0][1], "</think>"),
+        form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
+        key=_key_of,
+        value=_value_of,
+    )
+    written = (
+        "<|open|>tools<|sep|>",
+        '<|open|>call tool="{name}" index="{number}"<|sep|>',
+        '<|open|>argument key="{key}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>',
+        "<|close|>call<|sep|>",
+        "<|close|>tools<|sep|>",
+    )
+    alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')
+
+
+def _value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    key = tag.strip()
+    if key not in schemas:
+        return json_or_text(text)
+    value = typed_value(text, schemas[key])
+    written_twice = json_or_text(value) if value == text else None  # JSON encoded twice
+    return (
+        typed_value(written_twice, schemas[key])
+        if isinstance(written_twice, str) and takes_no_text(schemas[key])
+        else value
+    )
+
+
+_NAME = re.compile(r"\s*([^\s<]+)\s*(?=<|\Z)")
+_ELEMENTS = ElementFormat(
+    call=("<tool_call>", "([^<]*)"),
+    call_end="</tool_call>",
+    argument=("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>"),
+    argument_end="</arg_value>",
+    block=("<tool_call>", "</tool_call>"),
+    form="<arg_key>key</arg_key><arg_value>value</arg_value>",
+    stray=r"\S",
+    value=_value,
+)
+
+
+@ToolParser.register("glm4_moe", "glm45", "glm47", "glm")
+class Glm4MoeToolParser(BlockParser):
+    """The format of GLM-4.5 to GLM-4.7, pairs of keys and values:
+
+        <tool_call>get_weather
+        <arg_key>city</arg_key>
+        <arg_value>Beijing</arg_value>
+        </tool_call>
+
+    GLM-4.7 writes the same without line breaks. Strings are not quoted: types come from the tool's schema, and an argument
+    that is not in it is decoded as JSON if possible, as upstream. The template has no end-of-turn token: the model ends a
+    turn with the first token of the next message, `<|observation|>` after tool calls and `<|user|>` otherwise.
+    """
+
+    opening = ("<tool_call>",)
+    closing = ("</tool_call>",)
+    glue = ("<|observation|>", "<|user|>")
+    special_tokens = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    stop_tokens = ("<|observation|>", "<|user|>")
+
+    def write(self, calls: Calls, tools: Tools | None = None) -> str:
+        argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        return write_elements(calls, "<tool_call>{name}\n", argument, "</tool_call>")
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        name = _NAME.match(text, start)
+        call, end = _ELEMENTS.read_call(text, name and name[1], start if name is None else name.end(), tools)
+        return Block(end, [call if name else Malformed("the function's name must come first, alone in its line")])

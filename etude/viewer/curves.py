@@ -1,0 +1,252 @@
+"""The charts of a run: which metrics each plots, and its lines from the records of `metrics.jsonl`, ready to draw.
+
+Invariant: pure functions of the records; non-finite values are ignored; a line has at most `MAX_POINTS` points, a chart
+pattern at most `MAX_LINES` lines.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from etude.viewer.rows import is_number
+
+Records = Sequence[Mapping[str, Any]]
+Drawn = dict[str, Any]
+
+REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
+MAX_POINTS = 400  # per line; a point is the mean of a window
+MAX_TIME_PARTS = 7
+MAX_LINES = 8  # per key pattern
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: the first of `keys` that the run logged. A key with `*` gives one line per match, with `{}` in
+    the label replaced by the matched part."""
+
+    label: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Definition of one chart. `band` is a pair of keys drawn as a shaded range, `note` the caption. A line whose values
+    all equal `usual` is not drawn."""
+
+    title: str
+    lines: tuple[Line, ...]
+    note: str = ""
+    percent: bool = False
+    band: tuple[str, str] | None = None
+    usual: float | None = None
+
+
+CHARTS = (
+    Chart(
+        "Reward",
+        (
+            Line("total", ("reward/total/mean", "critic/score/mean")),
+            Line("manager's score", ("reward/score/mean",)),
+            Line("{}", ("reward/score/*/mean",)),
+            Line("tools, each step", ("reward/step/mean",)),
+            Line("tools, at the end", ("reward/final/mean",)),
+        ),
+        "Mean of a step's trajectories, by source.",
+    ),
+    Chart(
+        "Success",
+        (Line("training", ("reward/success/mean",)),),
+        "Share of trajectories that solved their task; bars are 95 % intervals of the validation.",
+        percent=True,
+    ),
+    Chart(
+        "Tool use",
+        (Line("trajectories", ("rollout/tool_use_rate",)),),
+        "Share of trajectories with at least one successful tool call.",
+        percent=True,
+    ),
+    Chart("Tool calls", (Line("{}", ("tool/*/calls",)),), "Calls in a step."),
+    Chart("Tool errors", (Line("{}", ("tool/*/errors",)),), "Calls in a step that failed.", usual=0.0),
+    Chart("Tool latency", (Line("{}", ("tool/*/latency_p95",)),), "Seconds that 95 % of calls stay below."),
+    Chart(
+        "Turns",
+        (Line("mean", ("num_turns/mean",)),),
+        "User and assistant messages of a trajectory; the shaded range is fewest to most.",
+        band=("num_turns/min", "num_turns/max"),
+    ),
+    Chart(
+        "Response length",
+        (Line("mean", ("response_length/mean",)),),
+        "Tokens after the prompt, those of tools included; the shaded range is shortest to longest.",
+        band=("response_length/min", "response_length/max"),
+    ),
+    Chart(
+        "Nothing to learn from",
+        (
+            Line("groups with equal rewards", ("rollout/equal_groups_share",)),
+            Line("cut for length", ("rollout/truncated_share",)),
+            Line("answer not found", ("rollout/unparsed_share",)),
+            Line("infrastructure failed", ("rollout/infrastructure_failure_share",)),
+        ),
+        "Shares of groups and of rollouts.",
+        percent=True,
+        usual=0.0,
+    ),
+    Chart(
+        "KL divergence",
+        (
+            Line("to the policy before the update", ("actor/ppo_kl",)),
+            Line("to the reference", ("actor/kl_loss", "actor/reward_kl_penalty")),
+        ),
+        "Nats a token.",
+    ),
+    Chart("Entropy", (Line("policy", ("actor/entropy",)),), "Nats per token of the policy's distribution."),
+    Chart("Gradient norm", (Line("{}", ("*/grad_norm",)),), "Before clipping."),
+    Chart("Weight change", (Line("{}", ("*/weight_change",)),), "‖Δw‖ / ‖w‖ of an optimizer step."),
+    Chart(
+        "Clip fraction",
+        (Line("ratio", ("actor/pg_clipfrac",)), Line("lower bound", ("actor/pg_clipfrac_lower",))),
+        "Share of tokens whose ratio the loss clipped.",
+        usual=0.0,
+    ),
+    Chart(
+        "Sampler–trainer mismatch",
+        (Line("k3 KL", ("rollout_corr/k3_kl",)), Line("p99 of |Δ log p|", ("rollout_corr/log_prob_diff_p99",))),
+        "Nats a token between the log-probs of the engine that sampled and of the model that trains.",
+    ),
+    Chart(
+        "Staleness",
+        (Line("mean", ("staleness/mean",)), Line("largest", ("staleness/max",))),
+        "Steps between the weights that drew a token and those that learn from it.",
+        usual=0.0,
+    ),
+    Chart(
+        "Sequences",
+        (Line("mean", ("rollout/sequences/mean",)),),
+        "Sequences per rollout: more than one where an agent rewrote its history.",
+        usual=1.0,
+    ),
+)
+
+
+def draw_charts(records: Records, titles: Sequence[str] = ()) -> list[Drawn]:
+    """Returns the charts that the records have data for: `{title, note, summary, percent, lines: [{label, steps, values,
+    low?, high?, marks?}]}`; those called `titles`, in their order, or all."""
+    charts = {chart.title: chart for chart in CHARTS}
+    drawn = (_draw(charts[title], records) for title in titles or charts)
+    return [chart for chart in drawn if chart["lines"]]
+
+
+def _draw(chart: Chart, records: Records) -> Drawn:
+    lines: list[Drawn] = []
+    found = _find_lines(chart, records)
+    for label, steps, values in found:
+        at, means = _thin(steps, values)
+        lines.append({"label": label, "steps": at, "values": means})
+    if lines and chart.band is not None:
+        both = [record for record in records if all(is_number(record.get(key)) for key in chart.band)]
+        steps = [record["step"] for record in both]
+        if steps == found[0][1]:
+            _, low, high = _thin(steps, *([float(record[key]) for record in both] for key in chart.band))
+            lines[0] |= {"low": low, "high": high}
+    if chart.title == "Success":
+        lines += [_validation_line(key, records) for key in validation_keys(records)]
+    summary = _ends(found[0][2], chart.percent) if found else ""
+    return {"title": chart.title, "note": chart.note, "summary": summary, "percent": chart.percent, "lines": lines}
+
+
+def _ends(values: Sequence[float], percent: bool) -> str:
+    window = min(5, len(values))
+    first, last = fmean(values[:window]), fmean(values[-window:])
+    form = (lambda value: f"{100 * value:.0f} %") if percent else (lambda value: f"{value:.3g}")
+    return f"First {window} steps: {form(first)}; last {window}: {form(last)}."
+
+
+def _validation_line(key: str, records: Records) -> Drawn:
+    steps, values = series(records, key)
+    bounds = [series(records, f"{key}/ci95_{end}") for end in ("low", "high")]
+    columns = [values, *(found for at, found in bounds if at == steps)]
+    line = dict(zip(("steps", "values", "low", "high"), _thin(steps, *columns if len(columns) == 3 else [values])))
+    return {"label": f"validation: {validation_label(key)}", "marks": True, **line}
+
+
+def draw_time(records: Records) -> Drawn | None:
+    """Returns the seconds per step, `{title, note, summary, steps, parts: {activity: seconds}}`, largest first, the rest
+    as `other`; None if no step was timed."""
+    timed = [record for record in records if record["step"] > 0 and is_number(record.get("timing_s/step"))]
+    names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
+    if not names:
+        return None
+    parts = {name: [_seconds(record, name) for record in timed] for name in names}
+    largest = sorted(parts, key=lambda name: (-sum(parts[name]), name))[:MAX_TIME_PARTS]
+    shown = {name.removeprefix("timing_s/"): parts[name] for name in largest}
+    rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in largest), 0.0) for r in timed]
+    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may not be included in `timing_s/step`
+    if sum(rest) > 0.005 * total:
+        shown["other"] = rest
+    shares = ", ".join(f"{name} {100 * sum(values) / (total or 1):.0f} %" for name, values in shown.items())
+    steps, *columns = _thin([record["step"] for record in timed], *shown.values())
+    summary = f"Over the whole run: {shares}."
+    head = {"title": "Where the time went", "note": "Seconds of a step, by activity.", "summary": summary}
+    return head | {"steps": steps, "parts": dict(zip(shown, columns))}
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return max(float(value), 0.0) if is_number(value) else 0.0
+
+
+def _find_lines(chart: Chart, records: Records) -> list[tuple[str, list[int], list[float]]]:
+    """Returns (label, steps, values) for each line of `chart` found in the records. Skips lines that duplicate another,
+    that are 0 throughout next to others, or that never leave `usual`."""
+    drawn: list[tuple[str, list[int], list[float]]] = []
+    for line in chart.lines:
+        for label, keys in _expand(line, records):
+            steps, values = next(((s, v) for s, v in (series(records, key) for key in keys) if s), ([], []))
+            repeats = any(values == known for _, _, known in drawn)  # e.g. the only source, which equals the total
+            unusual = any(value != chart.usual for value in values)
+            if unusual and not repeats and (any(values) or not drawn):
+                drawn.append((label, steps, values))
+    return drawn
+
+
+def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
+    if not any("*" in key for key in line.keys):
+        return [(line.label, line.keys)]
+    pattern = re.compile("|".join(re.escape(key).replace(r"\*", "([^/]+)") for key in line.keys))
+    matches = (pattern.fullmatch(name) for name in sorted({name for record in records for name in record}))
+    return [(line.label.format(match[1]), (match[0],)) for match in matches if match][:MAX_LINES]
+
+
+def _thin(steps: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:
+    """Downsamples the columns to at most `MAX_POINTS` means over equal windows, placed at each window's last step."""
+    size = max(1, math.ceil(len(steps) / MAX_POINTS))
+    starts = range(0, len(steps), size)
+    ends: list[float] = [steps[min(start + size, len(steps)) - 1] for start in starts]
+    return [ends, *([float(f"{fmean(column[start : start + size]):.6g}") for start in starts] for column in columns)]
+
+
+def series(records: Records, key: str) -> tuple[list[int], list[float]]:
+    """Returns (steps, values) of one metric, finite values only."""
+    points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
+    return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def is_validation(name: str) -> bool:
+    """Whether a metric is a validation mean, `val-core/{source}/reward/mean@N`."""
+    return name.startswith("val-core/") and name.rpartition("/")[2].startswith("mean@")
+
+
+def validation_label(key: str) -> str:
+    """Shortens `val-core/gsm8k/reward/mean@1` to `gsm8k`."""
+    return key.removeprefix("val-core/").rpartition("/reward/")[0]
+
+
+def validation_keys(records: Records) -> list[str]:
+    """Returns the sorted names of the `val-core/{source}/reward/mean@N` metrics in the records."""
+    return sorted({name for record in records for name in record if is_validation(name)})

@@ -1,1 +1,0 @@
-"""`etude view DIR --web`: shows a run in a browser."""
