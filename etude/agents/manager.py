@@ -51,7 +51,6 @@ _LOCKSTEP = (
 _USERS = ("raw_prompt", "extra_info", "reward_model", "tools_kwargs", "interaction_kwargs")
 """Columns that users' code gets and may write to: the rollouts of a prompt share the values of their rows."""
 _CHECKS = 10  # for progress, per `stall_timeout`
-_GC_THRESHOLDS = gc.get_threshold()
 _RELAXED_GC = (
     300_000,
     20,
@@ -100,6 +99,7 @@ class AgentLoopManager:
         self.paused = False  # the engine is paused on purpose: nothing stalls
         self.deterministic, self._stall_timeout = deterministic, stall_timeout
         self._watch: asyncio.Task[None] | None = None  # while batches are in flight
+        self._gc_thresholds = _RELAXED_GC  # to restore after them
         self._logged = False
         slowest = max(
             (CallPolicy.from_config(t.config, name).timeout for name, t in context.tools.items()), default=0.0
@@ -146,11 +146,13 @@ class AgentLoopManager:
         if self._stall_timeout is not None:
             self._watch = asyncio.ensure_future(self._retry_stalled(self._stall_timeout))
         gc.freeze()
+        self._gc_thresholds = gc.get_threshold()
         gc.set_threshold(*_RELAXED_GC)
 
     def _end(self) -> None:
         gc.unfreeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
+        if self._gc_thresholds != _RELAXED_GC:  # set by another manager, which restores them
+            gc.set_threshold(*self._gc_thresholds)
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

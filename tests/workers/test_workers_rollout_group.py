@@ -181,7 +181,7 @@ def test_what_stands_still_between_two_chunks_is_no_stall(model_path):
     sync_weights(actor, rollout, 1)
     assert len(chunks) > 1
     echo.gate.set()
-    [(_, batch)] = until(lambda: rollout.collect(1.0)[0], "nothing was collected")
+    [(_, batch)] = until(lambda: rollout.collect(1.0)[0][0], "nothing was collected")
     assert [result.stalls for result in batch.non_tensor_batch["rollout"]] == [0]
     rollout.close()
 
