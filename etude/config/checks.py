@@ -422,10 +422,17 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
             "custom_reward_function.rewards",
             "and custom_reward_function.path are two ways to say it: write the one in rewards",
         )
+    weights = []
     for number, entry in enumerate(custom.rewards):
-        _, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
+        made, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
         for text in wrong.values():
             yield "custom_reward_function.rewards", text
+        weights.append(1.0 if wrong or made is None else made.weight)
+    components = (
+        run.algorithm.estimator and "reward_components" in run.algorithm.estimator.needs
+    )  # reads them unweighted
+    if weights and not any(weights) and not components and not run.reward_model.model.path:
+        yield "custom_reward_function.rewards", "every weight is 0, so the score is, too: give one a weight"
     if run.reward_model.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         yield "reward_model.reward_manager", "is the environment's score: set actor_rollout_ref.env.name"
 
