@@ -153,8 +153,8 @@ def _checked_parts(made: Trajectory, where: str) -> Trajectory:
             raise EtudeError(f"{where} {name} must contain {kind.__name__}s only, not {wrong[0]!r:.60}")
     rewards = made.rewards
     try:
-        rewards.steps = [(turn, source, as_float(value)) for turn, source, value in rewards.steps]
-        rewards.final = {tool: as_float(value) for tool, value in rewards.final.items()}
+        rewards.steps = [(turn, source, _given(value)) for turn, source, value in rewards.steps]
+        rewards.final = {tool: _given(value) for tool, value in rewards.final.items()}
         rewards.score = None if rewards.score is None else as_float(rewards.score)
     except (AttributeError, TypeError, ValueError) as error:
         raise EtudeError(f"{where} {rewards!r:.150}: {one_line(error)}") from error
@@ -163,6 +163,12 @@ def _checked_parts(made: Trajectory, where: str) -> Trajectory:
     except ValueError as error:
         raise EtudeError(f"{where} stop_reason: {one_line(error)}") from error
     return made
+
+
+def _given(reward: object) -> float:
+    if reward is None:
+        raise TypeError("None is no reward")
+    return as_float(reward)
 
 
 def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> list[list[Draw]]:

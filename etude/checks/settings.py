@@ -426,10 +426,16 @@ def _rewards(run: TrainOptions) -> Faults:
     if custom.path and custom.rewards:
         why = "and custom_reward_function.path are two ways to say it"
         yield fault("custom_reward_function.rewards", why, "write the one in rewards")
+    weights = []
     for number, entry in enumerate(custom.rewards):
-        _, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
+        made, wrong = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
         for text in wrong.values():
             yield fault("custom_reward_function.rewards", text)
+        weights.append(1.0 if wrong or made is None else made.weight)
+    estimator = run.algorithm.estimator
+    unweighted = estimator and "reward_components" in estimator.needs
+    if weights and not any(weights) and not unweighted and not reward.model.path:
+        yield fault("custom_reward_function.rewards", "every weight is 0, so the score is, too", "give one a weight")
     if reward.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         why = "is the environment's score, and there is none"
         yield fault("reward_model.reward_manager", why, "set actor_rollout_ref.env.name")

@@ -7,6 +7,7 @@ reward to train on.
 from __future__ import annotations
 
 import math
+from numbers import Complex, Real
 from typing import SupportsFloat
 
 from etude.errors import InfrastructureError
@@ -20,7 +21,8 @@ def as_float(value: object) -> float:
     Raises:
         TypeError: not a number.
     """
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | None):
+    imaginary = isinstance(value, Complex) and not isinstance(value, Real)  # NumPy's would lose a part
+    if isinstance(value, str | bytes) or imaginary or not isinstance(value, SupportsFloat | None):
         raise TypeError(f"returned a {type(value).__name__} where a number was expected as reward")
     try:
         return float(0.0 if value is None else value)

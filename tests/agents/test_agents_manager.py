@@ -221,6 +221,8 @@ def set_to(**parts):
         (with_reward(final={"x": [1.0]}), "returned a list where a number"),
         (with_reward(steps=[1.0]), "cannot unpack"),
         (with_reward(steps=[(0, "x", "1")]), "returned a str where a number"),
+        (with_reward(steps=[(0, "x", None)]), "None is no reward"),
+        (with_reward(final={"x": None}), "None is no reward"),
     ],
 )
 def test_a_trajectory_with_a_part_of_another_type_names_its_loop(loop_named, change, message):

@@ -227,3 +227,19 @@ def test_a_command_refuses_before_torch_is_imported(arguments):
         "sys.exit(10 + ('torch' in sys.modules) + (status != 2))"
     )
     assert subprocess.run([sys.executable, "-c", code, *arguments], timeout=120, capture_output=True).returncode == 10
+
+
+@pytest.mark.parametrize(("estimator", "refused"), [("grpo", True), ("gdpo", False)])
+def test_several_rewards_that_all_weigh_nothing_are_refused_unless_they_are_read_one_by_one(files, estimator, refused):
+    entries = "{{path: etude.rewards.tags, weight: 0}}, {{path: etude.rewards.repetition, weight: {}}}"
+    rewards = f"custom_reward_function.rewards=[{entries}]"
+    given = (
+        *files,
+        f"algorithm.adv_estimator={estimator}",
+        *(() if refused else ("algorithm.gdpo_reward_keys=[tags]",)),
+    )
+    start(*given, rewards.format(0.1))
+    if refused:
+        assert "custom_reward_function.rewards" in refusal(*given, rewards.format(0))
+    else:
+        start(*given, rewards.format(0))

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,7 +178,9 @@ def test_rewards(value):
     assert as_reward(value, "x") == float(value or 0)
 
 
-@pytest.mark.parametrize("value", ["1", b"1", [1.0], float("nan"), float("-inf"), 10**400, object()])
+@pytest.mark.parametrize(
+    "value", ["1", b"1", [1.0], float("nan"), float("-inf"), 10**400, object(), 1j, np.complex64(1)]
+)
 def test_what_is_no_reward(value):
     with pytest.raises(InfrastructureError, match=r"^the source returned"):
         as_reward(value, "the source")
