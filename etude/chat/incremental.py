@@ -46,10 +46,9 @@ class IncrementalRenderer:
         Raises:
             ConfigError: the template rejects the messages, drops a content, or completes a control token that one begins.
         """
-        plain = [clean_message(message) for message in stub.answers_to(messages)]
-        if any(self._control.spelled("".join(self._control.cut(texts_of(message)))) for message in plain):
+        answers = self._control.cut([clean_message(message) for message in stub.answers_to(messages)])
+        if any(self._control.spelled("".join(texts_of(answer))) for answer in answers):
             raise ConfigError(f"{_UNWRITTEN}: parts of one content spell out a control token together")
-        answers = self._control.cut(plain)
         text = self._tail(stub, answers)
         spans = self._locate(stub, answers, text)
         end = self._turns.end(stub, str(messages[0].get("role")))
@@ -122,8 +121,10 @@ class IncrementalRenderer:
         gaps, spans, position = self._control.gaps(text), list[ContentSpan](), 0
         for number, (content, owner) in enumerate(contents):
             words = content.strip()
-            forms = (content, _json_string(content), words, _json_string(words)) if words else ()
-            found = next((span for form in forms if (span := _find(text, form, position, gaps))), None)
+            forms = (form(each) for each in (content, words) for form in (str, _json_string))
+            found = (
+                next((span for form in forms if (span := _find(text, form, position, gaps))), None) if words else None
+            )
             if found is not None:
                 spans.append(ContentSpan(*found, owner))
                 position = found[1]
