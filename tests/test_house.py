@@ -213,8 +213,8 @@ def test_test_files_have_names_of_their_own():
     assert len(names) == len(set(names))
 
 
-HOPS = {"A rollout": (14, 9), "An update": (7, 6)}
-"""Calls below `training_step`, and files, that a reader opens on the way to the decode step and to `backward`."""
+HOPS = {"A rollout": (14, 9), "A tool call": (6, 5), "An update": (7, 6)}
+"""Calls below the first, and files, that a reader opens on the way to the decode step, the next prompt and `backward`."""
 
 
 def test_the_calls_that_the_architecture_page_lists_stand_in_their_files() -> None:

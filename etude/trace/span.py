@@ -126,31 +126,6 @@ def traced(backend: Backend, trace_id: str) -> Iterator[None]:
         _context.reset(token)
 
 
-class SpanList:
-    """A backend that keeps spans in a list, in the order in which they end."""
-
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
-
-    def begin(self, span: TraceSpan) -> None:
-        """Does nothing."""
-
-    def end(self, span: TraceSpan) -> None:
-        """Appends the span."""
-        self.spans.append(span)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-@contextmanager
-def collect_spans() -> Iterator[list[TraceSpan]]:
-    """Yields a list to which the spans of everything awaited inside the block are appended as they end."""
-    collected = SpanList()
-    with traced(collected, "collected"):
-        yield collected.spans
-
-
 def rollout_trace_op(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     """Decorates a coroutine function: traced calls are recorded as spans, with arguments and result or error."""
     signature = inspect.signature(function)
