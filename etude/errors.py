@@ -45,8 +45,9 @@ class EtudeError(Exception):
         return _restore, (type(self), self.args, vars(self))
 
     def at(self, place: str) -> Self:
-        """The same error with `place`, such as a row, before its message."""
-        return _restore(type(self), (f"{place}: {self}",), vars(self) | {"message": f"{place}: {self.message}"})
+        """The same error as one line with `place`, such as a row, before its message."""
+        line, message = (" ".join(f"{place}: {each}".split()) for each in (self, self.message))
+        return _restore(type(self), (line,), vars(self) | {"message": message})
 
 
 def _restore(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:

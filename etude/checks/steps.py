@@ -7,7 +7,7 @@ run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from etude.trajectory import StopReason
 
@@ -33,31 +33,25 @@ _SHARES = {  # metric → (threshold, sentence)
     ),
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
-
-
-def _count(what: str) -> Callable[[float], str]:
-    return lambda value: f"{value:,.0f} {what}"
-
-
-_COUNTS: dict[str, Callable[[float], str]] = {
-    "actor/skipped_steps": lambda value: "actor update skipped: its gradient is not finite",
-    "critic/skipped_steps": lambda value: "critic update skipped: its gradient is not finite",
-    "sft/skipped_steps": lambda value: "update skipped: its gradient is not finite",
-    "rollout/dropped": _count("trajectories dropped: infrastructure failed repeatedly"),
-    "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
-    "rollout/agent_errors": _count("rollouts in which the agent raised an error"),
-    "rollout/prompt_too_long": _count("prompts too long"),
-    "rollout/nothing_sampled": _count("rollouts without a sampled token"),
-    "rollout/context_refused": _count("trajectories that the chat template does not write"),
-    "rollout/unwritable_answers": _count("answers that the chat template does not write"),
-    "rollout/malformed_calls": _count("malformed calls"),
-    "rollout/unknown_tool_calls": _count("calls of unknown tools"),
+_COUNTS = {  # metric → sentence, where it is above 0
+    "actor/skipped_steps": "actor update skipped: its gradient is not finite",
+    "critic/skipped_steps": "critic update skipped: its gradient is not finite",
+    "sft/skipped_steps": "update skipped: its gradient is not finite",
+    "rollout/dropped": "{:,.0f} trajectories dropped: infrastructure failed repeatedly",
+    "rollout/infrastructure_failures": "{:,.0f} infrastructure failures, retried or dropped",
+    "rollout/agent_errors": "{:,.0f} rollouts in which the agent raised an error",
+    "rollout/prompt_too_long": "{:,.0f} prompts too long",
+    "rollout/nothing_sampled": "{:,.0f} rollouts without a sampled token",
+    "rollout/context_refused": "{:,.0f} trajectories that the chat template does not write",
+    "rollout/unwritable_answers": "{:,.0f} answers that the chat template does not write",
+    "rollout/malformed_calls": "{:,.0f} malformed calls",
+    "rollout/unknown_tool_calls": "{:,.0f} calls of unknown tools",
 }
 
 
 def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns kind → sentence, most serious first."""
-    problems = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    problems = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
         problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"

@@ -247,7 +247,7 @@ def test_keys_of_all_versions_at_their_defaults_have_no_effect():
 )
 def test_a_value_of_these_that_asks_for_something_is_refused(settings):
     given = [settings] if isinstance(settings, str) else [settings[0], f"algorithm.{settings[1]}"]
-    with pytest.raises(ConfigError, match=r"here \(command line\): (write|delete|name)"):
+    with pytest.raises(ConfigError, match=r"here \(command line\); (write|delete|name)"):
         compose("ppo_trainer", given)
 
 
