@@ -442,4 +442,6 @@ def test_the_drivers_bytes_do_not_grow_with_the_answers(tiny, tmp_path, cluster)
     short, long = (sum(counts.values()) for counts in found.values())
     assert "fetch" not in found[32]
     grown = {name: (found[32].get(name), size) for name, size in found[512].items() if size != found[32].get(name)}
-    assert long < 1.2 * short, grown  # of the batch itself, 16 times as many; Ray may add to a reference where its object is
+    assert long < 1.2 * short, (
+        grown
+    )  # of the batch itself, 16 times as many; Ray may add to a reference where its object is
