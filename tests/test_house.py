@@ -16,9 +16,9 @@ PACKAGE = Path(etude.__file__).parent
 ROOT = PACKAGE.parent
 
 FLOORS = (
-    {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
-    | {"limits", "metrics", "model_folder", "options", "renamed", "routed_experts", "scratch"}
-    | {"events", "run_folder", "redaction", "dumps", "seeds", "serving", "json_service"},
+    {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "timeouts", "images", "algorithms"}
+    | {"limits", "metrics", "model_folder", "options", "scratch"}
+    | {"events", "run_folder", "dumps", "seeds", "serving"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},

@@ -3,7 +3,7 @@
 import pytest
 
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.redaction import REDACTED, redact, redact_arguments
+from etude.run_folder import REDACTED, redact, redact_arguments
 
 
 def test_texts_named_like_secrets_are_replaced_and_nothing_else():

@@ -7,8 +7,7 @@ import pytest
 
 from etude.agents.base import register_agent_loops
 from etude.errors import ConfigError
-from etude.registry import import_module, import_object
-from etude.renamed import MODULES
+from etude.registry import MODULES, import_module, import_object
 from etude.rewards.manager import BoundedScorer
 from etude.tools import load_tools
 

@@ -20,8 +20,7 @@ from etude.errors import DataError
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.rewards.number import MAX_REWARD
-from etude.routed_experts import COLUMN as ROUTED_EXPERTS
-from etude.trajectory import KEPT_IDS, Rollout, Trajectory
+from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
 OF_SEQUENCES: dict[str, Any] = {IMAGES: (), KEPT_IDS: (), ROUTED_EXPERTS: None}

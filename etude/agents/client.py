@@ -15,11 +15,10 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
-from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.tools import ToolSession
 from etude.trace import TraceSpan, span
-from etude.trajectory import KeptIds, Provenance, StopReason, Trajectory
+from etude.trajectory import KeptIds, Provenance, RoutedExperts, StopReason, Trajectory
 
 
 class TrajectoryClient:

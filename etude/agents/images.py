@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from etude.bounded import BlockingCalls
 from etude.errors import DataError, one_line
 from etude.schemas import ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools import TokenLimit
 from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, AnswerImages, image_name, load_image
 from etude.tools.truncation import bound_text

@@ -32,11 +32,11 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.validation import check_tools_shown, validate_output
-from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import WARNING, AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import group_seed, trajectory_seed
+from etude.timeouts import GRACE_SECONDS, called, result_of, settle
 from etude.tools import BrokenCall, CallPolicy
 from etude.tools.session import watch_sessions
 from etude.trace import TraceSpan, span

@@ -55,7 +55,6 @@ from etude.agents.tool_messages import (
     tool_messages,
     with_result_tag,
 )
-from etude.bounded import called, gather
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
@@ -64,6 +63,7 @@ from etude.models import ImageReader
 from etude.registry import did_you_mean
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
+from etude.timeouts import called, gather
 from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession
 from etude.tools.contract import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory

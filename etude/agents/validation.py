@@ -20,9 +20,18 @@ from etude.chat.placeholders import image_count
 from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.rewards.number import as_float
-from etude.routed_experts import RoutedExperts
 from etude.tools import ToolSession
-from etude.trajectory import AgentLoopOutput, Kept, KeptIds, Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import (
+    AgentLoopOutput,
+    Kept,
+    KeptIds,
+    Provenance,
+    Rewards,
+    RoutedExperts,
+    StopReason,
+    ToolCallRecord,
+    Trajectory,
+)
 
 
 class Draw(NamedTuple):

@@ -183,7 +183,7 @@ def _in_index(folder: Path) -> _Find:
 
 
 def _at_service(url: str) -> _Find:
-    from etude.json_service import JsonService
+    from etude.serving.json_service import JsonService
 
     service = JsonService(url)
 

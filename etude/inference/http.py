@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from etude.errors import EngineError, one_line
-from etude.json_service import read_body
+from etude.serving.json_service import read_body
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take about 1 % of it
 

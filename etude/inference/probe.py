@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from etude.bounded import gather
 from etude.errors import EtudeError
 from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.seeds import probe_seed
+from etude.timeouts import gather
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest allowed log-prob difference in nats, by the trainer's dtype: many times the measured rounding error

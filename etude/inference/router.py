@@ -22,13 +22,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from etude.bounded import settle, within
 from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.server_process import ServerProcess
 from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.metrics import Mean, Metrics, add_metrics
+from etude.timeouts import settle, within
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from etude.inference.layout import StepInput
 from etude.inference.stop_strings import StopStrings
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.models.image_positions import ImagePositions
-from etude.routed_experts import RoutedExperts
-from etude.trajectory import Kept
+from etude.trajectory import Kept, RoutedExperts
 
 
 @dataclass

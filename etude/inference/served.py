@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.bounded import settle
 from etude.errors import ConfigError, EngineError, GrammarError
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.metrics import Metrics
+from etude.timeouts import settle
 
 _ROUNDING = 1e-3  # a probability of 1 computed in bfloat16 may come out slightly larger
 

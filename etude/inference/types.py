@@ -18,8 +18,7 @@ from typing import Any, Literal, Protocol
 from etude.errors import ConfigError, GrammarError
 from etude.metrics import Metrics
 from etude.registry import Registry, did_you_mean
-from etude.routed_experts import RoutedExperts
-from etude.trajectory import Kept
+from etude.trajectory import Kept, RoutedExperts
 
 MOST_GRAMMAR = 1 << 17
 """Maximum number of characters of a grammar."""

@@ -26,9 +26,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from etude.bounded import background_loop
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, one_line
 from etude.limits.local import Limit, Limiter, LocalLimiter, Permit, local_limiter, refuse_conflict
+from etude.timeouts import background_loop
 
 LEASE_SECONDS = 15.0
 """Seconds for which a permit is valid unless it is renewed: longer than any stall of a healthy process."""

@@ -17,8 +17,8 @@ from concurrent import futures
 from dataclasses import dataclass
 from types import TracebackType
 
-from etude.bounded import background_loop
 from etude.errors import ConfigError
+from etude.timeouts import background_loop
 
 _NEARLY_ONE = 1 - 1e-9  # the rounding errors of many small refills must not cost a token
 

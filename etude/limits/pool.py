@@ -22,10 +22,10 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from etude.bounded import GRACE_SECONDS
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits.cluster import is_connected, open_limiter
 from etude.limits.local import Limit, Permit
+from etude.timeouts import GRACE_SECONDS
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -28,10 +28,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.bounded import set_outcome, settle
 from etude.retrieval.index import Hit, Retriever
 from etude.serving.metrics import RequestMetrics
 from etude.serving.middleware import BearerToken, BodyLimit
+from etude.timeouts import set_outcome, settle
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _MAX_BATCH = 256  # maximum queries per batch (unless one request has more), so that later ones do not wait for long

@@ -17,12 +17,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from etude.bounded import gather, set_outcome
 from etude.errors import InfrastructureError
 from etude.options.declare import key, options
 from etude.options.types import Count, NonNegative
 from etude.rewards.default import BATCH_ARGUMENTS, Score, Scorer, user_function
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
+from etude.timeouts import gather, set_outcome
 
 Waiting = list[tuple[dict[str, Any], asyncio.Future[Score]]]
 

@@ -16,11 +16,11 @@ import re
 import threading
 from typing import Any
 
-from etude.bounded import background_loop, gather
 from etude.errors import ConfigError
 from etude.rewards.code_judge import Case, StdioCase, Verdict, judge, read_cases
 from etude.rewards.truth import reads_truth, require_truth
 from etude.sandbox import Language, Limits, SandboxClient
+from etude.timeouts import background_loop, gather
 
 TIMEOUT = 10.0
 MAX_CASES = 10

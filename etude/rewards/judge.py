@@ -31,11 +31,11 @@ from itertools import combinations
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.bounded import gather
 from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, InfrastructureError, ToolError
-from etude.json_service import JsonService
 from etude.rewards import usage
+from etude.serving.json_service import JsonService
+from etude.timeouts import gather
 
 T = TypeVar("T")
 

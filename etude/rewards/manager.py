@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.options.validate import to_options
-from etude.registry import Registry
-from etude.renamed import renamed_imports
+from etude.registry import Registry, renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import as_reward
+from etude.timeouts import BlockingCalls, within
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,9 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error
 from etude.registry import USER_MODULE, import_module
+from etude.timeouts import BlockingCalls
 
 START_SECONDS = 120.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve({fd})"

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
-from etude.bounded import gather
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.rewards.default import Scorer, score_row
 from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_score
 from etude.rewards.scoring import scored_extra_info
 from etude.rewards.view import TrajectoryView
+from etude.timeouts import gather
 from etude.trajectory import Provenance, Trajectory, plain_numbers
 
 AT_ONCE = 64

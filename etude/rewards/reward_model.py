@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from etude.bounded import BlockingCalls, set_outcome
 from etude.chat.control import ControlTokens
 from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.models import load_sequence_classifier, load_tokenizer, model_config
+from etude.timeouts import BlockingCalls, set_outcome
 
 if TYPE_CHECKING:
     from etude.rewards.view import TrajectoryView

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.bounded import BlockingCalls, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.rewards.view import TrajectoryView
+from etude.timeouts import BlockingCalls, within
 from etude.trajectory import Rollout, StopReason, Trajectory, plain_numbers
 
 if TYPE_CHECKING:

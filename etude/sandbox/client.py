@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from etude.bounded import background_loop
 from etude.errors import ConfigError, one_line
 from etude.sandbox import fusion
 from etude.sandbox.executor import SESSION_LIMITS, Executor
@@ -36,6 +35,7 @@ from etude.sandbox.types import (
     SessionClosedError,
     UnknownSessionError,
 )
+from etude.timeouts import background_loop
 
 if TYPE_CHECKING:
     import aiohttp
@@ -276,7 +276,7 @@ class _RemoteSandbox:
         """
         import aiohttp  # which the embedded sandbox does not need
 
-        from etude.json_service import read_body
+        from etude.serving.json_service import read_body
 
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS)

@@ -23,12 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.bounded import set_outcome, uninterrupted
 from etude.errors import one_line
 from etude.sandbox.cgroup import Group
 from etude.sandbox.guest import cells, messages
 from etude.sandbox.languages import RECIPES
 from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
+from etude.timeouts import set_outcome, uninterrupted
 
 if TYPE_CHECKING:
     from etude.sandbox.fork_server import ForkServer

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from etude.bounded import within
 from etude.errors import ConfigError, one_line
 from etude.sandbox import fusion
 from etude.sandbox.executor import SESSION_LIMITS, Executor
@@ -28,6 +27,7 @@ from etude.sandbox.types import (
     UnknownSessionError,
     check_paths,
 )
+from etude.timeouts import within
 
 ANSWER_BYTES = 32 << 20
 ATTEMPTS = 2

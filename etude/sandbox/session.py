@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.bounded import within
 from etude.errors import one_line
 from etude.sandbox.container import Container, ContainerGoneError, failure, run_message
 from etude.sandbox.guest import cells, messages
@@ -33,6 +32,7 @@ from etude.sandbox.types import (
     check_files,
     check_paths,
 )
+from etude.timeouts import within
 
 START_SECONDS = 20.0
 INTERRUPT_SECONDS = 1.0

@@ -21,7 +21,7 @@ from fastapi import HTTPException, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etude.bounded import settle
+from etude.timeouts import settle
 
 R = TypeVar("R")
 

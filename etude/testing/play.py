@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from etude.bounded import BlockingCalls
 from etude.dumps import list_dump_steps
 from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
+from etude.timeouts import BlockingCalls
 from etude.trajectory import Rollout, Trajectory
 from etude.viewer.conversations import sanitize_text
 

@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, one_line
+from etude.timeouts import BlockingCalls
 from etude.tools.call import Source, ToolResult
 from etude.tools.options import CachePolicy
 from etude.tools.wire import result_from_json, result_to_json

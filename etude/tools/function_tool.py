@@ -24,10 +24,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool
 from etude.tools.contract import returned_by
 from etude.tools.options import CallPolicy, ToolOptions, read_options

@@ -20,8 +20,8 @@ from urllib.parse import quote, urlsplit
 from pydantic import Field, field_validator
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
-from etude.json_service import JsonService
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.serving.json_service import JsonService
 from etude.tools.base import BaseTool
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op

@@ -16,10 +16,10 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool
 from etude.tools.contract import returned_by
 from etude.tools.function_tool import as_response, read_schema

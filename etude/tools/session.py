@@ -22,11 +22,11 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
-from etude.bounded import GRACE_SECONDS, called, result_of, settle, uninterrupted
 from etude.errors import ConfigError, DataError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.registry import did_you_mean
 from etude.rewards.number import as_float, as_reward
 from etude.schemas import FunctionCall, ToolResponse
+from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupted
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult

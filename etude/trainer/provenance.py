@@ -21,8 +21,7 @@ import etude
 from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
-from etude.redaction import redact_arguments
-from etude.run_folder import read_run_record, utc_now
+from etude.run_folder import read_run_record, redact_arguments, utc_now
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,16 @@ from etude.errors import ConfigError, raise_faults
 from etude.events import Event, EventSink, StepFinished
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
-from etude.redaction import REDACTED
-from etude.run_folder import CONFIG_FILE, METRICS_FILE, hardware, read_config, read_metrics, read_run_record, versions
+from etude.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    REDACTED,
+    hardware,
+    read_config,
+    read_metrics,
+    read_run_record,
+    versions,
+)
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.provenance import digest_path, git_state
 from etude.trainer.run import fine_tune, train

@@ -28,8 +28,7 @@ from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import RunOptions
 from etude.options.validate import flatten
-from etude.redaction import redact
-from etude.run_folder import CONFIG_FILE
+from etude.run_folder import CONFIG_FILE, redact
 from etude.trainer.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)

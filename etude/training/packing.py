@@ -22,11 +22,9 @@ from etude.models.image_positions import ImagePositions
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.models.vision import Vision
 from etude.protocol import DataProto
-from etude.routed_experts import COLUMN as ROUTED_EXPERTS
-from etude.routed_experts import RoutedExperts
 from etude.training.images import PackedImages, locate_images, pack_images
 from etude.training.log_probs import Support
-from etude.trajectory import KEPT_IDS
+from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, RoutedExperts
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import torch
 
 from etude.agents import RolloutOptions
 from etude.agents.batch import pad_rows
-from etude.bounded import within
 from etude.chat import ChatTemplate
 from etude.errors import EngineError, EtudeError, is_infrastructure, one_line
 from etude.inference import (
@@ -46,6 +45,7 @@ from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
+from etude.timeouts import within
 from etude.training import PolicyEngine, is_sharded
 from etude.workers.options import RoleOptions
 from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from etude.bounded import background_loop, gather
 from etude.chat import ChatTemplate
 from etude.errors import InfrastructureError
 from etude.inference.native import NativeEngine, NativeEngineOptions
 from etude.inference.types import SamplingParams
 from etude.models import check_vocabulary, load_causal_lm, load_tokenizer
 from etude.rewards.judge import Completion, Endpoint, Judge
+from etude.timeouts import background_loop, gather
 
 T = TypeVar("T")
 

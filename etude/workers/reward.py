@@ -7,7 +7,6 @@ import logging
 from typing import Any, cast
 
 from etude.agents.batch import BY_GROUP, place_scores, rows_of
-from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.models import is_sequence_classifier
@@ -22,6 +21,7 @@ from etude.rewards import (
 )
 from etude.rewards.default import user_function
 from etude.rewards.reward_model import LABEL, RewardModel
+from etude.timeouts import gather
 from etude.trajectory import Rollout
 from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions

@@ -13,7 +13,6 @@ from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
 from etude.agents.batch import BY_GROUP, place_scores, rows_of
-from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
@@ -22,6 +21,7 @@ from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
 from etude.rewards.reward_model import RewardModel
+from etude.timeouts import GRACE_SECONDS, settle
 from etude.training import PolicyEngine
 from etude.trajectory import Rollout
 from etude.workers.context import ToolCatalogue, load_context

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.agents import AgentLoopManager, Sampling
-from etude.bounded import GRACE_SECONDS, settle
+from etude.timeouts import GRACE_SECONDS, settle
 from etude.trajectory import Rollout
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from etude.agents.batch import IMAGES
 from etude.algorithms.distillation import ABSENT
-from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, EngineError
 from etude.inference.http import HttpServer
@@ -20,6 +19,7 @@ from etude.models import check_vocabulary, load_causal_lm
 from etude.options.distillation import is_address
 from etude.options.serving import server_url
 from etude.protocol import DataProto
+from etude.timeouts import gather
 from etude.training import PolicyEngine
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS, RoleWorker

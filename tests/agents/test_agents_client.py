@@ -15,7 +15,7 @@ from etude.agents.validation import validate_output
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import TokenOutput
-from etude.routed_experts import RoutedExperts
+from etude.trajectory import RoutedExperts
 
 PROMPT = CHAT.initial_ids(QUESTION)
 PARAMS = SAMPLING.params(0, 50, CHAT.stop_token_ids)

@@ -16,9 +16,9 @@ from etude.agents.interactions import (
     SimulatedUser,
     load_interactions,
 )
-from etude.bounded import within
 from etude.chat import ToolParser
 from etude.errors import ConfigError, InfrastructureError
+from etude.timeouts import within
 from etude.trajectory import Provenance, StopReason
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from etude.renamed import MODULES
+from etude.registry import MODULES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 

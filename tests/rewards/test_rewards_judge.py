@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.json_service import seconds_of
 from etude.rewards import TrajectoryScorer, build_manager, judge, load_compute_score, score_rollout, usage
+from etude.serving.json_service import seconds_of
 from etude.trajectory import Rollout
 
 

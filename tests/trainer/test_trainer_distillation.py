@@ -24,12 +24,12 @@ from etude.models import (
 )
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
-from etude.routed_experts import RoutedExperts
 from etude.trainer.distillation import ask_teachers
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
+from etude.trajectory import RoutedExperts
 from etude.workers import TeacherWorker
 from etude.workers.teacher import _read_token, teacher_columns
 

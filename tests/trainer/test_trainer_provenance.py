@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from etude.cli.main import cli, run
-from etude.redaction import REDACTED
+from etude.run_folder import REDACTED
 from etude.trainer import provenance
 from etude.trainer.provenance import describe_run, digest_path, git_state
 

@@ -44,8 +44,8 @@ tools:
         parameters: {{type: object, properties: {{expression: {{type: string}}}}, required: [expression]}}
 """
 
-STUBBORN = """import etude.bounded
-            etude.bounded.GRACE_SECONDS = 0.5  # to clean up
+STUBBORN = """import etude.timeouts
+            etude.timeouts.GRACE_SECONDS = 0.5  # to clean up
             while True:
                 try:
                     await asyncio.sleep(3600)

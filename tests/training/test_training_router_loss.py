@@ -11,8 +11,8 @@ from etude.errors import ConfigError
 from etude.metrics import finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.protocol import DataProto
-from etude.routed_experts import COLUMN, RoutedExperts
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine
+from etude.trajectory import ROUTED_EXPERTS, RoutedExperts
 
 COEF, MANY = 0.7, 10_000
 TOKENIZER = build_tiny_tokenizer(["A few words to have tokens from."], 300)
@@ -47,7 +47,7 @@ def build_batch(rows=ROWS, experts=None):
         mask[i, : len(response)] = torch.tensor(scored)
     columns = {"input_ids": ids, "attention_mask": attention, "response_mask": mask}
     if experts is not None:
-        columns[COLUMN] = np.array([*experts, None], dtype=object)[:-1]
+        columns[ROUTED_EXPERTS] = np.array([*experts, None], dtype=object)[:-1]
     return DataProto.from_single_dict(columns)
 
 

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from etude.bounded import set_outcome
+from etude.timeouts import set_outcome
 
 Steps = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
 

@@ -29,11 +29,11 @@ from etude.agents.environments.env import ENVIRONMENTS, Env, is_gym_shaped
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bind_turns
 from etude.agents.tool_agent import ToolAgentLoop
-from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.options import EnvOptions
 from etude.protocol import DataProto
 from etude.rewards.number import as_flag, as_reward
+from etude.timeouts import BlockingCalls, uninterrupted, within
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, StopReason, Trajectory
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from etude.bounded import BlockingCalls, settle, uninterrupted
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.registry import did_you_mean
 from etude.rewards.number import MAX_REWARD, as_reward
+from etude.timeouts import BlockingCalls, settle, uninterrupted
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

@@ -37,7 +37,6 @@ from etude.agents.gateway.agent import (
 )
 from etude.agents.gateway.messages import row_for_clients
 from etude.agents.gateway.session import GatewaySession
-from etude.bounded import called, settle
 from etude.errors import (
     AgentError,
     ConfigError,
@@ -51,6 +50,7 @@ from etude.errors import (
 from etude.inference import SamplingParams
 from etude.options import OpenAIAgentOptions
 from etude.registry import import_object
+from etude.timeouts import called, settle
 from etude.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etude.agents.base import AgentContext
 from etude.agents.gateway.request import GatewayError
 from etude.agents.images import read_row
-from etude.bounded import BlockingCalls
 from etude.chat.placeholders import image_count, is_image
 from etude.errors import DataError, one_line
+from etude.timeouts import BlockingCalls
 from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, image_size, image_url
 
 if TYPE_CHECKING:

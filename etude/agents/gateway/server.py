@@ -30,9 +30,9 @@ from etude.agents.gateway.recording import Completion
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
 from etude.agents.gateway.session import GatewaySession
-from etude.bounded import settle
 from etude.errors import one_line
 from etude.serving.middleware import BearerToken, BodyLimit, hung_up
+from etude.timeouts import settle
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 from etude.agents.gateway.agent import Clients
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
-from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
 from etude.serving.listening import listen, raise_file_limit, server_config
+from etude.timeouts import settle, uninterrupted
 
 _GRACE_SECONDS = 2
 _MOST_REQUEST_MB = 128  # generous: each request repeats the history's images, and the agents are trusted

@@ -33,11 +33,11 @@ from etude.agents.gateway.prefix import Prefix, longest_sequence, match_prefix
 from etude.agents.gateway.recording import Completion, History, Recording, Turn
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, TooLong, grammar_of, read_request
 from etude.agents.gateway.turn import ParsedTurn, parse_turn
-from etude.bounded import settle
 from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.rewards.number import MAX_REWARD, as_reward
 from etude.seeds import client_draw
+from etude.timeouts import settle
 from etude.trajectory import StopReason, Trajectory
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from etude.agents.interactions.base import BaseInteraction
-from etude.bounded import uninterrupted, within
 from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
 from etude.rewards.number import as_flag, as_reward
+from etude.timeouts import uninterrupted, within
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from etude.agents.interactions.base import BaseInteraction
 from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, InfrastructureError
-from etude.json_service import JsonService
+from etude.serving.json_service import JsonService
 
 STOP = "###STOP###"
 INSTRUCTIONS = (

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import Field
 
-from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.video import VideoOptions, read_frames, require_av, video_seconds
 from etude.tools.options import read_options

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
 from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.frame_extraction import FRAMES, trajectory_of
 from etude.tools.builtin.video import VideoOptions, read_frames, require_av

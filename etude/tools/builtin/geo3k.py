@@ -5,9 +5,9 @@ Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbo
 
 from __future__ import annotations
 
-from etude.bounded import BlockingCalls
 from etude.rewards import geo3k
 from etude.rewards.math import last_boxed
+from etude.timeouts import BlockingCalls
 from etude.tools.builtin.answer import AnswerTool, answer_schema
 
 _algebra = BlockingCalls("etude-geo3k", limit=8)

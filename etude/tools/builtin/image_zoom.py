@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from etude.bounded import BlockingCalls
 from etude.errors import DataError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options

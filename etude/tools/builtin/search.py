@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
-from etude.json_service import JsonService
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.serving.json_service import JsonService
 from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.web_search import check_query
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from etude.errors import InfrastructureError, ToolError
-from etude.json_service import JsonService
 from etude.options.types import Count, NonNegative
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.serving.json_service import JsonService
 from etude.tools.base import StatefulTool, function_schema
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op

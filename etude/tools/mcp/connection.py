@@ -18,8 +18,8 @@ import re
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.bounded import background_loop, settle
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
+from etude.timeouts import background_loop, settle
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
 

@@ -16,8 +16,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from etude.bounded import settle
 from etude.errors import MissingExtraError, one_line
+from etude.timeouts import settle
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.stdio import subprocess_streams
 
@@ -221,7 +221,7 @@ def _bounded_stream(stream: Any, encoding: str, limit: int | None) -> Any:
     """Decompresses the body of an HTTP response; it raises after more than `limit` bytes (None: no limit)."""
     import httpx2
 
-    from etude.json_service import decompress  # imported lazily: it imports aiohttp
+    from etude.serving.json_service import decompress  # imported lazily: it imports aiohttp
 
     class Bounded(httpx2.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.bounded import settle
+from etude.timeouts import settle
 from etude.tools.mcp.options import McpServer
 
 _PATIENCE_SECONDS = 2.0  # after stdin is closed, and again after SIGTERM

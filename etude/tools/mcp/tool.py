@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, DataError, ToolError, one_line
 from etude.options.types import Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import AnswerImages
 from etude.tools.mcp.connection import in_loop, pool_of

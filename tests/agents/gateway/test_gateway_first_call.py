@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from etude.agents.gateway.turn import PROBE, parse_turn
 from etude.chat import HermesToolParser, ToolParser
 from etude.inference import TokenOutput
-from etude.routed_experts import RoutedExperts
+from etude.trajectory import RoutedExperts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "chat" / "parsers"))
 from parsers_formats import FORMATS, schemas

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from etude.errors import InfrastructureError
 from etude.inference.http import MAX_ANSWER_BYTES
-from etude.json_service import JsonService, decompress
+from etude.serving.json_service import JsonService, decompress
 
 BOMB = gzip.compress(bytes(300 << 20), 9)  # 300 KB; twice, three times: any size
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from etude.bounded import background_loop
+from etude.timeouts import background_loop
 from etude.errors import InfrastructureError, ToolError, one_line
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause

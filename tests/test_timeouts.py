@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from etude.bounded import BlockingCalls, background_loop, called, uninterrupted, within
 from etude.errors import ConfigError, InfrastructureError
+from etude.timeouts import BlockingCalls, background_loop, called, uninterrupted, within
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
 
@@ -104,7 +104,7 @@ async def test_context_travels_and_a_waiting_call_that_is_cancelled_never_starts
 def test_a_function_that_never_returns_does_not_keep_the_process():
     program = (
         "import asyncio, time\n"
-        "from etude.bounded import BlockingCalls, within\n"
+        "from etude.timeouts import BlockingCalls, within\n"
         "async def main():\n"
         "    try:\n"
         "        await within(0.05, BlockingCalls('t', 1).run, time.sleep, 1000)\n"
