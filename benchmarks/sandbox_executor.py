@@ -125,7 +125,7 @@ async def main() -> None:
     started = time.perf_counter()
     async with await Executor.open(arguments.isolation) as executor:
         opened = time.perf_counter() - started
-        print(f"{executor.isolation.value}: opened and proved in {opened:.2f} s; load {os.getloadavg()[0]:.1f}")
+        print(f"{executor.isolation.value}: opened in {opened:.2f} s; load {os.getloadavg()[0]:.1f}")
         await latencies(executor, arguments.rounds)
         await throughput(executor, arguments.rounds)
         await flat(executor, arguments.flat)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandbox.guest.settings import PROGRAM_ID
-from etude.sandbox.jail import jail_scratch
+from etude.sandbox.jail import interpreter, jail_scratch
 from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError
 
 Run = Callable[[RunRequest], Awaitable[RunResult]]
@@ -47,6 +47,7 @@ print(json.dumps({
     "a filter of system calls": int(status["Seccomp"]),
     "a PID namespace of its own": [os.getppid(), sum(name.isdigit() for name in os.listdir("/proc"))],
     "a host name of its own": socket.gethostname(),
+    "no files of the host": [path for path in ("/etc/shadow", "/var/log", "/run", "/sys/kernel") if os.path.exists(path)],
     "a scrubbed environment": [name for name in sys.argv[2:] if name in os.environ],
     "no network interface but loopback": links,
     "a read-only system": [path for path in ("/", "/usr", "/etc", "/opt/etude/guest")
@@ -65,6 +66,7 @@ CONFINED = {
     "a filter of system calls": 2,
     "a PID namespace of its own": [1, 2],
     "a host name of its own": "sandbox",
+    "no files of the host": [],
     "a scrubbed environment": [],
     "no network interface but loopback": ["lo"],
     "a read-only system": [],
@@ -390,4 +392,5 @@ def _host() -> Iterator[tuple[dict[str, Any], tuple[socket.socket, ...]]]:
         for listener in (tcp, abstract):
             listener.setblocking(False)
         paths = [str(file), "/root/.ssh", "/home", "/etc/shadow", "/var/log", "/run", "/sys/kernel"]
+        paths = [path for path in paths if not interpreter().startswith(f"{path}/")]  # which may lie in /home
         yield {"paths": paths, "pid": os.getpid(), "port": tcp.getsockname()[1], "abstract": name}, (tcp, abstract)

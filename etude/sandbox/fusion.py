@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
@@ -243,7 +243,7 @@ def run_code_response(result: RunResult) -> RunCodeResponse:
     good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
     return RunCodeResponse(
         status=ResponseStatus.Success if good and ran is not None else ResponseStatus.Failed,
-        message=_refused(result.refused_files),
+        message=refused_message(result.refused_files),
         compile_result=compiled,
         run_result=ran,
         files=encode_files(result.files),
@@ -373,33 +373,6 @@ def _from_command(command: CommandRunResult) -> RunResult:
     )
 
 
-def _refused(files: Mapping[str, str]) -> str:
+def refused_message(files: Mapping[str, str]) -> str:
+    """Returns the `message` of a response whose `fetch_files` were not all read."""
     return f"fetch_files: {'; '.join(f'{path!r}: {why}' for path, why in files.items())}"[:2000] if files else ""
-
-
-def jupyter_response(
-    cells: Sequence[CellRunResult],
-    asked: int,
-    late: bool,
-    ended: bool,
-    seconds: float,
-    files: Mapping[str, bytes],
-    refused_files: Mapping[str, str],
-) -> RunJupyterResponse:
-    """Builds the `/run_jupyter` response for a request of `asked` cells: `Failed` if time ran out (`late`) or the
-    interpreter `ended` early; the cells that ran are always included."""
-    cut_short = ended and not late
-    driver = CommandRunResult(
-        status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
-        execution_time=seconds,
-        return_code=None if late else int(cut_short),
-        stdout="",
-        stderr=f"the interpreter ended in or after cell {len(cells)} of {asked}" if cut_short else "",
-    )
-    return RunJupyterResponse(
-        status=ResponseStatus.Failed if late or cut_short else ResponseStatus.Success,
-        message=_refused(refused_files),
-        driver=driver,
-        cells=list(cells),
-        files=encode_files(files),
-    )

@@ -171,8 +171,8 @@ class SandboxService:
     async def _run_cells(
         self, message: fusion.RunJupyterRequest, limits: Limits, files: dict[str, bytes], blamed: bool = False
     ) -> fusion.RunJupyterResponse:
-        """Runs the cells and returns the response. If the interpreter ends, the cells caused it; a lost container is raised
-        as an error unless they are `blamed` for it."""
+        """Runs the cells and returns the response, which is `Failed` if time runs out or the interpreter ends. If the
+        interpreter ends, the cells caused it; a lost container is raised as an error unless they are `blamed`."""
         clock = asyncio.get_running_loop().time
         began = clock()
         session = await self.executor.session(limits=limits, files=files)
@@ -204,8 +204,22 @@ class SandboxService:
         finally:
             await self.executor.close_session(session)
         kept, left_out = _fitting(fetched, room)
-        seconds = clock() - began
-        return fusion.jupyter_response(answered, len(message.cells), late, ended, seconds, kept, left_out)
+        cut_short = ended and not late
+        reason = f"the interpreter ended in or after cell {len(answered)} of {len(message.cells)}"
+        driver = fusion.CommandRunResult(
+            status=fusion.CommandRunStatus.TimeLimitExceeded if late else fusion.CommandRunStatus.Finished,
+            execution_time=clock() - began,
+            return_code=None if late else int(cut_short),
+            stdout="",
+            stderr=reason if cut_short else "",
+        )
+        return fusion.RunJupyterResponse(
+            status=fusion.ResponseStatus.Failed if late or cut_short else fusion.ResponseStatus.Success,
+            message=fusion.refused_message(left_out),
+            driver=driver,
+            cells=answered,
+            files=fusion.encode_files(kept),
+        )
 
     async def open_session(self, message: fusion.SessionRequest) -> fusion.SessionResponse:
         """Opens a session that lives until it is closed or idle for too long; raises like `run_code`, and SandboxError."""

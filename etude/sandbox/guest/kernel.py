@@ -48,7 +48,6 @@ _NUMBERS = {
     "aarch64": {"capset": 91, "pivot_root": 41},
 }
 _OPENAT2, _MOUNT_SETATTR = 437, 442
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -73,6 +72,20 @@ def _check(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def syscall(what: str, number: int, *arguments: int | str | bytes) -> int:
+    """Makes a system call that the C library lacks; a text is a path, bytes are a structure that the kernel reads. `what`
+    begins the text of an error."""
+    converted = [
+        ctypes.c_long(argument)
+        if isinstance(argument, int)
+        else ctypes.c_char_p(os.fsencode(argument))
+        if isinstance(argument, str)
+        else ctypes.create_string_buffer(argument, len(argument))
+        for argument in arguments
+    ]
+    return _check(int(_libc.syscall(ctypes.c_long(number), *converted)), what)
 
 
 def unshare(flags: int) -> None:
@@ -113,22 +126,14 @@ def unmount(target: str) -> None:
 
 def pivot_root(new_root: str, old_root: str) -> None:
     """Makes `new_root` the root of this mount namespace and puts the old one at `old_root`."""
-    arguments = ctypes.c_char_p(os.fsencode(new_root)), ctypes.c_char_p(os.fsencode(old_root))
-    _check(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["pivot_root"]), *arguments), "pivot_root")
+    syscall("pivot_root", _NUMBERS[machine()]["pivot_root"], new_root, old_root)
 
 
 def make_read_only(target: str) -> None:
     """Makes the mount on `target` and all mounts beneath it read-only, without devices and set-user-id programs."""
     attributes = struct.pack("=QQQQ", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY, _NOSUID, _NODEV
-    holder = ctypes.create_string_buffer(attributes, len(attributes))
-    arguments = (
-        ctypes.c_int(-100),  # AT_FDCWD
-        ctypes.c_char_p(os.fsencode(target)),
-        ctypes.c_uint(0x8000),  # AT_RECURSIVE
-        holder,
-        ctypes.c_size_t(len(attributes)),
-    )
-    _check(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"read-only {target}")
+    at_fdcwd, at_recursive = -100, 0x8000
+    syscall(f"read-only {target}", _MOUNT_SETATTR, at_fdcwd, target, at_recursive, attributes, len(attributes))
 
 
 def prctl(option: int, value: int = 0) -> None:
@@ -138,9 +143,7 @@ def prctl(option: int, value: int = 0) -> None:
 
 def drop_capabilities() -> None:
     """Empties this process's capability sets; permanently, if PR_SET_NO_NEW_PRIVS is set."""
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    empty = ctypes.create_string_buffer(24)
-    _check(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["capset"]), header, empty), "capset")
+    syscall("capset", _NUMBERS[machine()]["capset"], struct.pack("=Ii", 0x20080522, 0), bytes(24))
 
 
 def install_seccomp(program: bytes) -> None:
@@ -154,38 +157,4 @@ def install_seccomp(program: bytes) -> None:
 def open_beneath(directory: int, path: str, flags: int) -> int:
     """Opens `path` beneath the directory descriptor without following any symbolic link, including the last component."""
     how = struct.pack("=QQQ", flags, 0, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
-    holder = ctypes.create_string_buffer(how, len(how))
-    arguments = (
-        ctypes.c_int(directory),
-        ctypes.c_char_p(os.fsencode(path)),
-        holder,
-        ctypes.c_size_t(len(how)),
-    )
-    return int(_check(_libc.syscall(ctypes.c_long(_OPENAT2), *arguments), f"open {path}"))
-
-
-def landlock_version() -> int:
-    """Returns the version of the kernel's Landlock ABI; 0 without Landlock."""
-    version = _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    return max(0, int(version))
-
-
-def landlock_ruleset(attributes: bytes) -> int:
-    """Creates a ruleset and returns its file descriptor."""
-    holder = ctypes.create_string_buffer(attributes, len(attributes))
-    arguments = holder, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)
-    return int(_check(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), *arguments), "landlock"))
-
-
-def landlock_allow_beneath(ruleset: int, directory: int, access: int) -> None:
-    """Adds a rule that allows the rights `access` for everything beneath `directory`."""
-    rule = struct.pack("=Qi", access, directory)
-    holder = ctypes.create_string_buffer(rule, len(rule))
-    arguments = ctypes.c_int(ruleset), ctypes.c_int(1), holder, ctypes.c_uint32(0)
-    _check(_libc.syscall(ctypes.c_long(_LANDLOCK_ADD_RULE), *arguments), "landlock rule")
-
-
-def landlock_restrict(ruleset: int) -> None:
-    """Permanently applies the ruleset to this process."""
-    arguments = ctypes.c_int(ruleset), ctypes.c_uint32(0)
-    _check(_libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT_SELF), *arguments), "landlock")
+    return syscall(f"open {path}", _OPENAT2, directory, path, how, len(how))

@@ -13,34 +13,33 @@ from collections.abc import Sequence
 
 from . import kernel
 
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _RIGHTS_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file-system rights in each ABI
 _IOCTL_DEVICE = 1 << 15
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
+_RETURN_VERSION, _PATH_BENEATH = 1, 1
 
 
 def restrict(writable: Sequence[str], devices: Sequence[str]) -> None:
     """Restricts this process: it may read and execute everything, modify `writable`, and write to files in `devices`."""
-    version = kernel.landlock_version()
-    if version == 0:
+    try:
+        version = kernel.syscall("landlock", _CREATE_RULESET, 0, 0, _RETURN_VERSION)
+    except OSError:
         return
     handled = (1 << _RIGHTS_OF_VERSION[min(version, 5)]) - 1
-    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
-    ruleset = kernel.landlock_ruleset(struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8])
+    rules = {"/": _EXECUTE | _READ_FILE | _READ_DIR, **dict.fromkeys(writable, handled)}
+    rules |= dict.fromkeys(devices, (_WRITE_FILE | _READ_FILE | _READ_DIR | _IOCTL_DEVICE) & handled)
+    attributes = struct.pack("=QQQ", handled, 0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS)[: 24 if version >= 6 else 8]
+    ruleset = kernel.syscall("landlock", _CREATE_RULESET, attributes, len(attributes), 0)
     try:
-        _allow(ruleset, "/", _EXECUTE | _READ_FILE | _READ_DIR)
-        for path in writable:
-            _allow(ruleset, path, handled)
-        for path in devices:
-            _allow(ruleset, path, (_WRITE_FILE | _READ_FILE | _READ_DIR | _IOCTL_DEVICE) & handled)
-        kernel.landlock_restrict(ruleset)
+        for path, access in rules.items():
+            directory = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                rule = struct.pack("=Qi", access, directory)
+                kernel.syscall("landlock rule", _ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+            finally:
+                os.close(directory)
+        kernel.syscall("landlock", _RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
-
-
-def _allow(ruleset: int, path: str, access: int) -> None:
-    directory = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        kernel.landlock_allow_beneath(ruleset, directory, access)
-    finally:
-        os.close(directory)
