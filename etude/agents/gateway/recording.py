@@ -12,7 +12,7 @@ together with tools and sampling; two requests have the same key if and only if 
 the same if the client drops empty values, adds None, omits reasoning, calls `system` `developer`, renames call ids, writes
 text as a list of parts, reorders the keys of a call's arguments, or strips whitespace around the model's text. Swapping two
 tool results between the calls of a turn makes a different history, and so does an image with different bytes. Reasoning is
-in no key, since it may be omitted; a history that edits it is another one (`edits_reasoning`).
+in no key, since it may be omitted; a history that edits it is another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, match_answers
 from etude.agents.gateway.request import ChatRequest
@@ -130,10 +130,10 @@ class Recording:
         """Returns the turn that a history ends with; None if there is none, or if the history edits its reasoning. Of
         several with the same text, takes the one whose call ids and reasoning match best, then one not continued yet."""
         sent = [message for message in reversed(history) if message["role"] == "assistant"]
-        matches = [turn for turn in self._after.get(key, ()) if not _has_edits(turn, sent)]
+        matches = [turn for turn in self._after.get(key, ()) if not _edits_reasoning(turn, sent)]
         if len(matches) < 2:
             return matches[0] if matches else None
-        return max(matches, key=lambda turn: (*_match_score(turn, sent), turn not in self._continued))
+        return max(matches, key=lambda turn: (*_likeness(turn, sent), turn not in self._continued))
 
     @property
     def sampled(self) -> int:
@@ -160,15 +160,29 @@ class Recording:
         return made[::-1]
 
 
-def _has_edits(turn: Turn, sent: Sequence[Message]) -> bool:
-    """Whether the assistant messages `sent`, last first, change reasoning on the turn's path."""
-    return any(edits_reasoning(message, each.message) for message, each in zip(sent, reversed(turn.path())))
+def _edits_reasoning(turn: Turn, sent: Sequence[Message]) -> bool:
+    """Whether the assistant messages `sent`, last first, change reasoning on the turn's path; omitting it is no change."""
+    for message, recorded in zip(sent, reversed(turn.path())):
+        thoughts = message.get("reasoning_content", "").strip()
+        if thoughts and thoughts != recorded.message.get("reasoning_content", "").strip():
+            return True
+    return False
 
 
-def _match_score(turn: Turn, sent: Sequence[Message]) -> tuple[int, ...]:
-    """How closely the turns of a path match the assistant messages `sent`, last first: `likeness`, summed per criterion."""
-    pairs = zip(sent, reversed(turn.path()))
-    return tuple(sum(scores) for scores in zip(*(likeness(message, each.message) for message, each in pairs)))
+def _likeness(turn: Turn, sent: Sequence[Message]) -> tuple[int, int, int]:
+    """How many of the assistant messages `sent`, last first, agree with those of the turn's path in (call ids, reasoning,
+    exact text); they are equivalent."""
+    same_ids = same_thoughts = same_texts = 0
+    for message, recorded in zip(sent, reversed(turn.path())):
+        pair = (message, recorded.message)
+        calls = [each.get("tool_calls", ()) for each in pair]
+        ids = [[call.get("id") for call in each] for each in calls]
+        arguments = [[call["function"]["arguments"] for call in each] for each in calls]
+        thoughts = [each.get("reasoning_content", "").strip() for each in pair]
+        same_ids += ids[0] == ids[1]
+        same_thoughts += thoughts[0] == thoughts[1]
+        same_texts += message["content"] == recorded.message["content"] and arguments[0] == arguments[1]
+    return same_ids, same_thoughts, same_texts
 
 
 def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
@@ -214,27 +228,6 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
     return made + [malformed_record(number, error) for error in turn.parsed.errors]
 
 
-def likeness(one: Message, other: Message) -> tuple[int, int, int]:
-    """Whether two equivalent assistant messages agree in (call ids, reasoning, exact text), each 0 or 1."""
-    calls, theirs = one.get("tool_calls", ()), other.get("tool_calls", ())
-    thoughts = [message.get("reasoning_content", "").strip() for message in (one, other)]
-    return (
-        int([call.get("id") for call in calls] == [call.get("id") for call in theirs]),
-        int(thoughts[0] == thoughts[1]),
-        int(one["content"] == other["content"] and _arguments(calls) == _arguments(theirs)),
-    )
-
-
-def edits_reasoning(sent: Message, message: Message) -> bool:
-    """Whether a client changed a turn's reasoning; omitting it is not a change."""
-    thoughts = sent.get("reasoning_content", "").strip()
-    return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
-
-
-def _arguments(calls: Sequence[Message]) -> list[str]:
-    return [call["function"]["arguments"] for call in calls]
-
-
 class History:
     """The keys of a request's messages and their images' digests (see the module); `ground` identifies
     everything else that the prompt depends on."""
@@ -248,16 +241,12 @@ class History:
 
     def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
         """Returns the key of this history plus `message`, which answers the call at `place`, if any, and has `images`."""
-        fields = json.dumps(_key_fields(message, place)).encode()
-        return hashlib.blake2b(b"".join([self.key, fields, *images]), digest_size=16).digest()
-
-
-def _key_fields(message: Message, place: int | None) -> list[Any]:
-    role, content = message["role"], message["content"]
-    if role != "assistant":
-        return [role, content, message.get("name"), place]
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [role, content.strip(), [[function["name"], _sort_keys(function["arguments"])] for function in functions]]
+        role, content = message["role"], message["content"]
+        fields = [role, content, message.get("name"), place]
+        if role == "assistant":
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+            fields = [role, content.strip(), [[each["name"], _sort_keys(each["arguments"])] for each in functions]]
+        return hashlib.blake2b(b"".join([self.key, json.dumps(fields).encode(), *images]), digest_size=16).digest()
 
 
 def _sort_keys(arguments: str) -> str:
