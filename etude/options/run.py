@@ -355,8 +355,8 @@ class RayOptions:
         unit="s",
     )
     data_plane: Literal["objects", "transferqueue"] = key(
-        "Where batches stay between workers. objects: Ray objects, a column each, copied whole to a node that reads rows of "
-        "them. transferqueue: the storage units of TransferQueue, which sends single rows; takes 3 CPUs.",
+        "Where batches stay between workers. objects: Ray objects, slices of a column each, on the node that wrote them. "
+        "transferqueue: the storage units of TransferQueue, which sends single rows; takes 3 CPUs.",
         default="objects",
     )
 

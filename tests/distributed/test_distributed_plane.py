@@ -137,6 +137,17 @@ def test_any_store_gives_back_what_was_put(stores, name, history):
     assert len(plane) == 0
 
 
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chosen=st.lists(st.integers(0, 9), min_size=1, max_size=12), rows=st.integers(1, 4))
+def test_any_rows_of_a_column_in_slices_are_read(stores, monkeypatch, chosen, rows):
+    data = DataProto.from_dict({"x": torch.arange(30).reshape(10, 3)}, {"cells": list(range(10))})
+    monkeypatch.setattr("etude.distributed.ray_store._SLICE_BYTES", rows * 24)
+    ref = BatchRef.of(data, stores["ray"])
+    assert len(ref.layouts[0].blocks[0].handles["x"].refs) == -(-10 // rows)
+    assert rows_of(ref.select_idxs(chosen).fetch()) == rows_of(data.select_idxs(chosen))
+    assert rows_of(ref.fetch()) == rows_of(data)
+
+
 def some(rows: int = 4, name: str = "x", width: int = 3) -> DataProto:
     return DataProto.from_dict({name: torch.arange(rows * width).reshape(rows, width)})
 
