@@ -226,11 +226,11 @@ def headings(text: str) -> set[str]:
 
 
 def test_the_lines_that_troubleshooting_shows_are_printed_somewhere():
-    """… stands for what is filled in; the rest of a line is a text of the package's."""
+    """… stands for what is filled in; the rest of a line is a text of the package's, or two: what is wrong; the fix."""
     joined = re.compile(r'"\s*\n\s*f?"')  # where a text goes on in the next line
     sources = [joined.sub("", path.read_text(encoding="utf-8")) for path in (ROOT / "etude").rglob("*.py")]
     shown = [block.body for block in blocks(DOCS / "troubleshooting.md") if block.language == "text"]
-    parts = [part.strip(" \n.:;") for body in shown for part in body.split("…")]
+    parts = [part.strip(" \n.:;") for body in shown for part in re.split("…|; ", body)]
     long = [part for part in parts if len(part) > 10]
     assert len(long) > 15
     assert [part for part in long if not any(part in source for source in sources)] == []
