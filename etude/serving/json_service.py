@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from etude.timeouts import background_loop
 from etude.errors import InfrastructureError, ToolError, one_line
+from etude.timeouts import background_loop
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -205,7 +205,7 @@ def test_a_batch_that_fails_and_a_row_that_fails(tmp_path):
 
 
 def test_a_function_of_batches_needs_the_manager_of_batches(tmp_path):
-    with pytest.raises(ConfigError, match="set reward_model.reward_manager=batch"):
+    with pytest.raises(ConfigError, match=r"set reward_model\.reward_manager=batch"):
         manager("naive", in_file(tmp_path, BATCHED))
 
 
