@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import venv
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -178,8 +179,9 @@ def test_nothing_is_imported_to_find_a_folder():
     assert model_folder.cache_folder().is_absolute()
 
 
-def base_site(folder: Path) -> Path:
-    """A folder with links to what `pip install etude` without extras installs, and to nothing else of this environment."""
+def base_environment(folder: Path) -> Path:
+    """The Python of an environment with links to what `pip install etude` without extras installs, and to nothing else of
+    this one."""
     wanted, found = [Requirement("etude")], set[str]()
     while wanted:
         requirement = wanted.pop()
@@ -188,28 +190,29 @@ def base_site(folder: Path) -> Path:
             extras = ("", *requirement.extras)
             if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
                 wanted += [needed] if canonicalize_name(needed.name) not in found or needed.extras else []
+    venv.create(folder, symlinks=True)
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "etude.pth").write_text(str(ROOT))
     for name in found - {"etude"}:
         distribution = metadata.distribution(name)
         tops = {Path(file).parts[0] for file in distribution.files or () if not str(file).startswith("..")}
         for top in tops - {"__pycache__"}:
-            link = folder / top
+            link = site / top
             if not link.exists():
                 link.symlink_to(distribution.locate_file(top))
-    return folder
+    return folder / "bin" / "python"
 
 
 def test_a_gguf_file_is_read_with_what_the_package_itself_requires(tmp_path):
     """Transformers asks for packages of its own here, which the tests' environment has anyway."""
     write_gguf(tmp_path / "tiny.gguf")
-    (tmp_path / "site").mkdir()
     script = "from etude.model_folder import local_folder; import sys; print(local_folder(sys.argv[1]))"
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(base_site(tmp_path / "site"))]),
         "ETUDE_CACHE": str(tmp_path / "cache"),
         "PATH": os.environ["PATH"],
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-S", "-c", script, str(tmp_path / "tiny.gguf")]
+    command = [str(base_environment(tmp_path / "venv")), "-c", script, str(tmp_path / "tiny.gguf")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / "model.safetensors").is_file()
