@@ -10,92 +10,28 @@ Invariant: a verdict is about the answer; a failure of the processes never is on
   needs; only if that is not enough, it waits for the one child that gives `seconds`, and is undecided, but not cached,
   if others keep that child busy for `PATIENCE_SECONDS`.
 
-`equal` returns within its limits from any thread; there are never more than `limit` + 1 children, which start on demand,
-are reused, and exit with their parent (their standard input closes). What "equal" means is left to math-verify
-(`algebra_child.py`).
+`equal` returns within its limits from any thread; there are never more than `limit` + 1 children. What "equal" means is left
+to math-verify (`algebra_child.py`).
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import json
 import os
-import queue
-import select
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from etude.errors import InfrastructureError
+from etude.rewards.processes import START_SECONDS, Child, ChildPool
 
-START_SECONDS = 120.0  # importing sympy on a busy machine
 FIRST_SECONDS = 0.5  # of 670 comparisons of answers to MATH-500, 99 % need less than 0.15 s, and none more than 0.35 s
 ANSWER_SECONDS = 3.0
 PATIENCE_SECONDS = 20.0
 HUNG_SECONDS = 60.0  # wall-clock seconds: many times the CPU time that a question can use
 _CACHE_SIZE = 4096  # cached verdicts: the rollouts of a group mostly repeat a few answers
-_CHILD = Path(__file__).with_name("algebra_child.py")
-
-
-class _Child:
-    """One child process. Only one thread at a time may call `ask`."""
-
-    def __init__(self) -> None:
-        # -I keeps this folder, whose math.py would shadow the standard one, off the child's path; it gets ours instead.
-        command = [sys.executable, "-I", str(_CHILD), json.dumps(sys.path)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise InfrastructureError(f"cannot start the process for symbolic algebra: {error}") from error
-        if self._line(START_SECONDS) != b"ready\n":
-            self.kill()
-            raise InfrastructureError(
-                f"the process for symbolic algebra did not start (try: {sys.executable} -c 'import math_verify')"
-            )
-
-    def ask(self, question: bytes) -> bytes:
-        """Returns `1`, `0`, `?` (undecided) or `!` (the fork that computed it was killed).
-
-        Raises:
-            InfrastructureError: the child is dead or hung, and must be killed.
-        """
-        assert self._process.stdin is not None
-        verdict = b""
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(question)
-            self._process.stdin.flush()
-            verdict = self._line(HUNG_SECONDS).strip()
-        if not verdict:
-            raise InfrastructureError("the process for symbolic algebra was killed or hangs")
-        return verdict
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with its fork, which may hang too
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # unsent bytes to a dead child
-                    pipe.close()
-
-    def _line(self, seconds: float) -> bytes:
-        """Returns the child's next line (a few bytes, written at once); empty if it dies or `seconds` pass."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        poller = select.poll()  # unlike select(), takes descriptors above 1023
-        poller.register(descriptor, select.POLLIN | select.POLLHUP)
-        return os.read(descriptor, 64) if poller.poll(seconds * 1000) else b""
+_CHILD = str(Path(__file__).with_name("algebra_child.py"))
 
 
 class AlgebraProcesses:
@@ -106,9 +42,9 @@ class AlgebraProcesses:
         self.seconds = seconds
         self._permits = threading.Semaphore(limit or min(4, os.cpu_count() or 1))
         self._second_try = threading.Lock()
-        self._free: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._children = ChildPool(_start)
         self._verdict = functools.lru_cache(_CACHE_SIZE)(self._decide)
-        atexit.register(self.close)
+        self.close = self._children.close
 
     def equal(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
         """Whether any reading of `ours` is mathematically equal to any of `theirs`; False if undecided within its limits.
@@ -125,41 +61,40 @@ class AlgebraProcesses:
     def _decide(self, ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
         with self._permits:
             verdict = self._try(ours, theirs, min(self.seconds, FIRST_SECONDS))
-        if verdict == b"?" and self.seconds > FIRST_SECONDS:
+        if verdict == "undecided" and self.seconds > FIRST_SECONDS:
             if not self._second_try.acquire(timeout=PATIENCE_SECONDS):
                 raise _Busy
             try:
                 verdict = self._try(ours, theirs, self.seconds)
             finally:
                 self._second_try.release()
-        return verdict == b"1"
+        return verdict == "equal"
 
-    def _try(self, ours: tuple[str, ...], theirs: tuple[str, ...], seconds: float) -> bytes:
-        """Returns `1`, `0`, `?`, or `!` if the fork was killed twice."""
-        child = self._take()
-        verdict = b""
+    def _try(self, ours: tuple[str, ...], theirs: tuple[str, ...], seconds: float) -> str:
+        """Returns `equal`, `different`, `undecided`, or `killed` if the fork that computed it was killed twice."""
+        question = ours, theirs, seconds
         try:
-            question = json.dumps([ours, theirs, seconds]).encode() + b"\n"
-            verdict = child.ask(question)
-            verdict = child.ask(question) if verdict == b"!" else verdict
-        finally:
-            if verdict:
-                self._free.put(child)
-            else:
-                child.kill()
+            verdict: str = self._children.ask(question, HUNG_SECONDS)
+            if verdict == "killed":
+                verdict = self._children.ask(question, HUNG_SECONDS)
+        except (EOFError, OSError) as error:
+            raise InfrastructureError("the process for symbolic algebra was killed or hangs") from error
         return verdict
 
-    def close(self) -> None:
-        """Stops the idle children."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().kill()
 
-    def _take(self) -> _Child:
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            return _Child()
+def _start() -> Child:
+    # -I keeps this folder, whose math.py would shadow the standard one, off the child's path; it gets ours instead.
+    child = Child("-I", _CHILD, forks=True)
+    try:
+        child.ask(sys.path, START_SECONDS)
+    except BaseException as error:
+        child.kill()
+        if isinstance(error, EOFError | OSError):
+            command = f"{sys.executable} -c 'import math_verify'"
+            text = f"the process for symbolic algebra did not start (try: {command})"
+            raise InfrastructureError(text) from error
+        raise
+    return child
 
 
 class _Busy(Exception):

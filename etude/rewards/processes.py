@@ -1,8 +1,9 @@
-"""`ScorerProcesses`: scorers in child processes that can be killed, for CPU-bound functions.
+"""Children: programs in processes of their own that answer questions and can be killed. `ChildPool` starts and reuses them;
+`ScorerProcesses` has them run a scorer, for CPU-bound functions.
 
-Invariant: a call returns or raises within the time limit; a child that exceeds it or dies is killed and replaced, so
-there are never more than `count`. Children load the scorer themselves, its file first, and exit with their parent (their
-pipe closes). Waiting for a free child does not count against the limit.
+Invariant: a call returns or raises within its time limit; a child that exceeds it or dies is killed and replaced, so that
+there are never more children than calls at once. Children exit with their parent (their pipe closes), and import what they
+need themselves: `multiprocessing` would run the user's script again in each, and take seconds to replace one that is killed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import pickle
 import queue
 import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -24,70 +27,90 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_
 from etude.registry import USER_MODULE, import_module
 from etude.timeouts import BlockingCalls
 
-START_SECONDS = 120.0
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve({fd})"
+START_SECONDS = 120.0  # imports on a busy machine
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve(int(sys.argv[1]))"
 
 
-class _Child:
-    """One process. Only one thread at a time may call `ask`."""
+class Child:
+    """`python *arguments FD`, which answers one question at a time through the pipe FD. Only one thread at a time may call
+    `ask`. `forks`: whether it has forks, which are killed with it."""
 
-    def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
+    def __init__(self, *arguments: str, forks: bool = False) -> None:
+        self._forks = forks
         self._pipe, theirs = Pipe()
-        program = _PROGRAM.format(path=sys.path, fd=theirs.fileno())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                [sys.executable, *arguments, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=forks,
             )
         except OSError as error:
-            raise InfrastructureError(f"cannot start a scorer's process: {error}") from error
+            raise InfrastructureError(f"cannot start a process for scoring: {error}") from error
         finally:
             theirs.close()
-        files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
-        plugins = [file for name, file in files if name.encode() in scorer]  # files that the pickle refers to
-        try:
-            self.ask((plugins, scorer, memory_mb), START_SECONDS)
-        except BaseException:
-            self.kill()
-            raise
 
     def ask(self, question: Any, seconds: float) -> Any:
         """Returns the child's answer.
 
         Raises:
-            EtudeError: the scorer raised it: the user must act.
-            InfrastructureError: any other error of the scorer.
             TimeoutError, EOFError, OSError: no answer in time, or the child died; it must then be killed.
         """
         self._pipe.send(question)
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"no answer within {seconds:g} s")
-        kind, answer = self._pipe.recv()
-        if kind == "user":
-            raise ConfigError(answer)
-        if kind == "error":
-            raise InfrastructureError(answer)
-        return answer
+        return self._pipe.recv()
 
     def kill(self) -> None:
         self._pipe.close()
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if self._forks else os.kill)(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
+class ChildPool:
+    """Children that `start` returns on demand, as many as are asked at once."""
+
+    def __init__(self, start: Callable[[], Child]) -> None:
+        self._start = start
+        self._free: queue.LifoQueue[Child] = queue.LifoQueue()
+        atexit.register(self.close)
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """Asks a free child, or a new one; raises as `start` and `Child.ask`, when the child is killed."""
+        try:
+            child = self._free.get_nowait()
+        except queue.Empty:
+            child = self._start()
+        try:
+            answer = child.ask(question, seconds)
+        except BaseException:
+            child.kill()
+            raise
+        self._free.put(child)
+        return answer
+
+    def close(self) -> None:
+        """Stops the idle children."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().kill()
+
+
 class ScorerProcesses:
-    """Up to `count` processes that run the pickled `scorer`, started on demand and reused.
+    """Up to `count` processes that run the pickled `scorer`.
 
     `memory_mb`: the maximum address space of each; None: no limit.
     """
 
     def __init__(self, scorer: bytes, count: int, memory_mb: int | None = None) -> None:
         self._scorer, self._memory_mb = scorer, memory_mb
-        self._free: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._children = ChildPool(self._start)
         self._threads = BlockingCalls("etude-scorer-process", limit=count)
-        atexit.register(self.close)
+        self.close = self._children.close
 
     async def score(self, arguments: dict[str, Any], seconds: float) -> Any:
-        """Returns the scorer's result for `arguments`, within `seconds`.
+        """Returns the scorer's result for `arguments`, within `seconds`; waiting for a free child does not count.
 
         Raises:
             EtudeError: raised by the scorer: the user must act.
@@ -98,36 +121,36 @@ class ScorerProcesses:
     def score_blocking(self, arguments: dict[str, Any], seconds: float) -> Any:
         """Like `score`, but blocking, for threads."""
         try:
-            child = self._free.get_nowait()
-        except queue.Empty:
-            child = _Child(self._scorer, self._memory_mb)
-        whole = False
-        try:
-            answer = child.ask(arguments, seconds)
-            whole = True
-            return answer
-        except (EtudeError, InfrastructureError):
-            whole = True
-            raise
+            return _result(self._children.ask(arguments, seconds))
         except TimeoutError as error:
             raise InfrastructureError(f"{error}; its process was killed") from error
         except (EOFError, OSError) as error:
             raise InfrastructureError("its process died") from error
-        finally:
-            if whole:
-                self._free.put(child)
-            else:
-                child.kill()
 
-    def close(self) -> None:
-        """Stops the idle processes."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().kill()
+    def _start(self) -> Child:
+        child = Child("-c", _PROGRAM.format(path=sys.path))
+        files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
+        plugins = [file for name, file in files if name.encode() in self._scorer]  # files that the pickle refers to
+        try:
+            _result(child.ask((plugins, self._scorer, self._memory_mb), START_SECONDS))
+        except BaseException:
+            child.kill()
+            raise
+        return child
+
+
+def _result(answer: tuple[str, Any]) -> Any:
+    """Returns the result that `serve` sent, or raises the error."""
+    kind, content = answer
+    if kind == "user":
+        raise ConfigError(content)
+    if kind == "error":
+        raise InfrastructureError(content)
+    return content
 
 
 def serve(descriptor: int) -> None:
-    """The child's main loop: loads the scorer, then answers until the pipe closes."""
+    """The main loop of a scorer's child: loads the scorer, then answers until the pipe closes."""
     pipe: Connection[Any, Any] = Connection(descriptor)
     os.dup2(2, 1)  # a scorer's prints go to standard error, not into the run's output
     scorer: Any = None

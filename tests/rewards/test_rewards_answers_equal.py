@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wait_stage import is_running, until
 
 from etude.errors import InfrastructureError
 from etude.rewards import algebra, answers
@@ -361,10 +363,28 @@ def test_hostile_answers_are_wrong_in_bounded_time(text, monkeypatch):
     assert not answers_equal(text, "3x")
 
 
-def children(processes):
-    """Pids of a pool's idle children and of their workers."""
-    pids = [child._process.pid for child in list(processes._free.queue)]
-    return pids, [fork for pid in pids for fork in forks_of(pid)]
+def algebra_children():
+    """Pids of this process's children for symbolic algebra."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("algebra_child" in word for word in child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+@pytest.fixture
+def pool():
+    """Makes pools, and returns for each the pids of its children; closes them at the end."""
+    made, before = [], algebra_children()
+
+    def make(**options):
+        made.append(AlgebraProcesses(**options))
+        return made[-1], lambda: sorted(algebra_children() - before)
+
+    yield make
+    for processes in made:
+        processes.close()
 
 
 def forks_of(pid):
@@ -372,44 +392,38 @@ def forks_of(pid):
         return [int(each) for each in file.read().split()]
 
 
+def fork_of(pid, other_than=None):
+    """The fork of a child that answers its questions."""
+    while not (forks := [each for each in forks_of(pid) if each != other_than]):
+        time.sleep(0.001)
+    return forks[0]
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
-def test_hostile_answers_leave_the_pool_its_size(count):
-    processes = AlgebraProcesses(limit=2, seconds=0.02)
-    try:
-        questions = [([f"${HOSTILE[n % len(HOSTILE)]} + {n}$"], ["$x$"]) for n in range(count)]
-        threads = [
-            threading.Thread(target=lambda part=part: [processes.equal(*each) for each in questions[part::2]])
-            for part in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        pids, forks = children(processes)
-        assert (len(pids), len(forks)) == (2, 2)
-        processes.seconds = 3.0
-        assert processes.equal(["$x+2$"], ["$2+x$"])
-        assert children(processes)[0] == pids  # the children lived through it; only their workers were replaced
-    finally:
-        processes.close()
+def test_hostile_answers_leave_the_pool_its_size(pool, count):
+    processes, children = pool(limit=2, seconds=0.02)
+    questions = [([f"${HOSTILE[n % len(HOSTILE)]} + {n}$"], ["$x$"]) for n in range(count)]
+    threads = [
+        threading.Thread(target=lambda part=part: [processes.equal(*each) for each in questions[part::2]])
+        for part in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pids = children()
+    assert len(pids) == 2
+    assert [len(forks_of(pid)) for pid in pids] == [1, 1]
+    processes.seconds = 3.0
+    assert processes.equal(["$x+2$"], ["$2+x$"])
+    assert children() == pids  # the children lived through it; only their forks were replaced
 
 
-def test_what_does_not_end_is_undecided_and_the_next_question_is_answered():
-    processes = AlgebraProcesses(limit=1, seconds=0.1)
-    try:
-        assert processes.equal(["$10^{10^{10}}$"], ["$5$"]) is False
-        processes.seconds = 3.0
-        answers = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(processes.equal(["$x+1$"], ["$1+x$"]))) for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert answers == [True, True, True]
-    finally:
-        processes.close()
+def test_what_does_not_end_is_undecided_and_the_next_question_is_answered(pool):
+    processes, _ = pool(limit=1, seconds=0.1)
+    assert processes.equal(["$10^{10^{10}}$"], ["$5$"]) is False
+    processes.seconds = 3.0
+    assert asked(processes, *[(["$x+1$"], ["$1+x$"])] * 3) == [True] * 3
 
 
 def asked(processes, *questions, after=lambda: None):
@@ -432,89 +446,75 @@ def asked(processes, *questions, after=lambda: None):
 
 
 SLOW = r"$9^{9^{9^{9}}} + %d$"
+LONG = [f"$x+{n}$" for n in range(2, 60)] + ["$1+x$"], ["$x+1$"]
+"""A question that takes a while, and whose answer is right."""
 
 
-def test_a_killed_child_is_no_verdict_and_nothing_of_it_is_remembered():
-    processes = AlgebraProcesses(limit=1)
-    try:
-        assert processes.equal(["$x+1$"], ["$1+x$"])
-        processes._free.queue[0]._process.kill()
-        with pytest.raises(InfrastructureError):
-            processes.equal(["$x+3$"], ["$3+x$"])
-        assert processes.equal(["$x+3$"], ["$3+x$"])
-    finally:
-        processes.close()
+def test_a_killed_child_is_no_verdict_and_nothing_of_it_is_remembered(pool):
+    processes, children = pool(limit=1)
+    assert processes.equal(["$x+1$"], ["$1+x$"])
+    [child] = children()
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(InfrastructureError):
+        processes.equal(["$x+3$"], ["$3+x$"])
+    assert processes.equal(["$x+3$"], ["$3+x$"])
 
 
-def test_a_child_that_hangs_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(algebra, "HUNG_SECONDS", 0.3)
-    processes = AlgebraProcesses(limit=1)
-    try:
-        assert processes.equal(["$x+1$"], ["$1+x$"])
-        _, [forks] = children(processes)
-        os.kill(forks, signal.SIGSTOP)
-        with pytest.raises(InfrastructureError):
-            processes.equal(["$x+3$"], ["$3+x$"])
-        monkeypatch.undo()
-        assert processes.equal(["$x+3$"], ["$3+x$"])
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{forks}/stat") as file:
-            assert file.read().split()[2] == "Z"  # what hung went with its parent
-    finally:
-        processes.close()
+def test_a_child_that_hangs_is_no_verdict(pool, monkeypatch):
+    monkeypatch.setattr(algebra, "HUNG_SECONDS", 0.5)
+    processes, children = pool(limit=1)
+    assert processes.equal(["$x+1$"], ["$1+x$"])
+    [child] = children()
+    forks = []
+
+    def stop():
+        forks.append(fork_of(child))
+        os.kill(forks[0], signal.SIGSTOP)
+
+    [error] = asked(processes, LONG, after=stop)
+    assert isinstance(error, InfrastructureError)
+    monkeypatch.undo()
+    assert processes.equal(*LONG)
+    assert child not in children()
+    until(lambda: not is_running(forks[0]), "what hung did not go with its parent")
 
 
 @pytest.mark.parametrize(("kills", "verdict"), [(1, True), (2, False)])
-def test_a_fork_killed_once_is_asked_again_and_killed_twice_the_answer_is_at_fault(kills, verdict):
-    processes = AlgebraProcesses(limit=1)
-    try:
-        assert processes.equal(["$x+1$"], ["$1+x$"])
-        [child], [fork] = children(processes)
+def test_a_fork_killed_once_is_asked_again_and_killed_twice_the_answer_is_at_fault(pool, kills, verdict):
+    processes, children = pool(limit=1)
+    assert processes.equal(["$x+1$"], ["$1+x$"])
+    [child] = children()
 
-        def kill():
-            nonlocal fork
-            for _ in range(kills):
-                os.kill(fork, signal.SIGKILL)
-                while (now := forks_of(child)) in ([], [fork]):
-                    time.sleep(0.001)
-                [fork] = now
-                os.kill(fork, signal.SIGSTOP)
-            os.kill(fork, signal.SIGCONT)
+    def kill():
+        fork = None
+        for _ in range(kills):
+            fork = fork_of(child, fork)
+            os.kill(fork, signal.SIGKILL)
 
-        os.kill(fork, signal.SIGSTOP)  # so that the question does not end before the fork
-        assert asked(processes, (["$x+3$"], ["$3+x$"]), after=lambda: time.sleep(0.1) or kill()) == [verdict]
-        assert processes.equal(["$x+4$"], ["$4+x$"])
-    finally:
-        processes.close()
+    assert asked(processes, LONG, after=kill) == [verdict]
+    assert processes.equal(["$x+4$"], ["$4+x$"])
 
 
-def test_slow_questions_do_not_delay_the_others(monkeypatch):
-    monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.1, raising=False)
-    processes = AlgebraProcesses(limit=1, seconds=0.8)
+def test_slow_questions_do_not_delay_the_others(pool, monkeypatch):
+    monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.1)
+    processes, _ = pool(limit=1, seconds=0.8)
     ended = []
-    try:
-        assert processes.equal(["$x+1$"], ["$1+x$"])
-        slow = [
-            threading.Thread(target=lambda n=n: ended.append(processes.equal([SLOW % n], ["$x$"]))) for n in range(4)
-        ]
-        for thread in slow:
-            thread.start()
-        time.sleep(0.1)  # they come first
-        assert processes.equal(["$x+2$"], ["$2+x$"])
-        assert len(ended) <= 2
-        for thread in slow:
-            thread.join()
-        assert ended == [False] * 4
-    finally:
-        processes.close()
+    assert processes.equal(["$x+1$"], ["$1+x$"])
+    slow = [threading.Thread(target=lambda n=n: ended.append(processes.equal([SLOW % n], ["$x$"]))) for n in range(4)]
+    for thread in slow:
+        thread.start()
+    time.sleep(0.1)  # they come first
+    assert processes.equal(["$x+2$"], ["$2+x$"])
+    assert len(ended) <= 2
+    for thread in slow:
+        thread.join()
+    assert ended == [False] * 4
 
 
-def test_a_crowd_of_slow_questions_is_undecided_but_not_for_ever(monkeypatch):
+def test_a_crowd_of_slow_questions_is_undecided_but_not_for_ever(pool, monkeypatch):
     monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(algebra, "PATIENCE_SECONDS", 0.2)
-    processes = AlgebraProcesses(limit=2, seconds=1.0)
-    try:
-        questions = [([SLOW % n], ["$x$"]) for n in range(6)]
-        assert asked(processes, *questions) == [False] * 6
-        assert processes._verdict.cache_info().currsize < 6  # some are still to be decided
-    finally:
-        processes.close()
+    processes, _ = pool(limit=2, seconds=1.0)
+    questions = [([SLOW % n], ["$x$"]) for n in range(6)]
+    assert asked(processes, *questions) == [False] * 6
+    assert processes._verdict.cache_info().currsize < 6  # some are still to be decided
