@@ -1,12 +1,13 @@
 """A training run whose tool calls are recorded, limited, disturbed and traced; and the same run without the tool."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import yaml
 from house_stage import metrics, same, weights
 
-from etude.jsonl import read_json_lines
 from etude.quickstart.prepare import TOOLS
 from etude.trainer.run import train
 
@@ -23,7 +24,7 @@ def tools(folder, name, **config):
 
 
 def test_a_recorded_run_is_repeated_to_the_bit_without_the_tool(tiny, tmp_path):
-    calls = tmp_path / "calls.jsonl"
+    calls = tmp_path / "calls.db"
     faults = {"error": 0.2, "garbage": 0.2, "seed": 3}
     trace = ("actor_rollout_ref.rollout.trace.backend=jsonl", "actor_rollout_ref.rollout.trace.sample_rate=0.5")
     train(tiny.config(tmp_path / "live", STEPS, tools(tmp_path, "live", record=str(calls), faults=faults), *trace))
@@ -36,7 +37,8 @@ def test_a_recorded_run_is_repeated_to_the_bit_without_the_tool(tiny, tmp_path):
     assert sum(record["tool/calculator/calls"] for record in figures) > 4
     assert sum(record.get("tool/calculator/faults", 0) for record in figures) > 0
     assert {"tool/calculator/latency_p50", "tool/calculator/latency_p95"} <= figures[0].keys()
-    events = [line["event"] for _, line in read_json_lines(calls)]
+    with closing(sqlite3.connect(calls)) as recording:
+        events = [event for (event,) in recording.execute("SELECT event FROM calls")]
     assert events.count("create") == events.count("calc_reward") > 0
 
     lines = [json.loads(line) for line in (tmp_path / "live" / "traces.jsonl").read_text().splitlines()]
