@@ -1,4 +1,5 @@
-"""The registry used by every plug-in point, and the only way in which user code is imported by name.
+"""The registry used by every plug-in point, and the only way in which user code is imported by name; a file that still
+imports verl or RL-Factory is told what to write instead.
 
 Invariant: a name in a registry means one object for the life of the process; registering a different object under a
 taken name is an error, registering the same one again (a module imported twice) is not.

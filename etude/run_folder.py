@@ -1,4 +1,5 @@
-"""The files in a run's folder: their names, functions to read them, `run.json`, which says how the run ended, and the lock.
+"""The files in a run's folder: their names, functions to read them, `run.json`, which says how the run ended, the lock, and
+the redaction of secrets in what is recorded.
 
 Invariant: reading needs no trainer, and a line truncated by a kill is skipped. `run.json` exists from the start with
 `ended: null`, so that a killed run can be distinguished from a complete one. `etude.dumps` reads and writes rollouts; the

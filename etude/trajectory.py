@@ -1,4 +1,5 @@
-"""`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: the outcome of one row.
+"""`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: the outcome of one row;
+`RoutedExperts`: where a mixture-of-experts model sent the tokens.
 
 Agent loops return trajectories, the manager puts those of a row into a `Rollout`, and rollouts feed the batch, the scorer,
 the metrics and the dump. `AgentLoopOutput` is a flat form that a user's loop may return instead, as in verl; it is

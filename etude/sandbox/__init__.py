@@ -21,7 +21,7 @@ from etude.sandbox.types import (
 )
 
 BoxLostError = ContainerLostError
-"""Its name before 2026-12."""
+"""The former name, which users' `except` clauses may still have."""
 
 __all__ = [
     "SESSION_LIMITS",
