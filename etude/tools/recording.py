@@ -3,7 +3,8 @@ that is read only (`config.cache.only`, or `config.replay`) serves it, and no me
 
 Invariant: only what the recording determines is served; otherwise `MissingCall` names the question. In `strict` mode that is
 the answer to the same question (the row's arguments for the tool, and the call's) after the same earlier calls of the
-trajectory, or else the one answer that the question always got. In `order` mode it is the answer to the call of the same
+trajectory (of several trajectories, the one of the same request id, else the first recorded), or else the one answer that
+the question always got. In `order` mode it is the answer to the call of the same
 number in the trajectory of the same request id, or else the one answer that this number always got with these
 `create_kwargs`. Infrastructure failures are not recorded.
 """
@@ -77,15 +78,16 @@ class Recording:
         asked = _question(event, kwargs)
         what, preferred = ("event", "trajectory") if self._in_order else ("asked", "history")
         values = (trajectory, self._tool, row, event) if self._in_order else (history, self._tool, row, asked)
-        statement = (
-            f"SELECT answer, {preferred} = ? FROM calls WHERE tool = ? AND row = ? AND {what} = ? ORDER BY rowid"
+        statement = (  # of trajectories that are alike so far, the one of this request id is the one being replayed
+            f"SELECT answer, {preferred} = ? FROM calls WHERE tool = ? AND row = ? AND {what} = ? "
+            "ORDER BY trajectory != ?, rowid"
         )
         try:
             if self._is_cache:
                 kept = await self._store.get(key) if key else {}
                 found = [] if kept is None else [(result_from_json(kept, Source.REPLAY), True)]
             else:
-                rows = await self._store.run(statement, *values)
+                rows = await self._store.run(statement, *values, trajectory)
                 found = [(result_from_json(json.loads(answer), Source.REPLAY), alike) for answer, alike in rows]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError, sqlite3.Error) as error:
             raise MissingCall(f"{self._where} is damaged: {type(error).__name__}: {one_line(error)}") from error

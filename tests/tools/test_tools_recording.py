@@ -166,6 +166,26 @@ def test_strict_serves_a_call_out_of_order_only_where_its_answer_is_beyond_doubt
     )  # one answer only: recorded as first
 
 
+class Clock(Ledger):
+    """A service whose answers depend on when it is asked."""
+
+    async def execute(self, instance_id, parameters, **execute_kwargs):
+        self.touched.append("execute")
+        return ToolResponse(text=str(len(self.touched))), 0.0, {}
+
+
+@pytest.mark.parametrize("mode", ["strict", "order"])
+def test_of_equal_trajectories_each_gets_back_its_own_answers(tmp_path, mode):
+    path = str(tmp_path / "calls.db")
+
+    async def of_both(tool, names):
+        return {name: (await play(tool, [[1], [1]], None, name))[0] for name in names}
+
+    live = run(of_both(Clock(record=path), ["r0", "r1"]))
+    assert live["r0"] != live["r1"]
+    assert run(of_both(Clock(replay={"path": path, "mode": mode}), ["r1", "r0"])) == live
+
+
 def test_order_finds_a_call_by_its_number_whatever_is_asked(tmp_path):
     path = recorded(tmp_path, ([[1], [2]], None), ([[5]], None))
     tool = Ledger(replay={"path": path, "mode": "order"})
