@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--hold", type=float, default=20.0, help="milliseconds")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     peer = Classic.options(name="classic").remote(options.limit)
     ours = cluster_limiter("bench", Limit(max_concurrent=options.limit))
     ray.get(peer.acquire.remote())

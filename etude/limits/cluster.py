@@ -1,12 +1,14 @@
 """`ClusterLimiter`: one limit for a whole Ray cluster, kept by a detached actor whose permits expire unless renewed.
 
-A permit has a *ticket*, a name that its process chooses once. `acquire`, `renew` and `release` name tickets, so that each
-may be sent twice, late or not at all: a lost `acquire` is sent again and finds its place, a lost `release` expires.
+A permit has a *ticket*, a name that its process chooses once. A message, `exchange`, names tickets to ask for, renew and
+release, so that it may be sent twice, late or not at all: a lost ask is sent again and finds its place, a lost release
+expires. A process has one message under way, and one that waits at the actor for a permit until the next arrives; what its
+tasks and threads ask for and release meanwhile gathers for the next.
 
 Invariant: in every process, one name means one limit: opening it with another limit is an error. A permit that its process
 has not renewed for `lease_seconds`, because it was killed or stopped, goes to the next waiter, and its ticket means nothing
 from then on. A process takes a permit only while its lease is certain to be valid: it counts `lease_seconds` from when it
-*sent* the last answered message, the actor from when it received it. While the actor cannot be reached, waiters wait for
+*sent* the message whose answer grants it, the actor from that answer. While the actor cannot be reached, waiters wait for
 `patience` seconds and then fail with `InfrastructureError`. Ray is imported when the first limiter is opened.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
@@ -56,36 +59,52 @@ class LimitActor:
     `lease_seconds` it grants nothing, and takes over the permits that processes renew."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool = False) -> None:
-        self._limiter = LocalLimiter(limit)
+        self._limiter = LocalLimiter(limit, paused=settling)
         self._lease_seconds = lease_seconds
         self._opens_at = time.monotonic() + (lease_seconds if settling else 0.0)
         self._permits: dict[str, Permit] = {}
         self._expiry: dict[str, asyncio.TimerHandle] = {}
+        self._untold: dict[str, str] = {}  # tickets of permits that were granted since, and their processes
+        self._parked: dict[str, asyncio.Future[None]] = {}  # of each process, what ends the wait of its last message
 
     async def info(self) -> LimiterInfo:
         """Returns the limiter's current state."""
         return LimiterInfo(self._limiter.limit, self._lease_seconds, self._limiter.held, self._limiter.waiting)
 
-    async def acquire(self, ticket: str, seconds: float) -> bool:
-        """Queues for a permit under `ticket`, or keeps its place; returns whether it is granted within `seconds`."""
-        closed = self._opens_at - time.monotonic()
-        if closed > 0:
-            await asyncio.sleep(min(closed, seconds))
-            if closed > seconds:
-                return False
-        permit = self._permits.get(ticket)
-        if permit is None:
-            permit = self._permits[ticket] = self._limiter.enter()
-        self._renew(ticket)
-        if not permit.outcome.done():
-            await asyncio.wait({asyncio.wrap_future(permit.outcome)}, timeout=seconds)
-        if not permit.outcome.done() or self._permits.get(ticket) is not permit:
-            return False
-        if self._limiter.limit.max_concurrent is None:
-            self._drop(ticket)  # a pure rate limit holds no permits
-        else:
+    async def exchange(
+        self, process: str, asks: list[str], releases: list[str], renewals: dict[str, bool], seconds: float
+    ) -> tuple[list[str], list[str]]:
+        """Renews and releases tickets of `process`, and queues for those that it asks for, or keeps their places. Waits for
+        a permit, up to `seconds` and no longer than until the next message of `process`. Returns the tickets granted
+        to it since its last message, and the held ones that have expired."""
+        loop = asyncio.get_running_loop()
+        if self._limiter.paused:
+            loop.call_later(self._opens_at - time.monotonic(), self._limiter.resume)
+        expired = await self.renew(renewals)
+        await self.release(releases)
+        for ticket in asks:
+            new = ticket not in self._permits
+            permit = self._permits[ticket] = self._limiter.enter() if new else self._permits[ticket]
             self._renew(ticket)
-        return True
+            if permit.outcome.done():
+                self._tell(process, ticket)
+            elif new:
+                tell = functools.partial(loop.call_soon_threadsafe, self._tell, process, ticket)
+                permit.outcome.add_done_callback(tell)
+        self._unpark(process)
+        if seconds > 0 and process not in self._untold.values():
+            news = self._parked[process] = loop.create_future()
+            await asyncio.wait({news}, timeout=seconds)
+            if self._parked.get(process) is news:
+                del self._parked[process]
+        granted = [ticket for ticket, owner in self._untold.items() if owner == process]
+        for ticket in granted:
+            del self._untold[ticket]
+            if self._limiter.limit.max_concurrent is None:
+                self._drop(ticket)  # a pure rate limit holds no permits
+            else:
+                self._renew(ticket)
+        return granted, expired
 
     async def renew(self, tickets: dict[str, bool]) -> list[str]:
         """Extends the leases of `tickets`, {ticket: whether the process holds its permit}; returns those of held permits
@@ -111,7 +130,19 @@ class LimitActor:
         loop = asyncio.get_running_loop()
         self._expiry[ticket] = loop.call_later(self._lease_seconds, self._drop, ticket)
 
+    def _tell(self, process: str, ticket: str, _: object = None) -> None:
+        """Has the next answer to `process` say that its ticket is granted."""
+        if ticket in self._permits:
+            self._untold[ticket] = process
+            self._unpark(process)
+
+    def _unpark(self, process: str) -> None:
+        news = self._parked.pop(process, None)
+        if news is not None:
+            news.set_result(None)
+
     def _drop(self, ticket: str) -> None:
+        self._untold.pop(ticket, None)
         permit = self._permits.pop(ticket, None)
         if permit is not None:
             self._expiry.pop(ticket).cancel()
@@ -148,10 +179,13 @@ class ClusterLimiter(Limiter):
         self._job = ray.get_runtime_context().get_job_id()
         self._process, self._numbers = uuid.uuid4().hex, itertools.count()
         self._tickets: dict[str, Permit] = {}  # waiting and held
+        self._asks: list[str] = []  # to be sent with the next message, as are `_releases`; used by `_loop` alone
+        self._releases: list[str] = []
+        self._queued: dict[str, None] = {}  # tickets that wait at the actor, by a message that was answered
+        self._messages: set[asyncio.Task[None]] = set()  # under way
+        self._renews = self._ticking = False  # whether the next message renews, and whether a timer is set for that
         self._closed = False
         self._reachable = True
-        self._renewed_at = float("-inf")  # when the last answered renewal was sent
-        self._renewal: asyncio.Task[None] | None = None
         self._reconnecting = asyncio.Lock()
         self._loop = background_loop("etude-limits")
         self._actor = self._find(settling=False)
@@ -196,7 +230,7 @@ class ClusterLimiter(Limiter):
             raise InfrastructureError("the limiter is gone: it was closed")
         permit = Permit(self, loop, f"{self._process}.{next(self._numbers)}")
         self._tickets[permit.ticket] = permit
-        asyncio.run_coroutine_threadsafe(self._obtain(permit), self._loop)
+        self._loop.call_soon_threadsafe(self._post, self._asks, permit.ticket)
         return permit
 
     def close(self, seconds: float = 2.0) -> None:
@@ -216,13 +250,8 @@ class ClusterLimiter(Limiter):
 
     def _withdraw(self, permit: Permit) -> None:
         if self._tickets.pop(permit.ticket, None) is not None:
-            # From the thread that sends `acquire`, so that it does not overtake it.
-            self._loop.call_soon_threadsafe(self._post_release, permit.ticket)
-
-    def _post_release(self, ticket: str) -> None:
-        """Sends the message without waiting for its arrival: if it is lost, the lease expires."""
-        if self.is_current():
-            self._actor.release.remote([ticket])
+            # From the thread that sends what was asked, so that it does not overtake it.
+            self._loop.call_soon_threadsafe(self._post, self._releases, permit.ticket)
 
     async def _close(self) -> None:
         permits = list(self._tickets.values())
@@ -234,78 +263,108 @@ class ClusterLimiter(Limiter):
             release = self._actor.release.remote([permit.ticket for permit in permits])
             await asyncio.wrap_future(release.future())
 
-    async def _obtain(self, permit: Permit) -> None:
-        """Asks for the permit until it is granted or withdrawn, or the actor stays out of reach."""
-        if self._renewal is None:
-            self._renewal = asyncio.create_task(self._renew())
-        error: Exception | None = None
-        try:
-            while permit.ticket in self._tickets:
-                sent_at, seconds = time.monotonic(), self.lease_seconds
-                granted = await self._call("acquire", permit.ticket, seconds, seconds=seconds)
-                if granted and time.monotonic() < max(sent_at, self._renewed_at) + self.lease_seconds:
-                    break
-        except InfrastructureError as gone:
-            error = gone
-        if error is not None or self.limit.max_concurrent is None:
-            self._tickets.pop(permit.ticket, None)
-        elif permit.is_abandoned:
-            permit.release()
-        if not permit.outcome.done():
-            permit.outcome.set_result(error)
+    def _post(self, box: list[str], ticket: str) -> None:
+        if not self._asks and not self._releases:
+            self._loop.call_soon(self._flush)  # with what others post at this moment
+        box.append(ticket)
 
-    async def _renew(self) -> None:
-        """Renews the leases of what this process holds and waits for; ends when that is nothing."""
-        try:
-            while self._tickets:
-                sent_at = time.monotonic()
-                tickets = {ticket: permit.outcome.done() for ticket, permit in list(self._tickets.items())}
-                with contextlib.suppress(InfrastructureError):  # waiters report it
-                    expired = await self._call("renew", tickets)
-                    self._renewed_at = sent_at
-                    count = sum(self._tickets.pop(ticket, None) is not None for ticket in expired)
-                    if count:
-                        _log.warning(
-                            "the limiter '%s': %d permits in use expired, as this process sent nothing for %g s",
-                            self.name,
-                            count,
-                            self.lease_seconds,
-                        )
-                await asyncio.sleep(self.lease_seconds / 3)
-        finally:
-            self._renewal = None
+    def _tick(self) -> None:
+        self._ticking, self._renews = False, bool(self._tickets)
+        self._flush()
 
-    async def _call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
-        """Calls the actor, which may take `seconds`; again and again while it cannot be reached.
+    def _flush(self) -> None:
+        """Sends what has gathered; one message may wait at the actor meanwhile, and is answered when the next arrives."""
+        if self._tickets and not self._ticking:
+            self._ticking = True
+            self._loop.call_later(self.lease_seconds / 3, self._tick)
+        if len(self._messages) > 1 and self._reachable:
+            return  # `_end` sends it
+        if (
+            self._renews
+        ):  # a ticket that the actor no longer knows, or whose grant was lost with an answer, is asked for again
+            self._asks[:0] = self._queued
+            self._queued.clear()
+        if self._asks or self._releases or self._renews or (self._queued and not self._messages):
+            message = self._loop.create_task(self._exchange([*self._asks], [*self._releases], self._renews))
+            self._asks.clear()
+            self._releases.clear()
+            self._renews = False
+            self._messages.add(message)
+            message.add_done_callback(self._end)
 
-        Raises:
-            InfrastructureError: it could not be reached for `patience` seconds.
-        """
+    def _end(self, message: asyncio.Task[None]) -> None:
+        self._messages.discard(message)
+        self._flush()
+
+    async def _exchange(self, asks: list[str], releases: list[str], renews: bool) -> None:
+        """Sends one message, again and again while the actor cannot be reached for up to `patience` seconds, and tells the
+        waiters what came of it."""
         lost_at, pause = None, _FIRST_PAUSE
         while True:
-            actor = self._actor
+            actor, sent_at = self._actor, time.monotonic()
+            asks = [ticket for ticket in asks if self._waits(ticket)]
+            tickets = list(self._tickets.items())
+            renewals = {ticket: permit.outcome.done() for ticket, permit in tickets} if renews else {}
+            seconds = self.lease_seconds if any(not permit.outcome.done() for _, permit in reversed(tickets)) else 0.0
             try:
                 if not self.is_current():  # a call would start a new Ray cluster, and block the loop meanwhile
                     raise InfrastructureError("this process has left the Ray cluster")
-                answer = asyncio.wrap_future(getattr(actor, method).remote(*arguments).future())
-                reply = await asyncio.wait_for(answer, seconds + self.lease_seconds)
-                self._reachable = True
-                return reply
+                reply = actor.exchange.remote(self._process, asks, releases, renewals, seconds)
+                answer = asyncio.wrap_future(reply.future())
+                granted, expired = await asyncio.wait_for(answer, seconds + self.lease_seconds)
+                break
             except Exception as error:  # any error means that the actor was not reached
+                asks, renews = [*self._queued, *asks], True  # it may not know them any more
+                self._queued.clear()
+                if not asks and not self._tickets:
+                    return  # what it was to release expires
                 now, reason = time.monotonic(), f"{type(error).__name__}: {one_line(error)}"
                 if self._reachable:
                     self._reachable = False
                     _log.warning("the limiter '%s' cannot be reached: %s", self.name, reason)
+                    self._flush()
                 lost_at = now if lost_at is None else lost_at
                 if now - lost_at >= self._patience:
                     text = f"the limiter is gone: it could not be reached for {self._patience:g} s: {reason}"
-                    raise InfrastructureError(text) from error
+                    for ticket in asks:
+                        gone = InfrastructureError(text)
+                        gone.__cause__ = error
+                        self._settle(ticket, gone)
+                    return
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
             async with self._reconnecting:
                 if self._actor is actor and self.is_current():
                     with contextlib.suppress(Exception):  # if it is still out of reach, the next call fails
                         self._actor = await asyncio.wait_for(asyncio.to_thread(self._find, True), _START_SECONDS)
+        self._reachable = True
+        self._queued.update(dict.fromkeys(filter(self._waits, asks)))
+        valid = time.monotonic() < sent_at + self.lease_seconds
+        for ticket in granted:
+            self._queued.pop(ticket, None)
+            if valid:
+                self._settle(ticket)
+            elif self._waits(ticket):
+                self._asks.append(ticket)
+        count = sum(self._tickets.pop(ticket, None) is not None for ticket in expired)
+        if count:
+            text = "the limiter '%s': %d permits in use expired, as this process sent nothing for %g s"
+            _log.warning(text, self.name, count, self.lease_seconds)
+
+    def _waits(self, ticket: str) -> bool:
+        permit = self._tickets.get(ticket)
+        return permit is not None and not permit.outcome.done()
+
+    def _settle(self, ticket: str, error: Exception | None = None) -> None:
+        """Tells the waiter that the permit is granted, or why it never will be."""
+        permit = self._tickets.get(ticket)
+        if permit is None or permit.outcome.done():
+            return
+        if error is not None or self.limit.max_concurrent is None:
+            self._tickets.pop(ticket, None)
+        elif permit.is_abandoned:
+            permit.release()
+        permit.outcome.set_result(error)
 
     def _find(self, settling: bool) -> Any:
         """Gets or creates the actor; a new one is `settling` if it replaces one that was lost."""
@@ -316,7 +375,7 @@ class ClusterLimiter(Limiter):
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": -1,
-            "max_concurrency": 100_000,  # every waiter keeps one call open
+            "max_concurrency": 100_000,  # every process keeps two calls open
         }
         actor = self._ray.remote(_RestartingActor).options(**options)
         return actor.remote(self.limit, self.lease_seconds, settling)

@@ -182,8 +182,10 @@ class HeldPermit:
 class LocalLimiter(Limiter):
     """Keeps a `Limit` among the tasks and threads of this process: a queue, a count and a token bucket."""
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, paused: bool = False) -> None:
         self.limit = limit
+        self.paused = paused
+        """Whether nothing is granted until `resume`."""
         self._lock = threading.Lock()
         self._queue: OrderedDict[Permit, None] = OrderedDict()
         self._held: set[Permit] = set()
@@ -214,6 +216,11 @@ class LocalLimiter(Limiter):
             return permit
         permit.release()
         return None
+
+    def resume(self) -> None:
+        """Grants to those who wait, if it was paused."""
+        self.paused = False
+        self._grant()
 
     def adopt(self) -> Permit:
         """Counts a permit that was granted elsewhere, even if it is one too many."""
@@ -256,7 +263,8 @@ class LocalLimiter(Limiter):
         self._grant()
 
     def _is_full(self) -> bool:
-        return self.limit.max_concurrent is not None and len(self._held) >= self.limit.max_concurrent
+        full = self.limit.max_concurrent is not None and len(self._held) >= self.limit.max_concurrent
+        return full or self.paused
 
     def _take_token(self) -> bool:
         if self.limit.per_second is None:

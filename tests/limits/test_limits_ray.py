@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from ray_stage import ray_cluster
@@ -250,6 +252,21 @@ class TestMultiNodeRateLimiterCase:
         ray.get(heir.give.remote())
         ray.get(again, timeout=WAIT)
 
+    def test_a_waiter_that_was_stopped_until_it_lost_its_place_asks_again(self, holding):
+        limiter = cluster_limiter("paused", Limit(max_concurrent=1), 2.0)
+        held = limiter.acquire_blocking(WAIT)
+        victim = holding("paused", 1, 2.0, "node-1")
+        pid = ray.get(victim.take.remote(0))
+        waiting = victim.take.remote(1)
+        until(lambda: limiter.info().waiting == 1, "it does not wait")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: limiter.info().waiting == 0, "it keeps its place")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        held.release()
+        ray.get(waiting, timeout=WAIT)
+
 
 def test_a_tools_calls_are_limited_in_the_whole_cluster(cluster, witness):
     """From two nodes; the calls of a turn that is given up, running and waiting ones, leave no permit behind."""
@@ -358,6 +375,119 @@ async def test_waiters_are_cancelled_and_time_out_without_losing_a_permit(holdin
     await asyncio.wait_for(other.take.remote(2), WAIT)
 
 
+class Messenger:
+    """Stands before a limiter's actor: notes how many tickets each message asks for and releases, and has the thread that
+    sends wait, after it has sent, until it `may_go_on`."""
+
+    def __init__(self, actor):
+        self.actor, self.sent = actor, []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=functools.partial(self.send, getattr(self.actor, method)))
+
+    def send(self, method, *arguments):
+        reply = method.remote(*arguments)
+        if len(arguments) == 5:
+            self.sent.append((len(arguments[1]), len(arguments[2])))
+        assert self.may_go_on.wait(WAIT)
+        return reply
+
+    @contextlib.contextmanager
+    def under_way(self, count):
+        """Has the next message stay under way: until `count` were sent in all, then meanwhile."""
+        self.may_go_on.clear()
+        yield lambda: until(lambda: len(self.sent) == count, "no message was sent")
+        self.may_go_on.set()
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    def of(limiter):
+        monkeypatch.setattr(limiter, "_actor", Messenger(limiter._actor))
+        return limiter._actor
+
+    return of
+
+
+def test_what_is_asked_and_released_while_a_message_is_under_way_goes_with_the_next(cluster, messages):
+    limiter = cluster_limiter("gathered", Limit(max_concurrent=64))
+    messenger = messages(limiter)
+    with messenger.under_way(1) as is_sent:
+        permits = [limiter.enter()]
+        is_sent()
+        permits += [limiter.enter() for _ in range(49)]
+    assert [permit.outcome.result(WAIT) for permit in permits] == [None] * 50
+    assert messenger.sent == [(1, 0), (49, 0)]
+    with messenger.under_way(3) as is_sent:
+        permits.pop().release()
+        is_sent()
+        for permit in permits:
+            permit.release()
+        permits = [limiter.enter() for _ in range(7)]
+    assert [permit.outcome.result(WAIT) for permit in permits] == [None] * 7
+    assert messenger.sent[2:] == [(0, 1), (7, 49)]
+    assert limiter.info().held == limiter.held == 7
+    for permit in permits:
+        permit.release()
+    until(lambda: limiter.info().held == 0, "not all were released")
+
+
+def test_a_pure_rate_costs_one_message_for_those_who_ask_at_once_and_none_to_release(cluster, messages):
+    limiter = cluster_limiter("rates", Limit(per_second=0.01, burst=20))
+    messenger = messages(limiter)
+    with messenger.under_way(1) as is_sent:
+        permits = [limiter.enter()]
+        is_sent()
+        permits += [limiter.enter() for _ in range(19)]
+    for permit in permits:
+        assert permit.outcome.result(WAIT) is None
+        permit.release()
+    with pytest.raises(TimeoutError):
+        limiter.acquire_blocking(0.1)
+    assert messenger.sent[:3] == [(1, 0), (19, 0), (1, 0)]
+
+
+def test_one_ask_of_a_message_is_cancelled_while_it_is_under_way(cluster, messages):
+    limiter = cluster_limiter("one-of-three", Limit(max_concurrent=3))
+    messenger = messages(limiter)
+    with messenger.under_way(1) as is_sent:
+        permits = [limiter.enter() for _ in range(3)]
+        is_sent()
+        count, _ = messenger.sent[0]
+        permits[0].release()
+    permits.append(limiter.enter())
+    assert [permit.outcome.result(WAIT) for permit in permits[1:]] == [None] * 3
+    assert 1 <= count <= 3
+    assert not permits[0].outcome.done() or limiter.held == 3
+    for permit in permits:
+        permit.release()
+    until(lambda: limiter.info().held == limiter.info().waiting == 0, "a permit was lost")
+
+
+def test_waiters_of_a_process_are_served_in_order_beside_another_process(holding):
+    limiter = cluster_limiter("order", Limit(max_concurrent=1))
+    other = holding("order", 1, node="node-1")
+    held = limiter.acquire_blocking(WAIT)
+    first = [limiter.enter() for _ in range(3)]
+    until(lambda: limiter.info().waiting == 3, "they do not wait")
+    theirs = other.take.remote(1)
+    until(lambda: limiter.info().waiting == 4, "the other does not wait")
+    last = limiter.enter()
+    held.release()
+    for number, permit in enumerate(first):
+        assert permit.outcome.result(WAIT) is None
+        assert not any(later.outcome.done() for later in [*first[number + 1 :], last])
+        assert not ray.wait([theirs], timeout=0.05)[0]
+        permit.release()
+    ray.get(theirs, timeout=WAIT)
+    assert not last.outcome.done()
+    ray.get(other.give.remote())
+    assert last.outcome.result(WAIT) is None
+    last.release()
+
+
 def test_threads_and_tasks_of_one_process_share_its_permits(cluster):
     limiter = cluster_limiter("shared", Limit(max_concurrent=3))
     inside, most, lock = 0, 0, threading.Lock()
@@ -437,6 +567,43 @@ def test_waiters_fail_while_the_actor_does_not_answer_and_are_served_again_when_
     finally:
         os.kill(pid, signal.SIGCONT)
     limiter.acquire_blocking(WAIT).release()
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "hangs"])
+def test_an_actor_that_is_lost_fails_all_asks_of_a_message(cluster, monkeypatch, dies):
+    limiter = cluster_limiter(f"lost-{dies}", Limit(max_concurrent=1), lease_seconds=1, patience=1)
+    limiter.acquire_blocking(WAIT)
+    waiting = [limiter.enter() for _ in range(3)]
+    until(lambda: limiter.info().waiting == 3, "they do not wait")
+    actor = ray.get_actor(f"limit:lost-{dies}", namespace=NAMESPACE)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    with monkeypatch.context() as patch:
+        patch.setattr(limiter, "_find", lambda settling: actor)  # no other is made
+        if dies:
+            ray.kill(actor)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            for permit in waiting:
+                with pytest.raises(InfrastructureError, match="the limiter is gone: it could not be reached for 1 s"):
+                    raise permit.outcome.result(WAIT)
+            assert limiter.waiting == 0
+        finally:
+            if not dies:
+                os.kill(pid, signal.SIGCONT)
+    limiter.close()
+
+
+def test_an_actor_that_dies_and_is_made_again_serves_all_asks_of_a_message(cluster):
+    limiter = cluster_limiter("remade", Limit(max_concurrent=1), lease_seconds=1)
+    held = limiter.acquire_blocking(WAIT)
+    waiting = [limiter.enter() for _ in range(3)]
+    until(lambda: limiter.info().waiting == 3, "they do not wait")
+    ray.kill(ray.get_actor("limit:remade", namespace=NAMESPACE))
+    held.release()
+    for permit in waiting:
+        assert permit.outcome.result(WAIT) is None
+        permit.release()
 
 
 def test_waiters_fail_when_the_limiter_is_closed(cluster):
