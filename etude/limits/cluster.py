@@ -279,9 +279,7 @@ class ClusterLimiter(Limiter):
             self._loop.call_later(self.lease_seconds / 3, self._tick)
         if len(self._messages) > 1 and self._reachable:
             return  # `_end` sends it
-        if (
-            self._renews
-        ):  # a ticket that the actor no longer knows, or whose grant was lost with an answer, is asked for again
+        if self._renews:  # what the actor no longer knows, or granted in an answer that was lost, is asked for again
             self._asks[:0] = self._queued
             self._queued.clear()
         if self._asks or self._releases or self._renews or (self._queued and not self._messages):
