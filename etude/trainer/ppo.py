@@ -13,7 +13,7 @@ sampled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -396,25 +396,20 @@ class PPOTrainer:
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
-        return self._update(batch, roles.critic, critic.update_critic, critic.dp_size)
+        return self._update(batch, roles.critic, critic, "update_critic")
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
-        actor = self.groups.actor
-        return self._update(batch, self.setup.roles.actor, actor.update_actor, actor.dp_size)
+        return self._update(batch, self.setup.roles.actor, self.groups.actor, "update_actor")
 
-    def _update(
-        self,
-        batch: Batch,
-        options: ActorOptions | CriticOptions,
-        update: Callable[[Any], list[MetricParts]],
-        ranks: int,
-    ) -> Metrics:
-        """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies."""
+    def _update(self, batch: Batch, options: ActorOptions | CriticOptions, group: WorkerGroup, method: str) -> Metrics:
+        """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the
+        columns that the update reads."""
         order, parts = self.setup.roles.actor, list[MetricParts]()
+        batch = batch.restrict(group.columns_of(method) | {"uid", MAIN_SEQUENCE})
         for number in range(count_updates(len(uids_of(batch)), options)):
-            cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
-            parts += update(self.groups.run(update_parts, *cut))
+            cut = batch, options, order.shuffle, order.data_loader_seed, group.dp_size, number
+            parts += getattr(group, method)(self.groups.run(update_parts, *cut))
         return finish_metrics(add_metrics(parts))
 
     def _update_weights(self) -> Metrics:
