@@ -21,7 +21,7 @@ from etude.trainer.sequences import sequence_advantages, sequence_scores
 
 def advantage_columns(setup: PlainSetup) -> frozenset[str]:
     """The columns that `compute_advantages` reads; rollouts only if the estimator needs something derived from them."""
-    needs = setup.estimator.needs
+    needs = frozenset(setup.estimator.needs)
     read = {"token_level_scores", "response_mask", "uid", MAIN_SEQUENCE, *needs}
     if needs & DERIVED:
         read.add("rollout")
