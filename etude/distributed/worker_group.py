@@ -73,6 +73,11 @@ class WorkerGroup(ABC):
         """Writes a batch of the driver to the group's store and returns the reference; without a store, the batch."""
         return data if self.store is None or not len(data) else BatchRef.of(data, self.store)
 
+    def columns_of(self, method: str) -> frozenset[str]:
+        """The columns that a method reads; empty if it does not declare them."""
+        registration = self._methods[method]
+        return (registration.columns or frozenset()) | registration.optional
+
     @property
     def dp_size(self) -> int:
         """Number of data-parallel shards of a training batch: `world_size`, unless several ranks share a shard."""

@@ -20,6 +20,7 @@ from etude.trainer.rollouts import main_rows, rollouts_of, sampled_earlier
 from etude.trajectory import Provenance, Rollout, Trajectory
 
 Column: TypeAlias = Tensor | Mapping[str, Tensor]
+DERIVED = frozenset({"turns", "observations", "reward_components"})  # from the column `rollout`
 _SEQUENCE = 1 << 32  # larger than the number of turns of any sequence
 
 

@@ -9,14 +9,17 @@ log-probs to compare yet: the actor's loss corrects, at every update (see `etude
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from etude.algorithms import importance_weights, rejection_mask
+from etude.distributed import reads
 from etude.events import EventSink, Notice
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import finish_metrics
 from etude.options import RolloutCorrectionOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import Metrics
+from etude.trainer.rollouts import MAIN_SEQUENCE
 from etude.trainer.sequences import rollout_numbers
 
 _CAUSES = (
@@ -26,22 +29,21 @@ _CAUSES = (
 )
 
 
+@reads("response_mask", "old_log_probs", "rollout_log_probs", MAIN_SEQUENCE)
 def correct_mismatch(
     batch: DataProto, correction: RolloutCorrectionOptions, episodes: bool
-) -> tuple[DataProto, Metrics]:
-    """Adds the column `rollout_is_weights` (rows, response_len) and applies rejection: masks rejected tokens in
-    `response_mask` and removes rollouts that have none left. Also returns the metrics `rollout_corr/rollout_*`. Needs
-    `old_log_probs` and `rollout_log_probs`.
+) -> tuple[DataProto, list[int], Metrics]:
+    """Weighs and rejects what the engine sampled. A sequence is a whole rollout; with `episodes`, a row.
 
-    A sequence is a whole rollout; with `episodes`, each row is a separate one.
+    Returns:
+        The columns `rollout_is_weights` and `response_mask` without rejected tokens (rows, response_len), each if it is
+        configured; the rows of rollouts with a token left; and the metrics `rollout_corr/rollout_*`.
     """
-    if not correction.corrects or correction.bypass_mode or not len(batch):
-        return batch, {}
     columns, metrics, numbers = batch.batch, MetricParts(), rollout_numbers(batch)
     mask, ratio = columns["response_mask"], columns["old_log_probs"].double() - columns["rollout_log_probs"].double()
-    rollout = None if episodes else numbers
+    found, rows, rollout = dict[str, Tensor](), [*range(len(batch))], None if episodes else numbers
     if correction.rollout_is is not None:
-        columns["rollout_is_weights"], metrics = importance_weights(
+        found["rollout_is_weights"], metrics = importance_weights(
             ratio,
             mask,
             level=correction.rollout_is,
@@ -50,10 +52,11 @@ def correct_mismatch(
             rollout=rollout,
         )
     if correction.rollout_rs:
-        columns["response_mask"], rejected = rejection_mask(ratio, mask, correction.criteria, rollout)
+        found["response_mask"], rejected = rejection_mask(ratio, mask, correction.criteria, rollout)
         metrics |= rejected
-        batch = batch.select_idxs(torch.isin(numbers, numbers[columns["response_mask"].any(dim=1)]))
-    return batch, finish_metrics(metrics)
+        left = torch.isin(numbers, numbers[found["response_mask"].any(dim=1)])
+        rows = left.nonzero().flatten().tolist()
+    return DataProto.from_single_dict(found), rows, finish_metrics(metrics)
 
 
 class MismatchAlarm:

@@ -42,6 +42,10 @@ DROPPED = (
     StopReason.INFRASTRUCTURE,
     StopReason.CANCELLED,
 )  # infrastructure failed, or cancelled because others failed
+DATA_COLUMNS = (  # that `data_metrics` reads
+    *("uid", "main_sequence", "attention_mask", "response_mask", "token_level_scores", "token_level_rewards"),
+    *("advantages", "returns", "values", "old_log_probs", "rollout_log_probs"),
+)
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")

@@ -13,7 +13,7 @@ sampled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from etude.checks.setup import warn_of_rewards, warn_of_tools
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
-from etude.dumps import set_aside_later
+from etude.dumps import TOKEN_VALUES, set_aside_later
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import Metrics as MetricParts
@@ -30,9 +30,19 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, CriticOptions, has_several_updates
 from etude.run_folder import run_record
 from etude.trainer.accounting import PROMPTS_FILE, account, accounting_metrics
-from etude.trainer.batch_functions import judge_batch, uids_of
+from etude.trainer.batch_functions import (
+    advantage_columns,
+    choose_groups,
+    compute_advantages,
+    count_rollouts,
+    engine_log_probs,
+    measure_batch,
+    measure_staleness,
+    number_rows,
+    uids_of,
+)
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.correction import MismatchAlarm
+from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupts
@@ -40,7 +50,7 @@ from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, tim
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Batch, Rollouts, dump
+from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup
 from etude.trainer.signal import EmptySteps, JudgeBudget
@@ -241,17 +251,18 @@ class PPOTrainer:
 
     def training_step(self, interrupts: Interrupts) -> Metrics:
         """Runs one step, in the order of the module's docstring, and returns its metrics."""
-        timings = Timings()
+        timings, tokens = Timings(), (0, 0)
+        values: Batch | None = None  # per token, for the dump
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
-            rollouts, metrics = taken.batch, taken.metrics
+            metrics = taken.metrics
             if self.loader.sampler is not None:
-                self.loader.update(rollouts.fetch())  # the user's sampler runs on the driver
+                self.loader.update(taken.batch.fetch())  # the user's sampler runs on the driver
             batch = self._expand(taken)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
-                batch.meta_info["version"] = self._version
+                batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
                 with timings("old_log_prob"):
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
@@ -260,10 +271,17 @@ class PPOTrainer:
                     batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
+                with timings("adv"):
+                    batch, found = self._with_advantages(batch)
+                    measured, tokens = self._measure(batch, taken.batch)
+                    metrics |= found | measured
+                    if self.options.rollout_data_dir and self.options.rollout_token_values:
+                        batch, values = self._number_rows(batch)
             with timings("adv"):
-                judged = self.groups.run(judge_batch, batch, self.setup.plain, self.kl_coef)
-                learned, values, self.kl_coef, batch_metrics, tokens = judged
-                metrics |= batch_metrics
+                learned, found = self._filter_groups(batch)
+                learned, corrections = self._correct_mismatch(learned)
+                metrics |= found | corrections
+                metrics["training/filter_groups/kept"] = self._count_rollouts(learned) / max(len(taken.batch), 1)
             if len(learned):
                 self._midstep = True
                 with timings("update_critic"):
@@ -273,7 +291,7 @@ class PPOTrainer:
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
                         metrics |= self._update_weights()
-        self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
+        self._prompts_of_step = account(taken.rolled, uids_of(taken.batch), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
         metrics |= timing_metrics(timings.of_work(), *tokens)
         self._midstep = True  # until `prompts.jsonl` has this step
@@ -286,7 +304,7 @@ class PPOTrainer:
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
+            self._dump(self.options.rollout_data_dir, taken.batch, self._token_values(values))
         return metrics
 
     def _expand(self, taken: StepRollouts) -> Batch:
@@ -307,12 +325,15 @@ class PPOTrainer:
         return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
 
     def _with_old_log_probs(self, batch: Batch) -> Batch:
-        """Adds the actor's `old_log_probs`; in bypass mode `judge_batch` replaces them with the engine's. With a single
-        update per batch and no other reader, they are skipped: the update's own log-probs are the old ones."""
+        """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them. With a single update per batch
+        and no other reader, they are skipped: the update's own log-probs are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
-            batch = batch.union(self.groups.actor.compute_log_prob(batch))
+            computed = self.groups.actor.compute_log_prob(batch)
+            batch = batch.union(computed.restrict(computed.columns - {"old_log_probs"}) if bypass else computed)
+        if bypass:
+            batch = batch.union(self.groups.run(engine_log_probs, batch))
         batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
@@ -328,31 +349,67 @@ class PPOTrainer:
     def _with_values(self, batch: Batch) -> Batch:
         return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
+    def _with_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Adds rewards, advantages and returns, and adapts the KL coefficient."""
+        setup = self.setup.plain
+        columns = batch.restrict(advantage_columns(setup))
+        found, self.kl_coef, metrics = self.groups.run(compute_advantages, columns, setup, self.kl_coef)
+        return batch.union(found), metrics
+
+    def _measure(self, batch: Batch, rollouts: Batch) -> tuple[Metrics, tuple[int, int]]:
+        """Metrics of the batch, and its numbers of tokens: see `measure_batch`."""
+        limits = self.setup.data.max_response_length, self.setup.longest_sequence
+        metrics, tokens = self.groups.run(measure_batch, batch, *limits)
+        if self.options.max_staleness:
+            metrics |= self.groups.run(measure_staleness, rollouts, self._version)
+        return metrics, tokens
+
+    def _number_rows(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Numbers the rows, so that updates record their values; also returns those that the dump reads of the batch."""
+        batch = batch.union(self.groups.run(number_rows, batch))
+        return batch, batch.restrict(TOKEN_VALUES)
+
+    def _filter_groups(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Leaves out groups with equal scores, if the algorithm does."""
+        if not self.algorithm.drops_equal_groups:
+            return batch, {}
+        columns = batch.restrict(spread_columns(self.algorithm.filter_groups.metric))
+        rows, metrics = self.groups.run(choose_groups, columns, self.setup.plain)
+        return batch.select_idxs(rows) if len(batch) else batch, metrics
+
+    def _correct_mismatch(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Weighs and rejects rollouts by what engine and trainer disagree on, before any update."""
+        correction = self.algorithm.rollout_correction
+        if not correction.corrects or correction.bypass_mode or not len(batch):
+            return batch, {}
+        found, rows, metrics = self.groups.run(correct_mismatch, batch, correction, batch.meta_info["episodes"])
+        corrected = batch.restrict(batch.columns - found.columns).union(found)
+        return corrected.select_idxs(rows) if len(rows) < len(batch) else corrected, metrics
+
+    def _count_rollouts(self, batch: Batch) -> int:
+        """Number of rollouts in a batch of sequences."""
+        return self.groups.run(count_rollouts, batch) if MAIN_SEQUENCE in batch.columns else len(batch)
+
     def _update_critic(self, batch: Batch) -> Metrics:
         """Fits the critic to the returns, in mini-batches. A critic on the actor's trunk is updated here only during
         warm-up; after that, the actor's update trains it."""
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
-        return self._update(batch, roles.critic, critic.update_critic, critic.dp_size)
+        return self._update(batch, roles.critic, critic, "update_critic")
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
-        actor = self.groups.actor
-        return self._update(batch, self.setup.roles.actor, actor.update_actor, actor.dp_size)
+        return self._update(batch, self.setup.roles.actor, self.groups.actor, "update_actor")
 
-    def _update(
-        self,
-        batch: Batch,
-        options: ActorOptions | CriticOptions,
-        update: Callable[[Any], list[MetricParts]],
-        ranks: int,
-    ) -> Metrics:
-        """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies."""
+    def _update(self, batch: Batch, options: ActorOptions | CriticOptions, group: WorkerGroup, method: str) -> Metrics:
+        """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the
+        columns that the update reads."""
         order, parts = self.setup.roles.actor, list[MetricParts]()
+        batch = batch.restrict(group.columns_of(method) | {"uid", MAIN_SEQUENCE})
         for number in range(count_updates(len(uids_of(batch)), options)):
-            cut = batch, options, order.shuffle, order.data_loader_seed, ranks, number
-            parts += update(self.groups.run(update_parts, *cut))
+            cut = batch, options, order.shuffle, order.data_loader_seed, group.dp_size, number
+            parts += getattr(group, method)(self.groups.run(update_parts, *cut))
         return finish_metrics(add_metrics(parts))
 
     def _update_weights(self) -> Metrics:

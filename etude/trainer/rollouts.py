@@ -316,6 +316,12 @@ def main_rows(batch: DataProto) -> torch.Tensor:
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
+def spread_columns(metric: str | None) -> frozenset[str]:
+    """The columns that `spread_groups` reads."""
+    columns = frozenset({"token_level_scores", "uid", MAIN_SEQUENCE})
+    return columns if metric is None or metric in _TOTALS else columns | {"rollout"}
+
+
 def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
     """Returns the row indices of each group whose rollouts differ in `metric` (see `filter_groups.metric`; default: total
     reward). A group-relative estimator learns only from these.
