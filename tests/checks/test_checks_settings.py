@@ -31,23 +31,8 @@ TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
 COMMANDS = {"ppo_trainer": "train", "sft": "sft"}
 HOSTILE = [
     *(None, True, False, 0, 1, -1, -2, 10**30, -(10**30), 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308),
-    *(
-        "",
-        " ",
-        "nan",
-        "no such name",
-        "1e-3",
-        "a\0b",
-        "x" * 5000,
-        "\ud800",
-        "../..",
-        [],
-        [0],
-        ["", "b"],
-        [None],
-        [[1]],
-        {},
-    ),
+    *("", " ", "nan", "no such name", "1e-3", "a\0b", "x" * 5000, "\ud800", "../.."),
+    *([], [0], ["", "b"], [None], [[1]], {}),
 ]
 
 
@@ -76,15 +61,9 @@ def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
             assert all("\n" not in str(fault) for fault in start_problems(options, COMMANDS[root]))
             assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
             numbers = value if isinstance(value, list) else [value]
-            unbounded = any(
-                (isinstance(n, float) and not math.isfinite(n)) or n in (10**30, "\ud800", "a\0b") for n in numbers
-            )
-            assert (
-                lines or not unbounded or (value == 10**30 and "float" in str(declarations(TREES[root])[key].hint))
-            ), (
-                key,
-                value,
-            )
+            unbounded = any(n in (10**30, "\ud800", "a\0b", math.inf, -math.inf) or n != n for n in numbers)
+            huge = value == 10**30 and "float" in str(declarations(TREES[root])[key].hint)
+            assert lines or not unbounded or huge, (key, value)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from etude.config import compose, compose_with_sources, package_roots
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
 
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, OPTIM = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -276,24 +276,12 @@ def test_a_section_cannot_become_a_value(key, value):
         ("data.prompt_key=3", "data.prompt_key must be text, got 3"),
         ("data.train_files=null", "data.train_files must be a list, got null"),
         ("data.train_files=[1]", "data.train_files[0] must be text, got 1"),
-        (
-            "actor_rollout_ref.actor.optim.lr=fast",
-            "actor.optim.lr must be a number of at least 0, got 'fast'",
-        ),
-        (
-            "actor_rollout_ref.actor.optim.betas=[0.9]",
-            "a list of 2 values, each a number from 0 below 1, got [0.9]",
-        ),
-        (
-            "actor_rollout_ref.actor.optim.name=adam",
-            "must be one of adamw, muon, adamw_8bit, adamw_schedule_free, got 'adam'; did you mean 'adamw'?",
-        ),
+        (f"{OPTIM}.lr=fast", "actor.optim.lr must be a number of at least 0, got 'fast'"),
+        (f"{OPTIM}.betas=[0.9]", "a list of 2 values, each a number from 0 below 1, got [0.9]"),
+        (f"{OPTIM}.name=adam", "adamw, muon, adamw_8bit, adamw_schedule_free, got 'adam'; did you mean 'adamw'?"),
         ("actor_rollout_ref.rollout.mode=asink", "did you mean 'async'?"),
         ("data.val_batch_size=many", "data.val_batch_size must be a whole number of at least 1 or null, got 'many'"),
-        (
-            "data.train_batch_size={a: 1}",
-            "data.train_batch_size is one value, not a section (command line)",
-        ),
+        ("data.train_batch_size={a: 1}", "data.train_batch_size is one value, not a section (command line)"),
         ("data.seed=${trainer.sed}", "data.seed (command line): Interpolation key 'trainer.sed' not found"),
         ("data.prompt_key=${data.prompt_key}", "data.prompt_key (command line)"),
     ],

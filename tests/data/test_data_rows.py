@@ -120,6 +120,10 @@ def one(message):
     return a_row(prompt=[{"role": "user", "content": "Hi"}, message])
 
 
+def called_with(arguments):
+    return one({"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}}]})
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -137,14 +141,8 @@ def one(message):
         (one({"role": "user", "content": [{"type": "image", "url": "a.png"}]}), "or {type: image, image?}, got image"),
         (one({"role": "assistant", "tool_calls": {"a": 1}}), "tool_calls must be a list, got dict"),
         (one({"role": "assistant", "tool_calls": ["x"]}), "tool_calls[0] must be {type: function"),
-        (
-            one({"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}),
-            "'arguments' is not valid JSON",
-        ),
-        (
-            one({"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}),
-            "'arguments' must be an object, got list",
-        ),
+        (called_with("{"), "'arguments' is not valid JSON"),
+        (called_with("[]"), "'arguments' must be an object, got list"),
         (a_row(data_source=None), "needs 'data_source'"),
         (a_row(agent_name=3), "agent_name must be text, got int"),
         (a_row(reward_model="1"), "reward_model must be an object, got str"),

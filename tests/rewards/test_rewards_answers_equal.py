@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -18,284 +19,76 @@ from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.answers import answers_equal
 from etude.rewards.numeral import read_numeral
 
-EQUAL = [
-    (r"\text{all real numbers}", r"\mathbb{R}"),
-    ("all reals", r"(-\infty,\infty)"),
-    ("5^{th}", "5"),
-    (r"3^{\text{rd}}", "3"),
-    ("about 5", "5"),
-    (r"\approx 3.5", "7/2"),
-    ("so we get x = 5", "5"),
-    ("so we get x = 5", "x=5"),
-    ("5 million", "5000000"),
-    (r"5 \text{ million dollars}", "5,000,000"),
-    ("1.5 billion people", "1500000000"),
-    ("The answer is negative 5", "-5"),
-    (r"minus \frac{1}{2}", "-0.5"),
-    ("1010_2", "1010_{2}"),
-    ("5 meters squared", "5"),
-    ("12 red apples", "12"),
-    ("60 km/h", "60"),
-    ("9.8 m/s^2", "9.8"),
-    (r"90\degree", "90"),
-    ("1/2", "0.5"),
-    ("0,5", "0.5"),
-    ("1,5", "1.5"),
-    ("1{,}000", "1000"),
-    ("1,000,000", "10^6"),
-    ("1 000 000", "1000000"),
-    (r"1\,000", "1000"),
-    ("The answer is 5", "5"),
-    (r"The answer is $\frac{1}{2}$", "0.5"),
-    ("so we get $x = 5$.", "5"),
-    ("x=5", "5"),
-    ("5", "x=5"),
-    (r"x \geq 5", "x>=5"),
-    (r"x \ge 5", r"5 \le x"),
-    ("x < 5", r"x \lt 5"),
-    (r"x \gt 5", "5 < x"),
-    ("-x > -1", "x < 1"),
-    (r"[5,\infty)", r"x \geq 5"),
-    (r"x \geq 5", r"[5,\infty)"),
-    ("1 < x < 2", "(1,2)"),
-    (r"x \in (1,2)", "(1,2)"),
-    ("(1,2)", r"x \in (1,2)"),
-    ("[1,2)", "[1,2)"),
-    (r"(-\infty,-2]\cup[2,\infty)", r"(-\infty,-2]\cup[2,\infty)"),
-    (r"[2,\infty)\cup(-\infty,-2]", r"(-\infty,-2]\cup[2,\infty)"),
-    (r"\{1,2,3\}", r"\{3,2,1\}"),
-    ("1,2,3", r"\{1,2,3\}"),
-    ("3,1,2", "1,2,3"),
-    ("1, 2 and 3", "1,2,3"),
-    ("$1$, $2$ and $3$", r"\{1,2,3\}"),
-    (r"1 \text{ and } 2", "1,2"),
-    ("1 or 2", "1,2"),
-    ("x=1 or x=2", "1,2"),
-    ("5 cm", "5"),
-    (r"5 \text{ cm}", "5"),
-    (r"5\,\mathrm{cm}", "5"),
-    (r"5 \text{ cm}^2", "5"),
-    ("5", r"5 \text{ cm}"),
-    (r"\$5", "5"),
-    ("$5", "5"),
-    ("5 dollars", "5"),
-    (r"5\%", "5"),
-    (r"5\%", "0.05"),
-    ("5%", "0.05"),
-    ("5 percent", r"5\%"),
-    ("0.05", r"5\%"),
-    (r"50\%", r"\frac{1}{2}"),
-    (r"45^\circ", "45"),
-    ("45 degrees", r"45^\circ"),
-    (r"\frac12", "1/2"),
-    (r"\frac 12", "1/2"),
-    (r"\dfrac{1}{2}", r"\tfrac12"),
-    (r"\sqrt2", r"\sqrt{2}"),
-    (r"\sqrt[3]{8}", "2"),
-    (r"2\sqrt{3}", r"\sqrt{12}"),
-    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
-    (r"1\frac{1}{2}", "3/2"),
-    ("1 1/2", "3/2"),
-    ("1/3", "0.333333"),
-    (r"0.\overline{3}", "1/3"),
-    (r"\pi", "3.141593"),
-    (r"2\pi", "2*pi"),
-    (r"2 \cdot 3", "6"),
-    (r"2 \times 10^{3}", "2000"),
-    ("2e3", "2000"),
-    ("(x+1)^2", "x^2+2x+1"),
-    ("(x+1)(x-1)", "x^2-1"),
-    ("y=2x+3", "y = 3+2x"),
-    ("2x+3", "y=2x+3"),
-    ("y=2x+3", "2x-y+3=0"),
-    ("f(x)=x^2", "x^2"),
-    ("2i+1", "1+2i"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
-    (r"\binom{5}{2}", "10"),
-    ("5!", "120"),
-    (r"\log_2 8", "3"),
-    (r"\ln e", "1"),
-    (r"\sin(\pi/2)", "1"),
-    (r"e^{i\pi}", "-1"),
-    (r"\text{even}", "even"),
-    (r"\text{(A)}", "A"),
-    (r"\textbf{(A)}", "A"),
-    ("(A)", "A"),
-    (r"\text{yes}", "Yes"),
-    (r"\infty", r"\infty"),
-    (r"\varnothing", r"\emptyset"),
-    ("3:2", "3:2"),
-    ("10:30", "10:30"),
-    (r"\frac{3}{4} cup", "3/4"),
-    (r"\boxed{5}", "5"),
-    (r"$\boxed{\frac{1}{2}}$", ".5"),
-    (r"\[ x = 3 \]", "3"),
-    (r"\( 3 \)", "3"),
-    ("+5", "5"),
-    ("−5", "-5"),
-    ("5.0", "5"),
-    ("5.", "5"),
-    ("05", "5"),
-    ("a+b", "b+a"),
-    (r"\frac{a}{b}", "a/b"),
-    (r"k\pi", r"\pi k"),
-    ("2^{10}", "1024"),
-    ("2**10", "1024"),
-    ("x^{-1}", "1/x"),
-    ("|x|", r"\left|x\right|"),
-    (r"\lfloor 2.5 \rfloor", "2"),
-    ("100_{8}", "100_8"),
-    (r"\frac{\pi}{4} \text{ radians}", r"\pi/4"),
-    (r"10 \text{ or } 12", r"\{10,12\}"),
-    (r"\pm 2", "2,-2"),
-    (r"1 \pm \sqrt{2}", r"1+\sqrt2, 1-\sqrt2"),
-    (r"n \in \mathbb{Z}", r"n \in \mathbb{Z}"),
-    (r"\mathbb{R}", r"(-\infty,\infty)"),
-    (r"x \neq 2", r"x \ne 2"),
-    (r"x \ne 2", r"(-\infty,2)\cup(2,\infty)"),
-    (r"x\leq 5", r"x \le 5"),
-    (r"0 \le x \le 1", "[0,1]"),
-    ("(1,2,3)", "(1,2,3)"),
-    ("(0.5, 2)", r"(\frac12, 2)"),
-    ("(1/3, 2)", "(0.333333,2)"),
-    (r"x=\frac{-1\pm\sqrt{5}}{2}", r"\frac{-1\pm\sqrt{5}}{2}"),
-    ("I think it's 12.", "12"),
-    ("12 apples", "12"),
-    (r"33\frac{1}{3}\%", "1/3"),
-    (r"1.5\times10^8", "150000000"),
-    ("$18.50", "18.5"),
-    (r"\$18.50", "18.5"),
-    ("18.50", "$18.50"),
-    ("1,22", "1.22"),
-    ("12,34", "12.34"),
-    ("2,50 €", "2.5"),
-    ("2<x<3", "(2,3)"),
-    (r"\frac{x}{2}", "x/2"),
-    (r"500\%", "5"),
-    ("5", r"500\%"),
-    ("ab", "ba"),
-    (r"\text{Tuesday}", "Tuesday"),
-    ("Evelyn", r"\text{Evelyn}"),
-    (r"\text{June 20}", "June 20"),
-    ("6 - 5i", "6-5i"),
-    ("p - q", "p-q"),
-    ("x^3 + 3x - 6", "x^3+3x-6"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
-    (r"\dfrac{9}{7}", "9/7"),
-    (r"42^\circ", "42"),
-    (r"1 \pm \sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}"),
-    (r"11,\! 111,\! 111,\! 100", "11111111100"),
-    (r"864 \mbox{ inches}^2", "864"),
-    (r"\$32,\!348", "32348"),
-    (r"15\mbox{ cm}^2", "15"),
-    (r"5.4 \text{ cents}", "5.4"),
-    (r"10\text{ and }20", "10,20"),
-    (r"x \in [-2,7]", "[-2,7]"),
-    (r"-2 \le x \le 7", r"x \in [-2,7]"),
-    (r"\text{(C)}", "C"),
-    ("C", r"\text{(C)}"),
-    ("3R^2", "3 R^2"),
-    ("2k", r"k\cdot 2"),
-    ("1/2", "1:2"),
-    ("i^2", "-1"),
-    ("(x-1)(x+1) = x^2-1", "x^2-1"),
-    ("{1,2}", r"\{1,2\}"),
-    ("y = 2x + 3", "2x-y+3=0"),
-    ("= 5", "5"),
-    (r"x = 5 \text{ m}", "5"),
-    (r"\sqrt{16}", "4"),
-    ("a, b", "b, a"),
-]
+
+def pairs(text):
+    """Of each line, the pairs that stand apart by two spaces or more: what was answered, and the answer."""
+    return [tuple(re.split(" [≡≢] ", pair)) for pair in re.split(r"\n| {2,}", text.strip())]
+
+
+EQUAL = pairs(
+    r"""
+\text{all real numbers} ≡ \mathbb{R}    all reals ≡ (-\infty,\infty)    5^{th} ≡ 5    3^{\text{rd}} ≡ 3    about 5 ≡ 5
+\approx 3.5 ≡ 7/2    so we get x = 5 ≡ 5    so we get x = 5 ≡ x=5    5 million ≡ 5000000
+5 \text{ million dollars} ≡ 5,000,000    1.5 billion people ≡ 1500000000    The answer is negative 5 ≡ -5
+minus \frac{1}{2} ≡ -0.5    1010_2 ≡ 1010_{2}    5 meters squared ≡ 5    12 red apples ≡ 12    60 km/h ≡ 60
+9.8 m/s^2 ≡ 9.8    90\degree ≡ 90    1/2 ≡ 0.5    0,5 ≡ 0.5    1,5 ≡ 1.5    1{,}000 ≡ 1000    1,000,000 ≡ 10^6
+1 000 000 ≡ 1000000    1\,000 ≡ 1000    The answer is 5 ≡ 5    The answer is $\frac{1}{2}$ ≡ 0.5
+so we get $x = 5$. ≡ 5    x=5 ≡ 5    5 ≡ x=5    x \geq 5 ≡ x>=5    x \ge 5 ≡ 5 \le x    x < 5 ≡ x \lt 5
+x \gt 5 ≡ 5 < x    -x > -1 ≡ x < 1    [5,\infty) ≡ x \geq 5    x \geq 5 ≡ [5,\infty)    1 < x < 2 ≡ (1,2)
+x \in (1,2) ≡ (1,2)    (1,2) ≡ x \in (1,2)    [1,2) ≡ [1,2)    (-\infty,-2]\cup[2,\infty) ≡ (-\infty,-2]\cup[2,\infty)
+[2,\infty)\cup(-\infty,-2] ≡ (-\infty,-2]\cup[2,\infty)    \{1,2,3\} ≡ \{3,2,1\}    1,2,3 ≡ \{1,2,3\}    3,1,2 ≡ 1,2,3
+1, 2 and 3 ≡ 1,2,3    $1$, $2$ and $3$ ≡ \{1,2,3\}    1 \text{ and } 2 ≡ 1,2    1 or 2 ≡ 1,2    x=1 or x=2 ≡ 1,2
+5 cm ≡ 5    5 \text{ cm} ≡ 5    5\,\mathrm{cm} ≡ 5    5 \text{ cm}^2 ≡ 5    5 ≡ 5 \text{ cm}    \$5 ≡ 5    $5 ≡ 5
+5 dollars ≡ 5    5\% ≡ 5    5\% ≡ 0.05    5% ≡ 0.05    5 percent ≡ 5\%    0.05 ≡ 5\%    50\% ≡ \frac{1}{2}
+45^\circ ≡ 45    45 degrees ≡ 45^\circ    \frac12 ≡ 1/2    \frac 12 ≡ 1/2    \dfrac{1}{2} ≡ \tfrac12
+\sqrt2 ≡ \sqrt{2}    \sqrt[3]{8} ≡ 2    2\sqrt{3} ≡ \sqrt{12}    \frac{1}{\sqrt{2}} ≡ \frac{\sqrt{2}}{2}
+1\frac{1}{2} ≡ 3/2    1 1/2 ≡ 3/2    1/3 ≡ 0.333333    0.\overline{3} ≡ 1/3    \pi ≡ 3.141593    2\pi ≡ 2*pi
+2 \cdot 3 ≡ 6    2 \times 10^{3} ≡ 2000    2e3 ≡ 2000    (x+1)^2 ≡ x^2+2x+1    (x+1)(x-1) ≡ x^2-1    y=2x+3 ≡ y = 3+2x
+2x+3 ≡ y=2x+3    y=2x+3 ≡ 2x-y+3=0    f(x)=x^2 ≡ x^2    2i+1 ≡ 1+2i
+\begin{pmatrix}1\\2\end{pmatrix} ≡ \begin{pmatrix}1\\2\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ≡ \begin{bmatrix}1&2\\3&4\end{bmatrix}    \binom{5}{2} ≡ 10    5! ≡ 120
+\log_2 8 ≡ 3    \ln e ≡ 1    \sin(\pi/2) ≡ 1    e^{i\pi} ≡ -1    \text{even} ≡ even    \text{(A)} ≡ A
+\textbf{(A)} ≡ A    (A) ≡ A    \text{yes} ≡ Yes    \infty ≡ \infty    \varnothing ≡ \emptyset    3:2 ≡ 3:2
+10:30 ≡ 10:30    \frac{3}{4} cup ≡ 3/4    \boxed{5} ≡ 5    $\boxed{\frac{1}{2}}$ ≡ .5    \[ x = 3 \] ≡ 3
+\( 3 \) ≡ 3    +5 ≡ 5    −5 ≡ -5    5.0 ≡ 5    5. ≡ 5    05 ≡ 5    a+b ≡ b+a    \frac{a}{b} ≡ a/b    k\pi ≡ \pi k
+2^{10} ≡ 1024    2**10 ≡ 1024    x^{-1} ≡ 1/x    |x| ≡ \left|x\right|    \lfloor 2.5 \rfloor ≡ 2    100_{8} ≡ 100_8
+\frac{\pi}{4} \text{ radians} ≡ \pi/4    10 \text{ or } 12 ≡ \{10,12\}    \pm 2 ≡ 2,-2
+1 \pm \sqrt{2} ≡ 1+\sqrt2, 1-\sqrt2    n \in \mathbb{Z} ≡ n \in \mathbb{Z}    \mathbb{R} ≡ (-\infty,\infty)
+x \neq 2 ≡ x \ne 2    x \ne 2 ≡ (-\infty,2)\cup(2,\infty)    x\leq 5 ≡ x \le 5    0 \le x \le 1 ≡ [0,1]
+(1,2,3) ≡ (1,2,3)    (0.5, 2) ≡ (\frac12, 2)    (1/3, 2) ≡ (0.333333,2)
+x=\frac{-1\pm\sqrt{5}}{2} ≡ \frac{-1\pm\sqrt{5}}{2}    I think it's 12. ≡ 12    12 apples ≡ 12
+33\frac{1}{3}\% ≡ 1/3    1.5\times10^8 ≡ 150000000    $18.50 ≡ 18.5    \$18.50 ≡ 18.5    18.50 ≡ $18.50    1,22 ≡ 1.22
+12,34 ≡ 12.34    2,50 € ≡ 2.5    2<x<3 ≡ (2,3)    \frac{x}{2} ≡ x/2    500\% ≡ 5    5 ≡ 500\%    ab ≡ ba
+\text{Tuesday} ≡ Tuesday    Evelyn ≡ \text{Evelyn}    \text{June 20} ≡ June 20    6 - 5i ≡ 6-5i    p - q ≡ p-q
+x^3 + 3x - 6 ≡ x^3+3x-6    \left( 3, \frac{\pi}{2} \right) ≡ (3,\pi/2)    \dfrac{9}{7} ≡ 9/7    42^\circ ≡ 42
+1 \pm \sqrt{19} ≡ 1-\sqrt{19}, 1+\sqrt{19}    11,\! 111,\! 111,\! 100 ≡ 11111111100    864 \mbox{ inches}^2 ≡ 864
+\$32,\!348 ≡ 32348    15\mbox{ cm}^2 ≡ 15    5.4 \text{ cents} ≡ 5.4    10\text{ and }20 ≡ 10,20
+x \in [-2,7] ≡ [-2,7]    -2 \le x \le 7 ≡ x \in [-2,7]    \text{(C)} ≡ C    C ≡ \text{(C)}    3R^2 ≡ 3 R^2
+2k ≡ k\cdot 2    1/2 ≡ 1:2    i^2 ≡ -1    (x-1)(x+1) = x^2-1 ≡ x^2-1    {1,2} ≡ \{1,2\}    y = 2x + 3 ≡ 2x-y+3=0
+= 5 ≡ 5    x = 5 \text{ m} ≡ 5    \sqrt{16} ≡ 4    a, b ≡ b, a
+"""
+)
 
 DIFFERENT = [
-    ("$7$ (or $5$)", "5"),
-    ("It is $7$. It is $5$.", "5"),
-    (r"\boxed{7} \boxed{5}", "5"),
-    ("not $5$", "5"),
-    ("7 \n \\frac{3}{2}", r"\frac{3}{2}"),
-    ("7 = 5", "5"),
-    (r"\frac{3}{11} = 5", "5"),
-    ("x+1 = 5", "5"),
-    ("$7$, possibly $x+1$", "x+1"),
-    (r"\text{all real numbers except 2}", r"\mathbb{R}"),
-    (r"\text{all real numbers}", "5"),
-    ("5^{t}", "5"),
-    ("5^{th} root", "5"),
-    ("x^{th}", "x"),
-    ("not about 5", "5"),
-    ("about 5 or 6", "5"),
-    ("so we get y = 5", "x=5"),
-    ("so we get x = 5 or x = 6", "5"),
-    ("The answer is negative 5", "5"),
-    ("It is less than 5", "5"),
-    ("x is at most 5", "5"),
-    ("more than 5 apples", "5"),
-    ("Less than $5$", "5"),
-    ("half of 10", "10"),
-    ("The square root of 25", "25"),
-    ("5 thousand", "5"),
-    ("5 hundredths", "5"),
-    ("2 thirds", "2"),
-    ("5 squared", "5"),
-    ("5 factorial", "5"),
-    ("3 sin", "3"),
-    ("5 xy", "5"),
-    ("1010_2", "1010_3"),
-    ("x=5", "y=5"),
-    ("x > 5", r"x \geq 5"),
-    (r"(5,\infty)", r"x \geq 5"),
-    ("(1,2)", "(2,1)"),
-    ("(1,2)", "[1,2]"),
-    ("1,2", "1,2,3"),
-    (r"1 \text{ or } 2", "2"),
-    ("1 or 2", "2"),
-    (r"5\%", "0.5"),
-    ("1/3", "0.33"),
-    ("0.333", "1/3"),
-    ("3.14", r"\pi"),
-    ("x^2+2x+1", "x^2+2x"),
-    ("y=2x+3", "y=2x+4"),
-    ("1+2i", "1-2i"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
-    ("A", "B"),
-    (r"-\infty", r"\infty"),
-    ("-5", "5"),
-    ("a-b", "b-a"),
-    ("1001_2", "9"),
-    (r"0 \leq x < 1", "[0,1]"),
-    ("(1,2,3)", "(3,2,1)"),
-    ("7 and some words 8", "7"),
-    ("5 apples and 7 oranges", "7"),
-    ("1,234", "1.234"),
-    ("1.234", "1234"),
-    ("it is not 5", "5"),
-    ("5 is wrong", "5"),
-    ("I don't think it is 5", "5"),
-    ("The answer is not 5", "5"),
-    ("5, 7", "7"),
-    ("5; 7", "7"),
-    ("5/7", "7"),
-    ("5 7", "57"),
-    ("1 2", "12"),
-    ("11/2", "1 1/2"),
-    (r"2x-4 \geq 6", r"[5,\infty)"),
-    ("x^2-5x+6<0", "(2,3)"),
-    ("0", r"0.\overline{3}"),
-    (r"0.\overline{3}", "0.3"),
-    (r"5\%", r"500\%"),
-    ("x", "y"),
-    ("1:2", "2:1"),
-    ("x^2-1 = 0", "x = 1"),
-    (r"\infty", "10^{100}"),
-    (r"\frac{1}{0}", r"\infty"),
-    ("[1,2]", r"\{1,2\}"),
-    ("0.999", "1"),
-    ("1e400", "1"),
-    ("1 +", "1"),
-    (r"\sqrt{16}", r"\pm 4"),
-    ("(a,b)", "(b,a)"),
-    ("2x=4", "x=2"),
+    *pairs(r"""
+$7$ (or $5$) ≢ 5    It is $7$. It is $5$. ≢ 5    \boxed{7} \boxed{5} ≢ 5    not $5$ ≢ 5    7 = 5 ≢ 5
+\frac{3}{11} = 5 ≢ 5    x+1 = 5 ≢ 5    $7$, possibly $x+1$ ≢ x+1    \text{all real numbers except 2} ≢ \mathbb{R}
+\text{all real numbers} ≢ 5    5^{t} ≢ 5    5^{th} root ≢ 5    x^{th} ≢ x    not about 5 ≢ 5    about 5 or 6 ≢ 5
+so we get y = 5 ≢ x=5    so we get x = 5 or x = 6 ≢ 5    The answer is negative 5 ≢ 5    It is less than 5 ≢ 5
+x is at most 5 ≢ 5    more than 5 apples ≢ 5    Less than $5$ ≢ 5    half of 10 ≢ 10    The square root of 25 ≢ 25
+5 thousand ≢ 5    5 hundredths ≢ 5    2 thirds ≢ 2    5 squared ≢ 5    5 factorial ≢ 5    3 sin ≢ 3    5 xy ≢ 5
+1010_2 ≢ 1010_3    x=5 ≢ y=5    x > 5 ≢ x \geq 5    (5,\infty) ≢ x \geq 5    (1,2) ≢ (2,1)    (1,2) ≢ [1,2]
+1,2 ≢ 1,2,3    1 \text{ or } 2 ≢ 2    1 or 2 ≢ 2    5\% ≢ 0.5    1/3 ≢ 0.33    0.333 ≢ 1/3    3.14 ≢ \pi
+x^2+2x+1 ≢ x^2+2x    y=2x+3 ≢ y=2x+4    1+2i ≢ 1-2i
+\begin{pmatrix}1\\2\end{pmatrix} ≢ \begin{pmatrix}2\\1\end{pmatrix}    A ≢ B    -\infty ≢ \infty    -5 ≢ 5
+a-b ≢ b-a    1001_2 ≢ 9    0 \leq x < 1 ≢ [0,1]    (1,2,3) ≢ (3,2,1)    7 and some words 8 ≢ 7
+5 apples and 7 oranges ≢ 7    1,234 ≢ 1.234    1.234 ≢ 1234    it is not 5 ≢ 5    5 is wrong ≢ 5
+I don't think it is 5 ≢ 5    The answer is not 5 ≢ 5    5, 7 ≢ 7    5; 7 ≢ 7    5/7 ≢ 7    5 7 ≢ 57    1 2 ≢ 12
+11/2 ≢ 1 1/2    2x-4 \geq 6 ≢ [5,\infty)    x^2-5x+6<0 ≢ (2,3)    0 ≢ 0.\overline{3}    0.\overline{3} ≢ 0.3
+5\% ≢ 500\%    x ≢ y    1:2 ≢ 2:1    x^2-1 = 0 ≢ x = 1    \infty ≢ 10^{100}    \frac{1}{0} ≢ \infty    [1,2] ≢ \{1,2\}
+0.999 ≢ 1    1e400 ≢ 1    1 + ≢ 1    \sqrt{16} ≢ \pm 4    (a,b) ≢ (b,a)    2x=4 ≢ x=2
+"""),
+    ("7 \n \\frac{3}{2}", "\\frac{3}{2}"),
 ]
 
 

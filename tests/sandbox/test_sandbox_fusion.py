@@ -39,71 +39,42 @@ def test_a_request_survives_the_api(request):
     limits = fusion.with_limits(Limits(), message.run_timeout, message.memory_limit_MB)
     assert limits == request.limits
     back = fusion.run_request(message, fusion.known_language(message.language), limits)
-    assert (back.code, back.language, back.stdin, back.compile_seconds) == (
-        request.code,
-        request.language,
-        request.stdin,
-        request.compile_seconds,
-    )
-    assert (dict(back.files), list(back.fetch_files), list(back.args)) == (
-        dict(request.files),
-        list(request.fetch_files),
-        list(request.args),
-    )
+    for name in ("code", "language", "stdin", "compile_seconds"):
+        assert getattr(back, name) == getattr(request, name)
+    for name, kind in {"files": dict, "fetch_files": list, "args": list}.items():
+        assert kind(getattr(back, name)) == kind(getattr(request, name))
 
 
-compiled = RunResult(RunStatus.FINISHED, 0, "", "warning", wall_seconds=0.5)
+def ended(status, code, out="", err="", **compiled):
+    return RunResult(RunStatus[status], code, out, err, **compiled)
+
+
+def compiled(status, code, err):
+    """Of a program that was compiled first."""
+    return {"compile": RunResult(RunStatus[status], code, "", err, wall_seconds=0.5)}
+
+
+TOO_MUCH, BROKE = "e\nkilled: the memory limit was exceeded", "killed: the program broke its own sandbox"
+LATE = ("TimeLimitExceeded", None)
 
 
 @pytest.mark.parametrize(
     ("result", "status", "compile_part", "run_part"),
     [
-        (RunResult(RunStatus.FINISHED, 0, "o", "e"), "Success", None, ("Finished", 0, "o", "e")),
-        (RunResult(RunStatus.FINISHED, 3, "o", ""), "Failed", None, ("Finished", 3, "o", "")),
-        (RunResult(RunStatus.FINISHED, -11, "", ""), "Failed", None, ("Finished", -11, "", "")),
-        (RunResult(RunStatus.TIME_LIMIT, None, "o", ""), "Failed", None, ("TimeLimitExceeded", None, "o", "")),
+        (ended("FINISHED", 0, "o", "e"), "Success", None, ("Finished", 0, "o", "e")),
+        (ended("FINISHED", 3, "o"), "Failed", None, ("Finished", 3, "o", "")),
+        (ended("FINISHED", -11), "Failed", None, ("Finished", -11, "", "")),
+        (ended("TIME_LIMIT", None, "o"), "Failed", None, (*LATE, "o", "")),
+        (ended("MEMORY_LIMIT", None, "o", "e"), "Failed", None, ("Finished", -9, "o", TOO_MUCH)),
+        (ended("KILLED", None), "Failed", None, ("Finished", -9, "", BROKE)),
         (
-            RunResult(RunStatus.MEMORY_LIMIT, None, "o", "e"),
-            "Failed",
-            None,
-            ("Finished", -9, "o", "e\nkilled: the memory limit was exceeded"),
-        ),
-        (
-            RunResult(RunStatus.KILLED, None, "", ""),
-            "Failed",
-            None,
-            ("Finished", -9, "", "killed: the program broke its own sandbox"),
-        ),
-        (
-            RunResult(RunStatus.FINISHED, 0, "o", "", compile=compiled),
+            ended("FINISHED", 0, "o", **compiled("FINISHED", 0, "warning")),
             "Success",
             ("Finished", 0),
             ("Finished", 0, "o", ""),
         ),
-        (
-            RunResult(
-                RunStatus.COMPILE_FAILED,
-                None,
-                "",
-                "",
-                compile=RunResult(RunStatus.FINISHED, 1, "", "no", wall_seconds=1),
-            ),
-            "Failed",
-            ("Finished", 1),
-            None,
-        ),
-        (
-            RunResult(
-                RunStatus.COMPILE_FAILED,
-                None,
-                "",
-                "",
-                compile=RunResult(RunStatus.TIME_LIMIT, None, "", "", wall_seconds=1),
-            ),
-            "Failed",
-            ("TimeLimitExceeded", None),
-            None,
-        ),
+        (ended("COMPILE_FAILED", None, **compiled("FINISHED", 1, "no")), "Failed", ("Finished", 1), None),
+        (ended("COMPILE_FAILED", None, **compiled("TIME_LIMIT", None, "")), "Failed", LATE, None),
     ],
 )
 def test_the_status_rules(result, status, compile_part, run_part):

@@ -84,11 +84,7 @@ def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     assert "every tool was called and answered" in rolled_out
 
 
-# -- one misconfiguration each: (how it is made, level, subject, what is said or what to do) ------------------------------
-
-
-def overrides(*settings):
-    return lambda agent: settings
+# -- one misconfiguration each: level, subject, settings or how it is made, and what is said or what to do ---------------
 
 
 def source(name, text):
@@ -181,146 +177,119 @@ NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('
 MISTYPED = SCHEMA["function"] | {"parameters": {"type": "object", "properties": {"number": {"type": "strin"}}}}
 SANDBOX, SEARCH = "etude.tools.builtin.code_interpreter.SandboxFusionTool", "etude.tools.builtin.search.SearchTool"
 SHORT = ("data.max_prompt_length=20", "data.filter_overlong_prompts=false")
-CASES = {
-    "misspelt key": (overrides("data.train_batch_sise=4"), ERROR, "configuration", "data.train_batch_size?"),
-    "n=1 with grpo": (overrides(f"{ROLLOUT}.n=1"), ERROR, "configuration", f"set {ROLLOUT}.n to 2 or more"),
-    "no model": (overrides("actor_rollout_ref.model.path=/no/model"), ERROR, "configuration", "model folder not found"),
-    "no GPU": (overrides("trainer.device=cuda"), ERROR, "machine", "set trainer.device to auto or cpu"),
-    "plug-in that raises": (broken_plugin, ERROR, "plug-ins", "ZeroDivisionError"),
-    "unregistered loss": (
-        overrides(f"{ACTOR}.policy_loss.loss_mode=vanila"),
-        ERROR,
-        "configuration",
-        "did you mean 'vanilla'?",
-    ),
-    "inexact template": (
-        template(lambda text: text.replace('assistant\\n" + content', 'assistant\\n" + content[:4]')),
-        *(ERROR, "model", "etude chat check"),
-    ),
-    "template without tools' answers": (
-        template(lambda text: NO_TOOLS + text),
-        ERROR,
-        "template",
-        "cannot show the model a tool's answer",
-    ),
-    "template that shows no tools": (
-        template(lambda text: CHATML),
-        ERROR,
-        "rows",
-        "the model is not shown its tools (guess)",
-    ),
-    "template that shows no tools, named in the prompt": (
-        named_in_the_prompt,
-        WARNING,
-        "rows",
-        "multi_turn.tools_in_system=true",
-    ),
-    "parser of another format": (
-        overrides(f"{ROLLOUT}.multi_turn.format=glm4_moe"),
-        WARNING,
-        "template",
-        "multi_turn.format=auto takes",
-    ),
-    "tool of a wrong class": (own_tool("Gues"), ERROR, "tools", "did you mean 'Guess'?"),
-    "variable of the environment": (own_tool(url="${NOT_THERE_AT_ALL}"), ERROR, "tools", "NOT_THERE_AT_ALL"),
-    "tool without a description": (own_tool(schema=UNDESCRIBED), WARNING, "tools", "write a docstring"),
-    "tool whose schema is wrong": (own_tool(schema=SCHEMA | {"function": MISTYPED}), ERROR, "tools", "strin"),
-    "tools_kwargs of another tool": (
-        rows(lambda row: row | {"extra_info": OTHER_KWARGS}),
-        ERROR,
-        "rows",
-        "did you mean 'guess'?",
-    ),
-    "tool_selection of another tool": (
-        rows(lambda row: row | {"extra_info": {"tool_selection": ["guesses"]}}),
-        ERROR,
-        "rows",
-        "did you mean 'guess'?",
-    ),
-    "no tools_kwargs": (
-        rows(lambda row: row | {"extra_info": {"need_tools_kwargs": True}}),
-        ERROR,
-        "rows",
-        "need_tools_kwargs is true",
-    ),
-    "prompt over length": (overrides(*SHORT), ERROR, "rows", "raise data.max_prompt_length"),
-    "no scorer": (overrides("custom_reward_function.path=null"), ERROR, "rows", "no scorer for the data source"),
-    "no ground truth": (no_truth, ERROR, "rows", "rows.jsonl:1: reward_model.ground_truth is missing"),
-    "batch larger than the file": (overrides("data.train_batch_size=5"), ERROR, "batch", "between 1 and 4"),
-    "uneven mini-batches": (
-        overrides(f"{ACTOR}.ppo_mini_batch_size=3"),
-        WARNING,
-        "batch",
-        f"set {ACTOR}.ppo_mini_batch_size=2",
-    ),
-    "reward that raises": (source("reward.py", f"{SCORE}1 / 0\n"), ERROR, "reward", "ZeroDivisionError"),
-    "reward that is no number": (source("reward.py", f"{SCORE}float('nan')\n"), ERROR, "reward", "etude reward try"),
-    "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), WARNING, "reward", "an empty answer earns 0.5"),
-    "reward of another name": (
-        overrides("custom_reward_function.name=score"),
-        ERROR,
-        "reward",
-        "did you mean 'compute_score'?",
-    ),
-    "unreachable sandbox": (
-        tool_file(SANDBOX, sandbox_fusion_url=address("/run_code")),
-        ERROR,
-        "services",
-        "run `etude sandbox serve`",
-    ),
-    "unreachable search": (
-        tool_file(SEARCH, retrieval_service_url=address("/retrieve")),
-        ERROR,
-        "services",
-        "run `etude retrieve serve`",
-    ),
-    "unreachable judge": (judge, ERROR, "services", "start the judge's server"),
-    "unreachable engine": (servers, ERROR, "services", "or correct actor_rollout_ref.rollout.server_urls"),
-    "more memory than there is": (
-        overrides(f"{ROLLOUT}.kv_cache_memory_mb=1000000000"),
-        *(ERROR, "memory", "lower actor_rollout_ref.rollout.kv_cache_memory_mb"),
-    ),
-    "response too short for a call": (
-        overrides("data.max_response_length=12"),
-        WARNING,
-        "rollout",
-        "raise data.max_response_length",
-    ),
-    "one turn only": (
-        overrides(f"{ROLLOUT}.multi_turn.max_assistant_turns=1"),
-        *(WARNING, "rollout", "max_assistant_turns to 2 or more"),
-    ),
-    "tool that raises": (execute("return 1 / 0"), WARNING, "rollout", "raise ToolError"),
-    "tool that does not answer": (
-        execute("import asyncio; await asyncio.sleep(60)"),
-        ERROR,
-        "rollout",
-        "etude tools call",
-    ),
-    "truth in the wrong column": (
-        rows(moved_truth, SAME),
-        WARNING,
-        "reward",
-        "move ground_truth to reward_model.ground_truth",
-    ),
-    "truth beside the index": (rows(hidden_truth, SAME), WARNING, "reward", "move extra_info.answer to"),
-    "truth of another type than the scorer compares": (
-        rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
-        *(WARNING, "reward", "the ground truth earns nothing"),
-    ),
-    "validation rows that are trained on": (
-        lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
-        WARNING,
-        "rows",
-        "4 of 4 rows are also in",
-    ),
+GROUPS = {
+    (ERROR, "configuration"): {
+        "misspelt key": ("data.train_batch_sise=4", "data.train_batch_size?"),
+        "n=1 with grpo": (f"{ROLLOUT}.n=1", f"set {ROLLOUT}.n to 2 or more"),
+        "no model": ("actor_rollout_ref.model.path=/no/model", "model folder not found"),
+        "unregistered loss": (f"{ACTOR}.policy_loss.loss_mode=vanila", "did you mean 'vanilla'?"),
+    },
+    (ERROR, "machine"): {
+        "no GPU": ("trainer.device=cuda", "set trainer.device to auto or cpu"),
+    },
+    (ERROR, "plug-ins"): {
+        "plug-in that raises": (broken_plugin, "ZeroDivisionError"),
+    },
+    (ERROR, "model"): {
+        "inexact template": (
+            template(lambda text: text.replace('assistant\\n" + content', 'assistant\\n" + content[:4]')),
+            "etude chat check",
+        ),
+    },
+    (ERROR, "template"): {
+        "template without tools' answers": (
+            template(lambda text: NO_TOOLS + text),
+            "cannot show the model a tool's answer",
+        ),
+    },
+    (ERROR, "rows"): {
+        "template that shows no tools": (template(lambda text: CHATML), "the model is not shown its tools (guess)"),
+        "tools_kwargs of another tool": (rows(lambda row: row | {"extra_info": OTHER_KWARGS}), "did you mean 'guess'?"),
+        "tool_selection of another tool": (
+            rows(lambda row: row | {"extra_info": {"tool_selection": ["guesses"]}}),
+            "did you mean 'guess'?",
+        ),
+        "no tools_kwargs": (
+            rows(lambda row: row | {"extra_info": {"need_tools_kwargs": True}}),
+            "need_tools_kwargs is true",
+        ),
+        "prompt over length": (SHORT, "raise data.max_prompt_length"),
+        "no scorer": ("custom_reward_function.path=null", "no scorer for the data source"),
+        "no ground truth": (no_truth, "rows.jsonl:1: reward_model.ground_truth is missing"),
+    },
+    (WARNING, "rows"): {
+        "template that shows no tools, named in the prompt": (named_in_the_prompt, "multi_turn.tools_in_system=true"),
+        "validation rows that are trained on": (
+            lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
+            "4 of 4 rows are also in",
+        ),
+    },
+    (WARNING, "template"): {
+        "parser of another format": (f"{ROLLOUT}.multi_turn.format=glm4_moe", "multi_turn.format=auto takes"),
+    },
+    (ERROR, "tools"): {
+        "tool of a wrong class": (own_tool("Gues"), "did you mean 'Guess'?"),
+        "variable of the environment": (own_tool(url="${NOT_THERE_AT_ALL}"), "NOT_THERE_AT_ALL"),
+        "tool whose schema is wrong": (own_tool(schema=SCHEMA | {"function": MISTYPED}), "strin"),
+    },
+    (WARNING, "tools"): {
+        "tool without a description": (own_tool(schema=UNDESCRIBED), "write a docstring"),
+    },
+    (ERROR, "batch"): {
+        "batch larger than the file": ("data.train_batch_size=5", "between 1 and 4"),
+    },
+    (WARNING, "batch"): {
+        "uneven mini-batches": (f"{ACTOR}.ppo_mini_batch_size=3", f"set {ACTOR}.ppo_mini_batch_size=2"),
+    },
+    (ERROR, "reward"): {
+        "reward that raises": (source("reward.py", f"{SCORE}1 / 0\n"), "ZeroDivisionError"),
+        "reward that is no number": (source("reward.py", f"{SCORE}float('nan')\n"), "etude reward try"),
+        "reward of another name": ("custom_reward_function.name=score", "did you mean 'compute_score'?"),
+    },
+    (WARNING, "reward"): {
+        "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
+        "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
+        "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
+        "truth of another type than the scorer compares": (
+            rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
+            "the ground truth earns nothing",
+        ),
+    },
+    (ERROR, "services"): {
+        "unreachable sandbox": (
+            tool_file(SANDBOX, sandbox_fusion_url=address("/run_code")),
+            "run `etude sandbox serve`",
+        ),
+        "unreachable search": (
+            tool_file(SEARCH, retrieval_service_url=address("/retrieve")),
+            "run `etude retrieve serve`",
+        ),
+        "unreachable judge": (judge, "start the judge's server"),
+        "unreachable engine": (servers, "or correct actor_rollout_ref.rollout.server_urls"),
+    },
+    (ERROR, "memory"): {
+        "more memory than there is": (
+            f"{ROLLOUT}.kv_cache_memory_mb=1000000000",
+            "lower actor_rollout_ref.rollout.kv_cache_memory_mb",
+        ),
+    },
+    (WARNING, "rollout"): {
+        "response too short for a call": ("data.max_response_length=12", "raise data.max_response_length"),
+        "one turn only": (f"{ROLLOUT}.multi_turn.max_assistant_turns=1", "max_assistant_turns to 2 or more"),
+        "tool that raises": (execute("return 1 / 0"), "raise ToolError"),
+    },
+    (ERROR, "rollout"): {
+        "tool that does not answer": (execute("import asyncio; await asyncio.sleep(60)"), "etude tools call"),
+    },
 }
+CASES = {name: (*case, *found) for found, group in GROUPS.items() for name, case in group.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
-    make, level, subject, text = CASES[name]
-    found = inspect(agent, *(make(agent) or ()), seconds=0.5)
+    make, text, level, subject = CASES[name]
+    settings = (make(agent) or ()) if callable(make) else [make] if isinstance(make, str) else make
+    found = inspect(agent, *settings, seconds=0.5)
     lines = [f"{each.message} → {each.fix}" for each in found.all if (each.level, each.subject) == (level, subject)]
     assert any(text in line for line in lines), "\n".join(map(str, found.all))
     assert found.failed == (level is ERROR), "\n".join(map(str, found.all))

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from house_stage import TOOLS, metrics, one_line_error, same, steps, weights
+from house_stage import metrics, one_line_error, same, steps, weights
+from test_trainer_sft import arguments as sft_arguments
 
 from etude.config import compose
 from etude.data.dumped import rank_pairs, read_dumps
@@ -23,20 +24,8 @@ def dumps(tiny, tmp_path_factory):
 
 
 def arguments(tiny, dumps, folder, *overrides):
-    return [
-        f"data.train_files=[{','.join(dumps)}]",
-        "data.train_batch_size=2",
-        "data.max_length=400",
-        f"model.path={tiny.model}",
-        f"multi_turn.tool_config_path={TOOLS}",
-        f"trainer.default_local_dir={folder}",
-        "trainer.total_training_steps=6",
-        "trainer.num_threads=1",
-        "trainer.logger=[jsonl]",
-        "trainer.deterministic=true",
-        "optim.lr=1e-3",
-        *overrides,
-    ]
+    given = (f"data.train_files=[{','.join(dumps)}]", "data.train_batch_size=2", "data.max_length=400")
+    return sft_arguments(tiny, folder, *given, "trainer.total_training_steps=6", *overrides)
 
 
 def config(*given):

@@ -23,6 +23,8 @@ TOO_LONG = "context_length_exceeded"
 SURROGATE = b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}'
 LONG_USER = {"role": "user", "content": "value " * 200}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+AUDIO, UNENCODED = {"type": "input_audio", "input_audio": {}}, {"name": "f", "arguments": {}}
+NOT_SAMPLED_FROM = "not supported: training needs log-probs of what was sampled from"
 
 
 def tool(name="f", parameters=None, **schema):
@@ -33,6 +35,11 @@ def tool(name="f", parameters=None, **schema):
 def nested(depth):
     """A schema within schemas."""
     return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+def message(role, **more):
+    """A request with one message."""
+    return {"messages": [{"role": role, **more}]}
 
 
 async def refused(coroutine):
@@ -54,16 +61,8 @@ async def refused(coroutine):
         ({"tool_choice": {"type": "allowed_tools"}, "tools": [ECHO]}, "tool_choice", "'required'"),
         ({"response_format": {"type": "grammar"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "'schema'"),
-        (
-            {"presence_penalty": 0.5},
-            "presence_penalty",
-            "not supported: training needs log-probs of what was sampled from; send 0",
-        ),
-        (
-            {"frequency_penalty": -1.0},
-            "frequency_penalty",
-            "not supported: training needs log-probs of what was sampled from; send 0",
-        ),
+        ({"presence_penalty": 0.5}, "presence_penalty", f"{NOT_SAMPLED_FROM}; send 0"),
+        ({"frequency_penalty": -1.0}, "frequency_penalty", f"{NOT_SAMPLED_FROM}; send 0"),
         ({"logit_bias": {"5": 10}}, "logit_bias", "log-probs"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled tokens"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
@@ -89,34 +88,14 @@ async def refused(coroutine):
         ({"tools": [tool(**nested(65))]}, "tools", "nested 64 deep"),
         ({"extra_body": {"tempeature": 1}}, "tempeature", "did you mean 'temperature'?"),
         ({"messages": []}, "messages", ""),
-        ({"messages": [{"role": "function", "content": ""}]}, "messages.0.role", "must be one of"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "text"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages.0.content",
-            "only parts of type 'text' and 'image_url' are read",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
-                ]
-            },
-            "messages",
-            "messages.0: this policy takes no images",
-        ),
-        ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls", "assistant"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "function"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
-            "messages.0.tool_calls.0",
-            "JSON",
-        ),
-        (
-            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-            "messages.0.function_call",
-            "tool_calls",
-        ),
+        (message("function", content=""), "messages.0.role", "must be one of"),
+        (message("user", content=5), "messages.0.content", "text"),
+        (message("user", content=[AUDIO]), "messages.0.content", "only parts of type 'text' and 'image_url' are read"),
+        (message("user", content=[IMAGE]), "messages", "messages.0: this policy takes no images"),
+        (message("user", content="", tool_calls=[{}]), "messages.0.tool_calls", "assistant"),
+        (message("assistant", tool_calls=[{}]), "messages.0.tool_calls.0", "function"),
+        (message("assistant", tool_calls=[{"function": UNENCODED}]), "messages.0.tool_calls.0", "JSON"),
+        (message("assistant", function_call={"name": "f"}), "messages.0.function_call", "tool_calls"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(request_more, param, words):

@@ -21,180 +21,135 @@ def calls_of(parsed):
 
 
 BROKEN = "the tag of an argument is not whole; write each argument as"
+
+
+def texts(line):
+    """The texts that a line or several hold, with ⏎ for a line's end in one and ␣ for a space at its end."""
+    return [
+        text.replace("⏎", "\n").replace("␣", " ") for each in line.strip("\n").split("\n") for text in each.split(" ‖ ")
+    ]
+
+
+def table(lines):
+    """A row for each text of `name | reason | text ‖ text`, or of `name | text ‖ text`; what is indented goes on."""
+    split = [line.split(" | ") for line in lines.replace("\n    ", "").strip().split("\n")]
+    return [
+        (name, text, *(BROKEN if reason == "BROKEN" else reason for reason in reasons))
+        for name, *reasons, listed in split
+        for text in texts(listed)
+    ]
+
+
 MALFORMED = [
-    ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "invalid JSON"),
-    ("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "it holds no function"),
-    ("qwen3_coder", "<tool_call><function=></function></tool_call>", "the function has no name"),
-    ("qwen3_coder", "I look. <function=get_wea", "its tag <function= is not closed"),
-    ("seed_oss", "<function=></function>", "the function has no name"),
-    (
-        "qwen3_coder",
-        "<function=f><parameter=a>1<function=g>",
-        "the argument 'a' is not closed before another call begins",
-    ),
-    (
-        "qwen3_coder",
-        "<tool_call><function=f><parameter=a>see <tool_call><function=g><parameter=b>1</parameter></function></tool_call>",
-        "nothing after it was read; end it with </parameter>",
-    ),
-    (
-        "qwen3_coder",
-        "<tool_call><function=f><parameter=a\n1\n</parameter><parameter=b>2</parameter></function></tool_call>",
-        BROKEN,
-    ),
-    ("qwen3_coder", "<tool_call><function=f><parameter=b>2</parameter><parameter=a", BROKEN),
-    (
-        "qwen3_coder",
-        "<function=f><parameter=a see <function=g></parameter><parameter=b>2</parameter></function>",
-        "an argument is not closed",
-    ),
-    ("qwen3_coder", '<function=f><parameter name="a">1</parameter></function>', BROKEN),
-    (
-        "qwen3_coder",
-        "<tool_call><function=f\n<parameter=a>see <function=g></parameter></function></tool_call>",
-        "its opening tag is not whole",
-    ),
-    ("qwen3_coder", "<tool_call><parameter=a>see <function=g></parameter></tool_call>", "its opening tag is not whole"),
-    ("seed_oss", "<seed:tool_call><function=f><parameter=a</parameter></function></seed:tool_call>", BROKEN),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="f"><parameter name="a"1</parameter><parameter name="b">2</parameter></invoke>'
-        "</minimax:tool_call>",
-        BROKEN,
-    ),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="f"><parameter name="a">1<parameter name="b">2</parameter></invoke>'
-        "</minimax:tool_call>",
-        "the argument 'a' is not closed; end it with </parameter>",
-    ),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="f"><parameter name="a">see <invoke name="g"></invoke>',
-        "the argument 'a' is not closed",
-    ),
-    ("minimax_m2", 'Now <invoke name="f"><parameter name="a">1', "the argument 'a' is not closed"),
-    ("minimax_m2", 'Now <invoke name="f">', "the function 'f' is not closed; end it with </invoke>"),
-    ("minimax_m2", 'Now <invoke name="f"> </inv', "the function 'f' is not closed; end it with </invoke>"),
-    ("minimax_m2", 'Now <invoke name="f', "its tag <invoke name= is not closed"),
-    (
-        "glm4_moe",
-        "<tool_call>f<arg_key>a</arg_key><arg_value>see <tool_call>g</tool_call>",
-        "the argument 'a' is not closed",
-    ),
-    (
-        "glm4_moe",
-        "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>",
-        "the argument 'a' is not closed; end it with </arg_value>",
-    ),
-    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>", BROKEN),
-    ("llama3_json", 'Sure! {"id": 1, "name": "f", "id": 2, "parameters": {"a"', "invalid JSON"),
-    ("llama3_json", 'Sure! {"calls": {"name": "f", "parameters": {"a"', "invalid JSON"),
-    ("xlam", '[{"id": 1, "name": "f", "arguments": {', "invalid JSON"),
-    ("llama3_json", 'Sure! {"name": "f", "parameters": {"a": }}', "invalid JSON"),
-    ("llama3_json", 'Sure! {"type": "function", "name": "f", "parameters": {"a"', "invalid JSON"),
-    ("llama3_json", 'Sure! {"name": "f", "parameters": 3}', "must be a JSON object"),
-    ("granite", '[{"name": "f", "arguments": {}', "invalid JSON"),
-    ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}', "invalid JSON"),
-    ("granite", '<|tool_call|>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "invalid JSON"),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "it is not closed; end it with </tool_call>"),
-    ("seed_oss", "<seed:tool_call>get_weather</seed:tool_call>", "it holds no function"),
-    ("minimax_m2", "<minimax:tool_call></minimax:tool_call>", "it holds no function"),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="f"></minimax:tool_call>',
-        "'f' is not closed; end it with </invoke>",
-    ),
-    (
-        "minimax_m2",
-        '<minimax:tool_call><invoke name="f"><parameter name="a">1</invoke></minimax:tool_call>',
-        "the argument 'a' is not closed",
-    ),
-    ("minimax_m2", '<minimax:tool_call><invoke name="f"></invoke>', "end it with </minimax:tool_call>"),
-    ("glm4_moe", "<tool_call></tool_call>", "name must come first"),
-    ("glm4_moe", "<tool_call>get weather</tool_call>", "name must come first"),
-    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key></tool_call>", "write each argument as"),
-    ("glm4_moe", "<tool_call>f<arg_value>a</arg_value></tool_call>", "write each argument as"),
-    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>x</tool_call>", "write each argument as"),
-    ("glm4_moe", "<tool_call>f", "not closed"),
-    ("llama3_json", '{"name": "f", "parameters": {"a": }}', "invalid JSON"),
-    ("llama3_json", '{"name": "f"}', '"parameters" is missing'),
-    ("llama3_json", '{"parameters": {}}', '"name" is missing'),
-    ("llama3_json", "<|python_tag|>print(1)", "it must be a JSON object"),
-    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "param', "invalid JSON"),
-    ("pythonic", '[f(a="x]', "not valid Python"),
-    ("pythonic", "[f(1)]", "must be named: f(key=value)"),
-    ("pythonic", "[f(**x)]", "must be named"),
-    ("pythonic", "[f(a=g())]", "a value must be a literal"),
-    ("pythonic", "[f(a=__import__('os').system('true'))]", "a value must be a literal"),
-    ("pythonic", "[f(a=1), 2]", "it must be a call such as"),
-    ("pythonic", "[f(a=1e999)]", "out of range"),
+    *table(r"""
+hermes | invalid JSON | <tool_call>{'name': 'f', 'arguments': {}}</tool_call>
+hermes | it is not closed; end it with </tool_call> | <tool_call>{"name": "f", "arguments": {}}
+hermes | it stands in a thought | <tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>
+qwen3_coder | it holds no function | <tool_call>⏎{}⏎</tool_call>
+qwen3_coder | the function has no name | <tool_call><function=></function></tool_call>
+qwen3_coder | its tag <function= is not closed | I look. <function=get_wea
+qwen3_coder | the argument 'a' is not closed before another call begins | <function=f><parameter=a>1<function=g>
+qwen3_coder | nothing after it was read; end it with </parameter> | <tool_call><function=f><parameter=a>see <tool_call>
+    <function=g><parameter=b>1</parameter></function></tool_call>
+qwen3_coder | BROKEN | <tool_call><function=f><parameter=a⏎1⏎</parameter><parameter=b>2</parameter></function></tool_call>
+qwen3_coder | BROKEN | <tool_call><function=f><parameter=b>2</parameter><parameter=a
+qwen3_coder | BROKEN | <function=f><parameter name="a">1</parameter></function>
+qwen3_coder | an argument is not closed | <function=f><parameter=a see <function=g></parameter><parameter=b>2
+    </parameter></function>
+qwen3_coder | its opening tag is not whole | <tool_call><function=f⏎<parameter=a>see <function=g></parameter>
+    </function></tool_call>
+qwen3_coder | its opening tag is not whole | <tool_call><parameter=a>see <function=g></parameter></tool_call>
+seed_oss | the function has no name | <function=></function>
+seed_oss | BROKEN | <seed:tool_call><function=f><parameter=a</parameter></function></seed:tool_call>
+seed_oss | it holds no function | <seed:tool_call>get_weather</seed:tool_call>
+minimax_m2 | BROKEN | <minimax:tool_call><invoke name="f"><parameter name="a"1</parameter><parameter name="b">2
+    </parameter></invoke></minimax:tool_call>
+minimax_m2 | the argument 'a' is not closed; end it with </parameter> | <minimax:tool_call><invoke name="f"><parameter
+     name="a">1<parameter name="b">2</parameter></invoke></minimax:tool_call>
+minimax_m2 | the argument 'a' is not closed | <minimax:tool_call><invoke name="f"><parameter name="a">see <invoke
+     name="g"></invoke>
+minimax_m2 | the argument 'a' is not closed | Now <invoke name="f"><parameter name="a">1
+minimax_m2 | the argument 'a' is not closed | <minimax:tool_call><invoke name="f"><parameter name="a">1</invoke>
+    </minimax:tool_call>
+minimax_m2 | the function 'f' is not closed; end it with </invoke> | Now <invoke name="f">
+minimax_m2 | the function 'f' is not closed; end it with </invoke> | Now <invoke name="f"> </inv
+minimax_m2 | its tag <invoke name= is not closed | Now <invoke name="f
+minimax_m2 | it holds no function | <minimax:tool_call></minimax:tool_call>
+minimax_m2 | 'f' is not closed; end it with </invoke> | <minimax:tool_call><invoke name="f"></minimax:tool_call>
+minimax_m2 | end it with </minimax:tool_call> | <minimax:tool_call><invoke name="f"></invoke>
+glm4_moe | the argument 'a' is not closed | <tool_call>f<arg_key>a</arg_key><arg_value>see <tool_call>g</tool_call>
+glm4_moe | the argument 'a' is not closed; end it with </arg_value> | <tool_call>f<arg_key>a</arg_key><arg_value>1
+    </tool_call>
+glm4_moe | BROKEN | <tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>
+glm4_moe | name must come first | <tool_call></tool_call> ‖ <tool_call>get weather</tool_call>
+glm4_moe | write each argument as | <tool_call>f<arg_key>a</arg_key></tool_call>
+glm4_moe | write each argument as | <tool_call>f<arg_value>a</arg_value></tool_call>
+glm4_moe | write each argument as | <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>x</tool_call>
+glm4_moe | not closed | <tool_call>f
+llama3_json | invalid JSON | Sure! {"id": 1, "name": "f", "id": 2, "parameters": {"a"
+llama3_json | invalid JSON | Sure! {"calls": {"name": "f", "parameters": {"a"
+llama3_json | invalid JSON | Sure! {"name": "f", "parameters": {"a": }}
+llama3_json | invalid JSON | Sure! {"type": "function", "name": "f", "parameters": {"a"
+llama3_json | invalid JSON | {"name": "f", "parameters": {"a": }}
+llama3_json | invalid JSON | {"name": "f", "parameters": {}}; {"name": "g", "param
+llama3_json | must be a JSON object | Sure! {"name": "f", "parameters": 3}
+llama3_json | "parameters" is missing | {"name": "f"}
+llama3_json | "name" is missing | {"parameters": {}}
+llama3_json | it must be a JSON object | <|python_tag|>print(1)
+xlam | invalid JSON | [{"id": 1, "name": "f", "arguments": { ‖ [{"name": "f", "arguments": {}
+xlam | "arguments" is missing | ```json⏎[{"name": "f"}]⏎```
+granite | invalid JSON | [{"name": "f", "arguments": {} ‖ <|tool_call|>[{"name": "f", "arguments": {}}
+granite | invalid JSON | <|tool_call|>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}] ‖ <|tool_call|>f
+granite | must be a JSON object | <tool_call>[{"name": "f", "arguments": 3}]
+pythonic | not valid Python | [f(a="x]
+pythonic | must be named: f(key=value) | [f(1)]
+pythonic | must be named | [f(**x)]
+pythonic | a value must be a literal | [f(a=g())] ‖ [f(a=__import__('os').system('true'))]
+pythonic | it must be a call such as | [f(a=1), 2]
+pythonic | out of range | [f(a=1e999)]
+llama4 | it must be a list of calls | <|python_start|>f(a=1)<|python_end|>
+mistral | it must be a name and its JSON arguments | [TOOL_CALLS] ‖ [TOOL_CALLS]f{a: 1} ‖ [TOOL_CALLS]f["a"]
+mistral | invalid JSON | [TOOL_CALLS][{"name": "f"
+deepseek_v3 | it must begin with the function's name | <｜tool▁call▁begin｜>f<｜tool▁call▁end｜>
+deepseek_v3 | invalid JSON | <｜tool▁call▁begin｜>function<｜tool▁sep｜>f⏎```json⏎{a}⏎```<｜tool▁call▁end｜>
+deepseek_v3 | no name | <｜tool▁call▁begin｜>function<｜tool▁sep｜>⏎```json⏎{}⏎```<｜tool▁call▁end｜>
+deepseek_v3 | no call follows <｜tool▁calls▁begin｜> | <｜tool▁calls▁begin｜>function<｜tool▁sep｜>f⏎```json⏎{}⏎```
+deepseek_v31 | must be a JSON object | <｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>
+deepseek_v31 | not closed; end it with <｜tool▁call▁end｜> | <｜tool▁call▁begin｜>f<｜tool▁sep｜>{}
+deepseek_v31 | begin each with <｜tool▁call▁begin｜> | <｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}<｜tool▁calls▁end｜>
+kimi_k2 | must be named functions.name:0 | <|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>
+kimi_k2 | it must begin with | <|tool_call_begin|>functions.f:0 {}<|tool_call_end|>
+kimi_k2 | invalid JSON | <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>x<|tool_call_end|>
+kimi_k2 | not closed | <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}
+kimi_k2 | no call follows <|tool_calls_section_begin|> | <|tool_calls_section_begin|>functions.f:0 {}
+kimi_k2 | no call follows <|tool_calls_section_begin|> | <|tool_calls_section_begin|>
+gpt_oss | invalid JSON | <|channel|>commentary to=functions.f<|message|>x<|call|>
+gpt_oss | must go to=functions.NAME | <|channel|>commentary to=browser.search<|message|>{}<|call|>
+gpt_oss | no <|message|> | <|channel|>commentary to=functions.f ‖ <|call|>
+gpt_oss | end it with <|call|> | <|channel|>commentary to=functions.f<|message|>{}<|start|>assistant
+gpt_oss | end it with <|call|> | <|channel|>commentary to=functions.f <|constrain|>json<|message|>
+gpt_oss | addressed to nobody | <|channel|>commentary<|message|>{"a": 1}<|call|>
+gpt_oss | addressed to nobody | <|channel|>analysis<|message|>f<|call|>
+phi4 | "arguments" is missing | functools[{"name": "f"}]
+phi4 | invalid JSON | functools[f(1)]
+internlm2 | invalid JSON | <|action_start|><|plugin|>f<|action_end|>
+cohere | "parameters" is missing | <|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>
+cohere | not closed | <|START_ACTION|>[{"tool_name": "f", "parameters": {}}]
+gemma | it must be call:name | <|tool_call>f{}<tool_call|>
+gemma | a text is not closed | <|tool_call>call:f{a:<|"|>x}<tool_call|>
+gemma | write the arguments as {key:value | <|tool_call>call:f{a}<tool_call|>
+gemma | nothing may follow | <|tool_call>call:f{a:1}x<tool_call|>
+gemma | end it with <tool_call|> | <|tool_call>call:f{a:1}
+gemma | must be named | ```tool_code⏎f(1)⏎```
+gemma | it must be a call such as | ```tool_code⏎import os⏎```
+"""),
     ("pythonic", "[f(a=" + "[" * 300 + "]" * 300 + ")]", "not valid Python"),
-    ("llama4", "<|python_start|>f(a=1)<|python_end|>", "it must be a list of calls"),
-    ("mistral", "[TOOL_CALLS]", "it must be a name and its JSON arguments"),
-    ("mistral", '[TOOL_CALLS][{"name": "f"', "invalid JSON"),
-    ("mistral", "[TOOL_CALLS]f{a: 1}", "it must be a name and its JSON arguments"),
-    ("mistral", '[TOOL_CALLS]f["a"]', "it must be a name and its JSON arguments"),
-    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>", "it must begin with the function's name"),
-    (
-        "deepseek_v3",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{a}\n```<｜tool▁call▁end｜>",
-        "invalid JSON",
-    ),
-    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n```json\n{}\n```<｜tool▁call▁end｜>", "no name"),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "must be a JSON object"),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "not closed; end it with <｜tool▁call▁end｜>"),
-    (
-        "kimi_k2",
-        "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        "must be named functions.name:0",
-    ),
-    ("kimi_k2", "<|tool_call_begin|>functions.f:0 {}<|tool_call_end|>", "it must begin with"),
-    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>x<|tool_call_end|>", "invalid JSON"),
-    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}", "not closed"),
-    ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>x<|call|>", "invalid JSON"),
-    ("gpt_oss", "<|channel|>commentary to=browser.search<|message|>{}<|call|>", "must go to=functions.NAME"),
-    ("gpt_oss", "<|channel|>commentary to=functions.f", "no <|message|>"),
-    ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}<|start|>assistant", "end it with <|call|>"),
     ("gpt_oss", " to=functions.f<|channel|>commentary json", "no <|message|>"),
     ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>x<|call|>", "invalid JSON"),
     ("gpt_oss", " to=functions.f<|call|>", "no <|message|>"),
-    ("gpt_oss", "<|call|>", "no <|message|>"),
-    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "end it with <|call|>"),
     ("gpt_oss", " to=browser.open<|channel|>commentary<|message|>{}<|call|>", "must go to=functions.NAME"),
-    ("gpt_oss", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "addressed to nobody"),
-    ("gpt_oss", "<|channel|>analysis<|message|>f<|call|>", "addressed to nobody"),
-    (
-        "deepseek_v3",
-        "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```",
-        "no call follows <｜tool▁calls▁begin｜>",
-    ),
-    (
-        "deepseek_v31",
-        "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}<｜tool▁calls▁end｜>",
-        "begin each with <｜tool▁call▁begin｜>",
-    ),
-    ("kimi_k2", "<|tool_calls_section_begin|>functions.f:0 {}", "no call follows <|tool_calls_section_begin|>"),
-    ("kimi_k2", "<|tool_calls_section_begin|>", "no call follows <|tool_calls_section_begin|>"),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>', "it stands in a thought"),
     ("hermes", '<tool_call>{"name": "f"}</tool_call></think>\n', "it stands in a thought"),
-    ("phi4", 'functools[{"name": "f"}]', '"arguments" is missing'),
-    ("phi4", "functools[f(1)]", "invalid JSON"),
-    ("granite", "<|tool_call|>f", "invalid JSON"),
-    ("granite", '<tool_call>[{"name": "f", "arguments": 3}]', "must be a JSON object"),
-    ("internlm2", "<|action_start|><|plugin|>f<|action_end|>", "invalid JSON"),
-    ("xlam", '[{"name": "f", "arguments": {}', "invalid JSON"),
-    ("xlam", '```json\n[{"name": "f"}]\n```', '"arguments" is missing'),
-    ("cohere", '<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', '"parameters" is missing'),
-    ("cohere", '<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]', "not closed"),
-    ("gemma", "<|tool_call>f{}<tool_call|>", "it must be call:name"),
-    ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "a text is not closed"),
-    ("gemma", "<|tool_call>call:f{a}<tool_call|>", "write the arguments as {key:value"),
-    ("gemma", "<|tool_call>call:f{a:1}x<tool_call|>", "nothing may follow"),
     ("gemma", "<|tool_call>call:f{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>", "nested too deeply"),
-    ("gemma", "<|tool_call>call:f{a:1}", "end it with <tool_call|>"),
-    ("gemma", "```tool_code\nf(1)\n```", "must be named"),
-    ("gemma", "```tool_code\nimport os\n```", "it must be a call such as"),
 ]
 
 
@@ -208,42 +163,31 @@ def test_a_call_that_cannot_be_read_is_told_in_one_line(name, text, reason):
     assert len(parsed.calls) <= 1
 
 
-PLAIN = [
-    ("llama3_json", '{"answer": 42}'),
-    (
-        "llama3_json",
-        '{"tools": [{"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}]}',
-    ),
-    ("llama3_json", '{"answer": {"name": "f", "parameters": {"q": "x"}}}'),
-    (
-        "llama3_json",
-        'So {"tool_calls": [{"name": "f", "parameters": {}}]} it is, {"a": {"b": [{"name": "f", "arguments": {}}]}}.',
-    ),
-    ("minimax_m2", 'Begin with <invoke name="f"> and end it, or <invoke name=\nso.'),
-    ("xlam", '[{"id": 1, "name": "Bob"}]'),
-    ("xlam", '```json\n[{"id": 1, "city": "Rome"}]\n```'),
-    ("llama3_json", 'The record {"name": "f", "age": 3} and {"type": "object", "parameters": 2} are no calls.'),
-    ("llama3_json", 'It is {"name": {"name": "f", "parameters": {}}} inside.'),
-    ("llama3_json", 'Begin with {"name": and end with }.'),
-    ("qwen3_coder", "Write <function= and then\nthe name."),
-    ("granite", '[{"city": "Rome"}]'),
-    ("granite", 'Use [{"name": "f", "arguments": {}}] for that.'),
-    ("pythonic", "[1, 2, 3]"),
-    ("pythonic", "Use [f(a=1)] for that."),
-    ("pythonic", "[see f(x)]"),
-    ("phi4", "Use functools.partial or functools here."),
-    ("xlam", "```python\nprint([1])\n```"),
-    ("xlam", '```json\n{"answer": 1}\n```'),
-    ("xlam", "[1] says so"),
-    ("internlm2", "<|action_start|><|interpreter|>print(1)"),
-    ("hermes", "</tool_call> {}"),
-    ("mistral", "[TOOL] calls"),
-    ("gpt_oss", "to=functions.f {}"),
-    ("gemma", "```python\nf(a=1)\n```"),
-    ("glm4_moe", "<arg_key>a</arg_key>"),
-    ("kimi_k2", "functions.f:0"),
-    ("deepseek_v31", "f<｜tool▁sep｜>{}"),
-]
+PLAIN = table(
+    r"""
+llama3_json | {"answer": 42}
+llama3_json | {"tools": [{"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}]}
+llama3_json | {"answer": {"name": "f", "parameters": {"q": "x"}}}
+llama3_json | So {"tool_calls": [{"name": "f", "parameters": {}}]} it is, {"a": {"b": [{"name": "f", "arguments": {}}]}}.
+llama3_json | The record {"name": "f", "age": 3} and {"type": "object", "parameters": 2} are no calls.
+llama3_json | It is {"name": {"name": "f", "parameters": {}}} inside. ‖ Begin with {"name": and end with }.
+minimax_m2 | Begin with <invoke name="f"> and end it, or <invoke name=⏎so.
+xlam | [{"id": 1, "name": "Bob"}] ‖ ```json⏎[{"id": 1, "city": "Rome"}]⏎``` ‖ ```python⏎print([1])⏎```
+xlam | ```json⏎{"answer": 1}⏎``` ‖ [1] says so
+qwen3_coder | Write <function= and then⏎the name.
+granite | [{"city": "Rome"}] ‖ Use [{"name": "f", "arguments": {}}] for that.
+pythonic | [1, 2, 3] ‖ Use [f(a=1)] for that. ‖ [see f(x)]
+phi4 | Use functools.partial or functools here.
+internlm2 | <|action_start|><|interpreter|>print(1)
+hermes | </tool_call> {}
+mistral | [TOOL] calls
+gpt_oss | to=functions.f {}
+gemma | ```python⏎f(a=1)⏎```
+glm4_moe | <arg_key>a</arg_key>
+kimi_k2 | functions.f:0
+deepseek_v31 | f<｜tool▁sep｜>{}
+"""
+)
 
 
 @pytest.mark.parametrize(("name", "text"), PLAIN)
@@ -606,66 +550,24 @@ def test_glm_reads_json_where_no_schema_says_otherwise():
 
 
 HOSTILE = [
-    *("<tool_call>", "<think>", "</think>", "<tool_call>{", '<tool_call>{"a":"', "<tool_call><function=f>"),
-    *(
-        "<function=f><parameter=a>",
-        "<parameter=a>x</parameter>",
-        "<tool_call>f<arg_key>",
-        "<arg_key>a</arg_key> <arg_value>",
-    ),
-    *("<|python_tag|>{", "[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f{", "[TOOL_CALLS]f,", "<｜tool▁call▁begin｜>"),
-    *("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<|start|>", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"),
-    *(
-        "<|channel|>commentary to=functions.f<|message|>",
-        "functools[",
-        "\n \n",
-        "<|channel|>",
-        "<|message|>",
-        "<|tool_call|>[",
-    ),
-    *("<|action_start|><|plugin|>{", "```json\n[{", "<|START_ACTION|>[{", "<|tool_call>", '<|tool_call>call:f{a:<|"|>'),
-    *(
-        "<|tool_call>call:f{a:[",
-        "call:f{a:b,",
-        "```tool_code\n",
-        "<|python_start|>[f(",
-        "<|python_start|>[f('",
-        '"',
-        "\\",
-    ),
-    *(
-        '<minimax:tool_call><invoke name="f">',
-        '<parameter name="a">',
-        "<seed:tool_call><function=f>",
-        "<search>",
-        "<answer>",
-    ),
-    *("[f(a=", "(", "<escape>", " ", "<information>", "to=functions.f ", '{"name": "f", "parameters": {}};'),
-    *(
-        'x {"name": ',
-        'x {"name": "f", "parameters": {',
-        'x {"name": 1, "',
-        '{"name": "\\"',
-        "<function=",
-        "<function=f>",
-        "<invoke name=",
-        "<parameter=",
-        "<parameter=a\n",
-        "<function=f><parameter=\n</function>",
-        "<parameter=a>\n</function>",
-        '<invoke name="f"><parameter name="a">',
-        '<invoke name="f"></invoke>',
-        '<invoke name="f"><parameter ',
-        "<arg_key>a</arg_key><arg_value></tool_call><tool_call>f",
-        "<arg_key>a</arg_value>",
-        '{"a":',
-        '{"a": [{}, {"b": {}',
-        '{"a": {}}',
-        '{"id": 1, ',
-        '[{"id": 1, "name": "f", ',
-        "<think></think>",
-        "<think></think>[f(",
-        "[f('</think>",
+    " ",
+    *texts(
+        r"""
+<tool_call> ‖ <think> ‖ </think> ‖ <tool_call>{ ‖ <tool_call>{"a":" ‖ <tool_call><function=f>
+<function=f><parameter=a> ‖ <parameter=a>x</parameter> ‖ <tool_call>f<arg_key> ‖ <arg_key>a</arg_key> <arg_value>
+<|python_tag|>{ ‖ [TOOL_CALLS] ‖ [TOOL_CALLS][ ‖ [TOOL_CALLS]f{ ‖ [TOOL_CALLS]f, ‖ <｜tool▁call▁begin｜>
+<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ ‖ <|start|> ‖ <|tool_call_begin|>f:0<|tool_call_argument_begin|>{
+<|channel|>commentary to=functions.f<|message|> ‖ functools[ ‖ ⏎ ⏎ ‖ <|channel|> ‖ <|message|> ‖ <|tool_call|>[
+<|action_start|><|plugin|>{ ‖ ```json⏎[{ ‖ <|START_ACTION|>[{ ‖ <|tool_call> ‖ <|tool_call>call:f{a:<|"|>
+<|tool_call>call:f{a:[ ‖ call:f{a:b, ‖ ```tool_code⏎ ‖ <|python_start|>[f( ‖ <|python_start|>[f(' ‖ " ‖ \
+<minimax:tool_call><invoke name="f"> ‖ <parameter name="a"> ‖ <seed:tool_call><function=f> ‖ <search> ‖ <answer>
+[f(a= ‖ ( ‖ <escape> ‖ <information> ‖ to=functions.f␣ ‖ {"name": "f", "parameters": {}}; ‖ x {"name":␣
+x {"name": "f", "parameters": { ‖ x {"name": 1, " ‖ {"name": "\" ‖ <function= ‖ <function=f> ‖ <invoke name=
+<parameter= ‖ <parameter=a⏎ ‖ <function=f><parameter=⏎</function> ‖ <parameter=a>⏎</function>
+<invoke name="f"><parameter name="a"> ‖ <invoke name="f"></invoke> ‖ <invoke name="f"><parameter␣
+<arg_key>a</arg_key><arg_value></tool_call><tool_call>f ‖ <arg_key>a</arg_value> ‖ {"a": ‖ {"a": [{}, {"b": {}
+{"a": {}} ‖ {"id": 1,␣ ‖ [{"id": 1, "name": "f",␣ ‖ <think></think> ‖ <think></think>[f( ‖ [f('</think>
+"""
     ),
 ]
 
