@@ -256,9 +256,11 @@ class _TimedCall:
 def _fulfil(future: Future[R], function: Callable[[], R]) -> None:
     if not future.set_running_or_notify_cancel():
         return
+    process = os.getpid()
     try:
         result = function()
     except BaseException as error:
+        _end_fork(process)
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             future.set_exception(error)
             return
@@ -266,7 +268,14 @@ def _fulfil(future: Future[R], function: Callable[[], R]) -> None:
         carried.__cause__ = error
         future.set_exception(carried)
     else:
+        _end_fork(process)
         future.set_result(result)
+
+
+def _end_fork(process: int) -> None:
+    """Ends this process if it is a fork of `process` that the function forgot: it would wait for calls for ever."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 _loops: dict[str, asyncio.AbstractEventLoop] = {}

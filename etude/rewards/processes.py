@@ -19,6 +19,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -28,6 +29,7 @@ from etude.registry import USER_MODULE, import_module
 from etude.timeouts import BlockingCalls
 
 START_SECONDS = 120.0  # imports on a busy machine
+_LOOK_SECONDS = 0.5  # between two looks at whether a child that owes an answer is alive
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve(int(sys.argv[1]))"
 
 
@@ -57,15 +59,25 @@ class Child:
             TimeoutError, EOFError, OSError: no answer in time, or the child died; it must then be killed.
         """
         self._pipe.send(question)
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"no answer within {seconds:g} s")
+        deadline = time.monotonic() + seconds
+        while not self._pipe.poll(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if (
+                self._process.poll() is not None and not self._pipe.poll()
+            ):  # a fork may hold the pipe of a dead child open
+                raise EOFError
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within {seconds:g} s")
         return self._pipe.recv()
 
     def kill(self) -> None:
         self._pipe.close()
+        self.end()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Ends the process, for a thread other than the one that asks, which then sees the end of the pipe."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if self._forks else os.kill)(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 class ChildPool:
@@ -74,6 +86,7 @@ class ChildPool:
     def __init__(self, start: Callable[[], Child]) -> None:
         self._start = start
         self._free: queue.LifoQueue[Child] = queue.LifoQueue()
+        self._busy: set[Child] = set()
         atexit.register(self.close)
 
     def ask(self, question: Any, seconds: float) -> Any:
@@ -82,16 +95,21 @@ class ChildPool:
             child = self._free.get_nowait()
         except queue.Empty:
             child = self._start()
+        self._busy.add(child)
         try:
             answer = child.ask(question, seconds)
         except BaseException:
+            self._busy.discard(child)
             child.kill()
             raise
+        self._busy.discard(child)
         self._free.put(child)
         return answer
 
     def close(self) -> None:
-        """Stops the idle children."""
+        """Stops the children; calls that wait for one fail."""
+        for child in list(self._busy):
+            child.end()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._free.get_nowait().kill()
@@ -128,7 +146,7 @@ class ScorerProcesses:
             raise InfrastructureError("its process died") from error
 
     def _start(self) -> Child:
-        child = Child("-c", _PROGRAM.format(path=sys.path))
+        child = Child("-c", _PROGRAM.format(path=sys.path), forks=True)
         files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
         plugins = [file for name, file in files if name.encode() in self._scorer]  # files that the pickle refers to
         try:
@@ -154,6 +172,7 @@ def serve(descriptor: int) -> None:
     pipe: Connection[Any, Any] = Connection(descriptor)
     os.dup2(2, 1)  # a scorer's prints go to standard error, not into the run's output
     scorer: Any = None
+    process = os.getpid()
     with contextlib.suppress(EOFError, OSError):
         while True:
             question = pipe.recv()
@@ -170,12 +189,14 @@ def serve(descriptor: int) -> None:
                     answer = scorer(**question)
                     answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
                     answer = dict(answer) if hasattr(answer, "keys") else answer
+                answer = "result", answer
             except (EtudeError, ModuleNotFoundError) as error:
-                pipe.send(("user", str(error)))
+                answer = "user", str(error)
             except Exception as error:
-                pipe.send(("error", describe_error(error)))
-            else:
-                pipe.send(("result", answer))
+                answer = "error", describe_error(error)
+            if os.getpid() != process:  # a forgotten fork: its answer would be read as that to the next question
+                os._exit(0)
+            pipe.send(answer)
 
 
 async def _awaited(result: Any) -> Any:

@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from test_rewards_manager import Letters, row, trajectory
@@ -244,6 +245,42 @@ def test_scores_in_processes_of_their_own(tmp_path):
             score(trajectory(("hang", "")), row(), prime)
     prime.compute_score._timeout = 20
     assert score(trajectory(("7", "")), row(), prime).score == 7.0
+    prime.compute_score.processes.close()
+
+
+FORKS = """
+import os, time
+def compute_score(solution_str, ground_truth):
+    if os.fork() == 0:
+        return {"score": -1.0, "of": solution_str}
+    time.sleep(0.2)
+    return {"score": 1.0, "of": solution_str}
+def dies(solution_str):
+    if os.fork() == 0:
+        time.sleep(30)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("name", ["prime", "naive"])
+def test_a_fork_that_a_scorer_forgets_answers_nothing(tmp_path, name):
+    managed = manager(name, in_file(tmp_path, FORKS), timeout=20, **({"num_processes": 1} if name == "prime" else {}))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    for text in ("a", "b", "c"):
+        scored = score(trajectory((text, "")), row(), managed)
+        assert (scored.score, scored.score_info["of"]) == (1.0, text)
+    if name == "prime":
+        managed.compute_score.processes.close()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_dead_scorer_is_noticed_though_its_fork_lives(tmp_path):
+    prime = manager("prime", in_file(tmp_path, FORKS, "dies"), num_processes=1, timeout=20)
+    started = time.monotonic()
+    with pytest.raises(InfrastructureError, match="its process died"):
+        score(trajectory(("x", "")), row(), prime)
+    assert time.monotonic() - started < 15
     prime.compute_score.processes.close()
 
 
