@@ -61,10 +61,8 @@ class Child:
         self._pipe.send(question)
         deadline = time.monotonic() + seconds
         while not self._pipe.poll(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if (
-                self._process.poll() is not None and not self._pipe.poll()
-            ):  # a fork may hold the pipe of a dead child open
-                raise EOFError
+            if self._process.poll() is not None and not self._pipe.poll():
+                raise EOFError  # a fork may hold the pipe of a dead child open
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer within {seconds:g} s")
         return self._pipe.recv()

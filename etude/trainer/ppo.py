@@ -325,15 +325,13 @@ class PPOTrainer:
         return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
 
     def _with_old_log_probs(self, batch: Batch) -> Batch:
-        """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them. With a single update per batch
-        and no other reader, they are skipped: the update's own log-probs are the old ones."""
+        """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them later. With a single update per
+        batch and no other reader, they are skipped: the update's own log-probs are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
             computed = self.groups.actor.compute_log_prob(batch)
             batch = batch.union(computed.restrict(computed.columns - {"old_log_probs"}) if bypass else computed)
-        if bypass:
-            batch = batch.union(self.groups.run(engine_log_probs, batch))
         batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
@@ -350,8 +348,11 @@ class PPOTrainer:
         return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
     def _with_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Adds rewards, advantages and returns, and adapts the KL coefficient."""
+        """Adds rewards, advantages and returns, and adapts the KL coefficient. In bypass mode, the engine's log-probs are
+        the old ones."""
         setup = self.setup.plain
+        if self.algorithm.rollout_correction.bypass_mode:
+            batch = batch.union(self.groups.run(engine_log_probs, batch))
         columns = batch.restrict(advantage_columns(setup))
         found, self.kl_coef, metrics = self.groups.run(compute_advantages, columns, setup, self.kl_coef)
         return batch.union(found), metrics
