@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from etude.chat import ChatTemplate
 from etude.checks.setup import warn_of_tools
+from etude.data import RLDataset
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.events import EventSink, RunEnded, RunStarted, ignore_event
@@ -38,6 +39,7 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
+from etude.trainer.groups import Groups
 from etude.trainer.metrics import is_success
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import plain_values, write_config
@@ -51,7 +53,7 @@ from etude.trainer.rollouts import (
     read_answer,
     rollouts_of,
 )
-from etude.trainer.setup import prepare
+from etude.trainer.setup import RunSetup, prepare
 from etude.trajectory import Trajectory
 
 Samples: TypeAlias = dict[str, list[Sample]]
@@ -117,25 +119,13 @@ def evaluate(
             missing = [i for i in range(len(dataset)) if f"val-{i}" not in samples]
             write_config(folder, plain_values(config))
             with run_record(folder, facts):
-                lost, cause = 0, "none"
                 if missing:
                     journal.begin(samples, identity)
-                    setup.groups.rollout.init_model()
-                    if setup.groups.reward is not None:
-                        setup.groups.reward.init_model()
-                    setup.groups.rollout.update_weights(0)
-                size = setup.data.val_batch_size or max(setup.roles.rollout.max_concurrent_trajectories // n, 1)
+                    _load_models(setup.groups)
                 emit(RunStarted("evaluating", 0, setup.trainer))
                 try:
                     with setup.groups.report_progress(emit):
-                        rollouts = Rollouts(setup, setup.groups.rollout, setup.groups.reward)
-                        for start in range(0, len(missing), size):
-                            batch = rollouts.validate_rows(dataset, missing[start : start + size])
-                            place = (str(journal.part), step, batch, setup.roles.reward)
-                            batch_samples, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
-                            lost, cause = lost + dropped, cause if lost else why
-                            for uid, sample in batch_samples:
-                                samples.setdefault(uid, []).append(sample)
+                        lost, cause = _roll_out(setup, dataset, missing, samples, journal.part, step)
                 finally:
                     emit(RunEnded())
                 check_dropped(lost, len(dataset) * n, setup.trainer.min_valid_fraction, cause)
@@ -148,6 +138,32 @@ def evaluate(
     if output is not None:
         write_json(output, json_safe(result))
     return result
+
+
+def _load_models(groups: Groups) -> None:
+    groups.rollout.init_model()
+    if groups.reward is not None:
+        groups.reward.init_model()
+    groups.rollout.update_weights(0)
+
+
+def _roll_out(
+    setup: RunSetup, dataset: RLDataset, rows: Sequence[int], samples: Samples, file: Path, step: int
+) -> tuple[int, str]:
+    """Rolls out the `rows`, a batch at a time, and appends each batch to the `file` before it joins the `samples`. Returns
+    how many trajectories infrastructure failures dropped, and the first cause."""
+    lost, cause = 0, "none"
+    talks = setup.roles.rollout
+    size = setup.data.val_batch_size or max(talks.max_concurrent_trajectories // talks.val_kwargs.n, 1)
+    rollouts = Rollouts(setup, setup.groups.rollout, setup.groups.reward)
+    for start in range(0, len(rows), size):
+        batch = rollouts.validate_rows(dataset, rows[start : start + size])
+        place = (str(file), step, batch, setup.roles.reward)
+        batch_samples, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
+        lost, cause = lost + dropped, cause if lost else why
+        for uid, sample in batch_samples:
+            samples.setdefault(uid, []).append(sample)
+    return lost, cause
 
 
 def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
