@@ -199,27 +199,30 @@ def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
     async def index() -> RedirectResponse:
         return RedirectResponse("/docs")
 
-    async def busy(_: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": str(error)}, status_code=429, headers={"Retry-After": "1"})
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        """Reports the location and the error, without the input, which may be large or not valid text."""
-        assert isinstance(error, RequestValidationError)
-        errors = [
-            {"loc": [_ascii(str(part)) for part in item["loc"]], "msg": _ascii(item["msg"]), "type": item["type"]}
-            for item in error.errors()[:20]
-        ]
-        return JSONResponse({"detail": errors}, status_code=422)
-
-    async def failed(_: Request, error: Exception) -> Response:
-        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-        return JSONResponse({"detail": _ascii(one_line(error))}, status_code=status)
-
-    app.add_exception_handler(ServerBusy, busy)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ServerBusy, _busy)
+    app.add_exception_handler(RequestValidationError, _invalid)
     for kind in _STATUSES:
-        app.add_exception_handler(kind, failed)
+        app.add_exception_handler(kind, _failed)
     return app
+
+
+async def _busy(_: Request, error: Exception) -> Response:
+    return JSONResponse({"detail": str(error)}, status_code=429, headers={"Retry-After": "1"})
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """Reports the location and the error, without the input, which may be large or not valid text."""
+    assert isinstance(error, RequestValidationError)
+    errors = [
+        {"loc": [_ascii(str(part)) for part in item["loc"]], "msg": _ascii(item["msg"]), "type": item["type"]}
+        for item in error.errors()[:20]
+    ]
+    return JSONResponse({"detail": errors}, status_code=422)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    return JSONResponse({"detail": _ascii(one_line(error))}, status_code=status)
 
 
 def _outcome(result: BaseModel) -> str:
