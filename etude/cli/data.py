@@ -284,9 +284,14 @@ def traces(inputs: tuple[str, ...], output_dir: Path, min_score: float, per_prom
 @click.option(
     "--tools", "tool_config", type=click.Path(path_type=Path), help="Tool configuration that a run would use."
 )
+@click.option(
+    "--tools-in-system", metavar="FORMAT", help="As multi_turn.tools_in_system=true in this multi_turn.format."
+)
 @click.option("--prompt-key", default="prompt", help="Column with the messages.")
 @click.option("--problems", "most", default=10, type=click.IntRange(0), help="How many problems to list.")
-def inspect(file: Path, model: str | None, tool_config: Path | None, prompt_key: str, most: int) -> int:
+def inspect(
+    file: Path, model: str | None, tool_config: Path | None, tools_in_system: str | None, prompt_key: str, most: int
+) -> int:
     """Print what FILE holds: rows, columns, lengths, tool kwargs, and what a run would stumble over.
 
     Exit status 1 if there are problems.
@@ -297,7 +302,11 @@ def inspect(file: Path, model: str | None, tool_config: Path | None, prompt_key:
     """
     from etude.data.inspection import inspect_file
 
-    report = inspect_file(file, model=model, tool_config=tool_config, prompt_key=prompt_key)
+    if tools_in_system is not None and model is None:
+        raise click.UsageError("--tools-in-system needs --model")
+    report = inspect_file(
+        file, model=model, tool_config=tool_config, prompt_key=prompt_key, tools_in_system=tools_in_system
+    )
     for line in report.lines(most):
         click.echo(line)
     return 1 if report.problems else 0

@@ -39,7 +39,7 @@ class Inspection:
     agents: Counter[str] = field(default_factory=Counter)
     tool_kwargs: Counter[str] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
-    unit: str = "characters"
+    unit: str = "characters of the messages"
     problems: list[str] = field(default_factory=list)
     repeated: int = 0
 
@@ -90,9 +90,15 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 
 
 def inspect_file(
-    file: Path, *, model: str | None = None, tool_config: Path | None = None, prompt_key: str = "prompt"
+    file: Path,
+    *,
+    model: str | None = None,
+    tool_config: Path | None = None,
+    prompt_key: str = "prompt",
+    tools_in_system: str | None = None,
 ) -> Inspection:
-    """Inspects `file`: prompts, conversations, or a rollout dump.
+    """Inspects `file`: prompts, conversations, or a rollout dump; `tools_in_system` is the `multi_turn.format` of a run that
+    writes tools into the system message.
 
     Raises:
         DataError: the file cannot be read.
@@ -101,8 +107,9 @@ def inspect_file(
     report = Inspection(file)
     tools = None if tool_config is None else load_tools(str(tool_config))
     schemas = None if tools is None else {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools}
-    chat = None if model is None else _chat_of(model)
-    report.unit = "tokens, tool schemas included" if chat else "characters of the messages"
+    chat = None if model is None else _chat_of(model, tools_in_system)
+    if chat is not None:
+        report.unit = _unit(chat, with_tools=schemas is not None)
     dump = is_dump(str(file))
     prompts: set[str] = set()
     for where, row in located_rows(file):
@@ -117,6 +124,8 @@ def inspect_file(
                 report.lengths.append(len(row["prompt_ids"]) + sum(len(part["token_ids"]) for part in row["segments"]))
             elif "messages" in row and prompt_key not in row:
                 report.kind = "conversations"
+                if chat is not None:  # which have their own tools
+                    report.unit = _unit(chat, with_tools=True)
                 messages = check_messages(row["messages"], f"{where}: messages")
                 report.lengths.append(_length(messages, chat, row.get("tools") or None))
             else:
@@ -162,8 +171,18 @@ def _length(messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, to
     return sum(len(part) if isinstance(part, str) else 0 for message in messages for part in [message.get("content")])
 
 
-def _chat_of(model: str) -> ChatTemplate:
-    from etude.chat import ChatTemplate
+def _unit(chat: ChatTemplate, *, with_tools: bool) -> str:
+    if not with_tools:
+        return "tokens, without tool schemas (--tools adds them)"
+    if not chat.shows_tools:
+        return "tokens, without tool schemas: the chat template shows none (--tools-in-system adds them)"
+    return "tokens, tool schemas included"
+
+
+def _chat_of(model: str, tools_in_system: str | None) -> ChatTemplate:
+    from etude.chat import ChatTemplate, ToolParser
     from etude.models import load_tokenizer
 
-    return ChatTemplate(load_tokenizer(model))
+    tokenizer = load_tokenizer(model)
+    parser = None if tools_in_system is None else ToolParser.get_tool_parser(tools_in_system, tokenizer)
+    return ChatTemplate(tokenizer, tools_in_system=parser)

@@ -122,6 +122,9 @@ class JsonService:
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
     async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes, str]:
+        # A caller whose own limit ends with this one has left: asyncio would log the error that nobody retrieves.
+        if (task := asyncio.current_task()) is not None:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         process = os.getpid()
         if process not in self._sessions:
             session = aiohttp.ClientSession(

@@ -156,6 +156,11 @@ class FunctionSignature:
                 )
             if name not in hints:
                 raise ConfigError(f"{self._where}: parameter '{name}' has no type hint; add one or pass schema=")
+            if _is_injected(hints[name]):
+                raise ConfigError(
+                    f"{self._where}: parameter '{name}' is injected (InjectedToolArg), and the model would be asked for it",
+                    fix="pass schema= without it, and give it in the row's execute_kwargs",
+                )
         for name in self._descriptions:
             if name not in self._parameters:
                 hint = did_you_mean(name, self._parameters)
@@ -186,6 +191,12 @@ class FunctionSignature:
             raise ConfigError(
                 f"{self._where}: the default of '{name}' does not fit its hint: {one_line(error)}"
             ) from error
+
+
+def _is_injected(hint: object) -> bool:
+    """Whether LangChain keeps a parameter with this hint from the model (`Annotated[str, InjectedToolArg]`)."""
+    marks = [mark if isinstance(mark, type) else type(mark) for mark in getattr(hint, "__metadata__", ())]
+    return any(base.__name__ == "InjectedToolArg" for mark in marks for base in mark.__mro__)
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -5,8 +5,9 @@
 
 Invariant: the model's arguments fill the `{name}` placeholders of the URL, each as one quoted path segment or query value;
 the remaining arguments go where `send` says. Nothing the model writes can change host, method or headers. The size of a
-response is limited, and redirects are not followed. A client error is returned to the model, unless it concerns the API key
-or the rate limit: those, server errors and broken connections are infrastructure failures.
+response is limited, and redirects are not followed. A client error is returned to the model, unless it concerns what the
+model does not write (key, rate limit, method, headers): those, server errors and broken connections are infrastructure
+failures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")
-_NOT_THE_MODELS_FAULT = (401, 402, 403, 407, 408, 421, 425, 426, 429)
+# key, quota, method, headers, time, protocol: none of which the model writes
+_NOT_THE_MODELS_FAULT = (401, 402, 403, 405, 406, 407, 408, 411, 415, 421, 425, 426, 429)
 _ERROR_BODY_CHARS = 1000  # of an error response's body, returned to the model
 
 

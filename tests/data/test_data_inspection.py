@@ -54,6 +54,32 @@ def test_lengths_are_those_of_the_run(rows, tmp_path):
     assert found.problems == []
 
 
+def test_lengths_say_whether_they_have_the_tools(rows, tmp_path):
+    tokenizer = build_tiny_tokenizer(["Use the calculator tool. Compute 1 + 2."], 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model, tools = tmp_path / "model", tmp_path / "tools.yaml"
+    tokenizer.save_pretrained(model)
+    tools.write_text("tools:\n  - class_name: etude.tools.builtin.calculator.Calculator\n    config: {type: native}\n")
+    neither = inspect_file(rows, model=str(model))
+    hidden = inspect_file(rows, model=str(model), tool_config=tools)
+    assert neither.lengths == hidden.lengths
+    assert neither.unit.startswith("tokens, without tool schemas (--tools")
+    assert hidden.unit.startswith("tokens, without tool schemas: the chat template shows none")
+    shown = invoke("inspect", rows, "--model", model, "--tools", tools, "--tools-in-system", "hermes")
+    assert "lengths in tokens, tool schemas included\n" in shown.output
+    found = inspect_file(rows, model=str(model), tool_config=tools, tools_in_system="hermes")
+    from etude.chat import ChatTemplate, ToolParser
+    from etude.tools import load_tools
+
+    chat = ChatTemplate(tokenizer, tools_in_system=ToolParser.get_tool_parser("hermes", tokenizer))
+    schemas = [tool.get_openai_tool_schema().to_openai() for tool in load_tools(str(tools))]
+    assert found.lengths == [len(chat.initial_ids(row["prompt"], schemas)) for row in make_rows(40, 1, "train")]
+    assert min(found.lengths) > max(hidden.lengths)
+
+
 def test_every_problem_names_its_row(tmp_path):
     good, other, empty, repeated = make_rows(4, 1, "train")
     other["data_source"] = "nowhere"

@@ -1,6 +1,8 @@
 """`decompress` and `read_body`: whatever a server sends, its reader has at most its limit in memory."""
 
 import asyncio
+import contextlib
+import gc
 import gzip
 import tracemalloc
 import zlib
@@ -79,6 +81,25 @@ def test_a_bomb_is_an_infrastructure_failure_within_bounded_memory():
 
     assert served(bomb, use)[1] < 20 << 20
     assert MAX_ANSWER_BYTES < 300 << 20
+
+
+def test_a_caller_who_leaves_as_the_time_is_up_leaves_no_traceback(caplog):
+    async def hang(request):
+        await asyncio.sleep(1)
+
+    async def use(url):
+        service = JsonService(url)
+
+        async def ask(limit):
+            with contextlib.suppress(TimeoutError, InfrastructureError):
+                await asyncio.wait_for(service.fetch("GET", seconds=0.3), limit)
+
+        await asyncio.gather(*(ask(0.298 + 0.0002 * number) for number in range(40)))
+
+    for _ in range(3):
+        served(hang, use)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_mcp_servers_bomb_breaks_its_connection_within_bounded_memory():

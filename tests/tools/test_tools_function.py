@@ -189,6 +189,28 @@ def test_a_signature_without_schema_names_function_and_parameter(function, param
         function_tool(function)
 
 
+def test_a_parameter_that_langchain_keeps_from_the_model_is_not_offered_to_it():
+    class InjectedToolArg:
+        pass
+
+    class InjectedState(InjectedToolArg):
+        pass
+
+    def balance(account: int, user) -> str:
+        """Reads a balance."""
+        return f"{user}: {account}"
+
+    for mark in (InjectedToolArg, InjectedToolArg(), InjectedState()):
+        balance.__annotations__["user"] = Annotated[str, mark]
+        with pytest.raises(ConfigError, match="parameter 'user' is injected") as refused:
+            FunctionTool(balance)
+        assert "execute_kwargs" in refused.value.fix
+    parameters = {"type": "object", "properties": {"account": {"type": "integer"}}, "required": ["account"]}
+    schema = {"type": "function", "function": {"name": "balance", "description": "", "parameters": parameters}}
+    tool = FunctionTool(balance, schema=schema)
+    assert asyncio.run(tool.execute("i", {"account": 1}, user="ann"))[0].text == "ann: 1"
+
+
 def test_a_hint_without_schema():
     with pytest.raises(ConfigError, match="unschemable: the hint of 'a'"):
         FunctionTool(unschemable)

@@ -110,7 +110,7 @@ def test_what_the_model_did_wrong_is_told(status):
     assert str(error) == f"Error: HTTP {status}: because of this"
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+@pytest.mark.parametrize("status", [401, 403, 405, 406, 411, 415, 429, 500, 503])
 def test_what_the_world_did_wrong_is_infrastructure(status):
     [error] = run([{}], url=f"/status/{status}")
     assert isinstance(error, InfrastructureError)
