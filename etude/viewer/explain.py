@@ -137,7 +137,7 @@ def check_sequence(
     return [
         _same_ids(record, trajectory),
         _mask_is_provenance(record, trajectory),
-        _log_probs_where_sampled(trajectory),
+        _log_probs_where_sampled(record, trajectory),
         *([_rewards_add_up(record, trajectory)] if "score" in record else []),
         _log_probs_match(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
     ]
@@ -206,9 +206,12 @@ def _mask_is_provenance(record: Mapping[str, Any], trajectory: Trajectory) -> Ch
     return _check("the mask is 1 exactly where the policy sampled", wrong, f"{sum(mask)} of {len(mask)} tokens sampled")
 
 
-def _log_probs_where_sampled(trajectory: Trajectory) -> Check:
+def _log_probs_where_sampled(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
     statement = "every sampled token has a log-prob, no other token has one"
+    dumped = record.get("response_log_probs")
     wrong = None
+    if dumped is not None:
+        wrong = _first_difference("response_log_probs", trajectory.response_log_probs, dumped)
     lowest = 0.0
     for number, segment in enumerate(trajectory.segments):
         if (segment.log_probs is not None) != (segment.provenance is Provenance.SAMPLED):

@@ -65,13 +65,26 @@ def test_other_weights_are_told_apart(run_dir):
         (0, lambda r: r["response_ids"].__setitem__(3, 1)),
         (0, lambda r: r["response_ids"].pop()),
         (1, lambda r: r["response_mask"].__setitem__(0, 0)),
+        (2, lambda r: r["response_log_probs"].__setitem__(0, -9.0)),
+        (2, lambda r: r["response_log_probs"].pop()),
         (2, lambda r: r["segments"][0]["log_probs"].__setitem__(0, 0.5)),
         (2, lambda r: r["segments"][0].pop("log_probs")),
         (3, lambda r: r.__setitem__("score", 7.5)),
-        (4, lambda r: r["segments"][0]["log_probs"].__setitem__(0, -9.0)),
+        (4, lambda r: [each.__setitem__(0, -9.0) for each in (r["segments"][0]["log_probs"], r["response_log_probs"])]),
         (4, lambda r: r.__setitem__("sampling", {})),
     ],
-    ids=["id", "length", "mask", "log-prob", "no-log-probs", "score", "other-log-prob", "temperature"],
+    ids=[
+        "id",
+        "length",
+        "mask",
+        "dumped-log-prob",
+        "dumped-length",
+        "log-prob",
+        "no-log-probs",
+        "score",
+        "other-log-prob",
+        "temperature",
+    ],
 )
 def test_a_doctored_record_fails_the_check_that_names_it(run_dir, failing, change):
     record = doctored(read_row(run_dir / "rollouts" / "2.jsonl", 0), change)
