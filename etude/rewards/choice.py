@@ -22,7 +22,7 @@ _STATED = re.compile(
     r"\b(?i:answer|option|choice)\b\s{0,9}(?i:is\b)?\s{0,9}:?\s{0,9}[*(\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
 )
 _STATED_CHINESE = re.compile(
-    r"(?:答案|故选|选项|选择|应选)\s{0,9}(?:是|为)?\s{0,9}[:：]?\s{0,9}[*(（\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
+    r"(?:答案|故选|选择|应选)\s{0,9}(?:是|为)?\s{0,9}[:：]?\s{0,9}[*(（\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
 )
 _LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)

@@ -199,6 +199,7 @@ def test_several_options_are_no_choice(text):
         "答案是C",
         "答案：C",
         "故选C",
+        "答案是C。选项A错误",
         "<answer>C. Paris, France</answer>",
         "Answer: C, because A or B are wrong",
         "Answer: C, A man said",

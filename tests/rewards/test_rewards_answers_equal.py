@@ -328,6 +328,7 @@ def test_a_crowd_of_slow_questions_is_undecided_but_not_for_ever(pool, monkeypat
         ("5万", "5"),
         ("5或7", "5"),
         ("5半", "5"),
+        *((f"5{word}", "5") for word in ("以上", "平方", "的平方", "折", "错误", "阶乘")),
     ],
 )
 def test_words_that_make_another_number_of_it(prediction, reference):
@@ -340,6 +341,8 @@ def test_words_that_make_another_number_of_it(prediction, reference):
         ("5个", "5"),
         ("5 分钟", "5"),
         ("5厘米", "5"),
+        ("5平方米", "5"),
+        ("5岁", "5"),
         ("答案是5", "5"),
         ("1 和 2", "1, 2"),
         ("5 lakh", "500000"),
