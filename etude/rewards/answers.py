@@ -104,7 +104,11 @@ _NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]
 _ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
 _FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
-_OPERATION = re.compile(r"\\(sum|prod|i+nt|lim|max|min|gcd|lcm|lfloor|lceil|[pb]?mod)(?![a-z])")  # left to do
+_OPERATION = re.compile(  # left to do
+    r"\\(?:operatorname\*?\s?\{)?(sum|prod|i+nt|lim|max|min|gcd|lcm|det|lfloor|lceil|[pb]?mod|begin\{[vV]matrix|[dt]?frac\s?\{d\})"
+    r"(?![a-z])"
+)
+_MODULUS = re.compile(r"\s*\(?\s*\\[pb]?mod(?![a-z]).*", re.S)
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{k=1}
 _LOOK = re.compile(r"\\(?:left|right|cdot|displaystyle|text\w*|math\w+|mbox)(?![a-z])|\\[,;:! ()\[\]]|[$*]")
 _algebra = AlgebraProcesses()
@@ -215,10 +219,14 @@ def is_unworked(answer: str, truth: str, question: str) -> bool:
         InfrastructureError: symbolic algebra failed.
     """
     sides = _EQUALS.split(answer)
-    if set(_OPERATION.findall(sides[-1])) - set(_OPERATION.findall(truth)):
-        return True
-    ours, theirs = _terms(sides[-1]), _terms(truth)
     is_number = _number(_normalise(truth)) is not None
+    if set(_OPERATION.findall(sides[-1])) - set(_OPERATION.findall(truth)):
+        residue = _MODULUS.sub("", sides[-1]).rpartition(r"\equiv")[2]  # 3 of "x \equiv 3 \pmod 7"
+        stated = [each for each in (*sides, residue) if not _OPERATION.search(each)]
+        return not any(
+            answers_equal(each, truth) for each in stated if not is_number or _number(_normalise(each)) is not None
+        )
+    ours, theirs = _terms(sides[-1]), _terms(truth)
     unworked = any(each[0].isdigit() or each[0] == "\\" for each in ours - theirs)
     if ours == theirs or (is_number and not unworked):
         return False

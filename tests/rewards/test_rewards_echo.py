@@ -128,9 +128,18 @@ def test_rewriting_an_exercise_of_math_500_earns_nothing_and_solving_it_does():
         (r"\gcd(12,18)", "6"),
         (r"\lfloor 17/5 \rfloor", "3"),
         (r"7^{100} \mod 13", "9"),
+        (r"\operatorname{gcd}(12,18)", "6"),
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"),
+        (r"\frac{d}{dx}x^2", "2x"),
     ],
 )
 def test_an_operation_left_to_the_scorer_earns_nothing(answer, truth):
     assert is_unworked(answer, truth, "What is it?")
     assert not is_unworked(f"{answer}={truth}", truth, "What is it?")
+    assert not is_unworked(f"{truth}={answer}", truth, "What is it?")
     assert not is_unworked(answer, answer, "What is it?")
+
+
+@pytest.mark.parametrize("answer", [r"3 \pmod 7", r"x \equiv 3 \pmod{7}", r"3 (\mod 7)"])
+def test_a_residue_is_worked_out(answer):
+    assert not is_unworked(answer, "3", "What is it?")
