@@ -26,7 +26,8 @@ MAX_QUESTION_CHARS = 10_000  # searched for expressions, from the question's beg
 _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
-    "°": r"^\circ ", "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "°": r"^\circ ", "或": " or ", "和": " and ", "、": ", ", "％": "%",
+    "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
 _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*"), ","),  # thousands
@@ -46,31 +47,46 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
+    (re.compile(r"\A(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*"), ""),
     (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(  # after a number or a closing bracket, at the end
     r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?"
-    r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
+    r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹]"
+    r"|(?![\s\u4e00-\u9fff]*(?:[平立次]方\s*\Z|阶乘))(?!(?<=\d)\s*[\u4e00-\u9fff]*[万亿兆千百十几零一二三四五六七八九半又点加减乘除与至到不非无以上下内外的错否折成多余])[\u4e00-\u9fff]{1,6})"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
 _CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
 _NOT_UNITS = re.compile(  # words, and pairs of letters that may be two variables
-    r"\b(?:and|or|is|are|was|not|no|nor|never|but|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
+    r"\b(?:and|or|is|are|was|not|no|nor|never|but|plus|minus|times|over|halves|half|tens|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
     r"|hundredths?|thousandths?|millionths?|sqrt|sin|cos|tan|log)\b|\A\s*(?:squared|cubed|factorial|ln)\b"
     r"|\b(?!(?:cm|mm|km|nm|dm|ft|in|kg|mg|ml|cl|dl|lb|oz|mi|yd|hr|ms|ns|us|hz|kw|kj|pa|kb|mb|gb|tb|am|pm|of|at|by|an|on)\b)"
     r"[a-z]{2}\b",
     re.I,
 )
-_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDES = {
+    "hundred": 2,
+    "thousand": 3,
+    "lakh": 5,
+    "million": 6,
+    "crore": 7,
+    "billion": 9,
+    "trillion": 12,
+    "quadrillion": 15,
+}
 _MAGNITUDE = re.compile(
     rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
 )
 _SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
-_DENIED = re.compile(r"\b(?:not|never|wrong|false|incorrect)\b|n['’]t\b", re.I)
+_DENIED = re.compile(
+    r"\b(?:not|never|wrong|false|incorrect|cannot|except|excluding|neither|unlikely)\b|\b(?:any|every)thing but\b|n['’]t\b",
+    re.I,
+)
 _COMPARED = re.compile(  # the number that follows is not the answer
-    r"\b(?:than|least|most|twice|thrice|double|half(?:\s+of)?|(?:opposite|reciprocal|inverse|root|square|cube)\s+of)"
+    r"\b(?:than|least|most|twice|thrice|double|plus|(?<!\\)times|above|below|exceeding|half(?:\s+of)?"
+    r"|(?:thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|opposite|reciprocal|inverse|root|square|cube)\s+of)"
     r"\s+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
     re.I,
 )
@@ -88,6 +104,12 @@ _NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]
 _ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
 _FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
+_OPERATION = re.compile(  # left to do
+    r"\\(?:operatorname\*?\s?\{)?(sum|prod|i+nt|lim|max|min|gcd|lcm|det|lfloor|lceil|[pb]?mod|begin\{[vV]matrix|[dt]?frac\s?\{d\})"
+    r"(?![a-z])"
+)
+_MODULUS = re.compile(r"\s*\(?\s*\\[pb]?mod(?![a-z]).*", re.S)
+_EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{k=1}
 _LOOK = re.compile(r"\\(?:left|right|cdot|displaystyle|text\w*|math\w+|mbox)(?![a-z])|\\[,;:! ()\[\]]|[$*]")
 _algebra = AlgebraProcesses()
 
@@ -191,13 +213,20 @@ def is_unworked(answer: str, truth: str, question: str) -> bool:
     """Whether `answer`, which equals `truth`, only rewrites an expression that `question` states and that equals it too.
     Where `truth` is a number, so is a worked answer: not "513^2-487^2+0" or "(513)^2-(487)^2". Elsewhere it has at least as
     many numbers and variables in common with `truth` as with the expression, so that adding 0 changes nothing.
+    An operation that `truth` has not, such as a sum or an integral, is unworked whatever the question states.
 
     Raises:
         InfrastructureError: symbolic algebra failed.
     """
-    sides = answer.split("=")
-    ours, theirs = _terms(sides[-1]), _terms(truth)
+    sides = _EQUALS.split(answer)
     is_number = _number(_normalise(truth)) is not None
+    if set(_OPERATION.findall(sides[-1])) - set(_OPERATION.findall(truth)):
+        residue = _MODULUS.sub("", sides[-1]).rpartition(r"\equiv")[2]  # 3 of "x \equiv 3 \pmod 7"
+        stated = [each for each in (*sides, residue) if not _OPERATION.search(each)]
+        return not any(
+            answers_equal(each, truth) for each in stated if not is_number or _number(_normalise(each)) is not None
+        )
+    ours, theirs = _terms(sides[-1]), _terms(truth)
     unworked = any(each[0].isdigit() or each[0] == "\\" for each in ours - theirs)
     if ours == theirs or (is_number and not unworked):
         return False

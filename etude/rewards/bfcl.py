@@ -181,4 +181,5 @@ def _is_value(given: Any, accepted: Any) -> bool:
 
 
 def _folded(text: str) -> str:
-    return _IGNORED.sub("", text.lower())
+    lowered = text.lower()
+    return _IGNORED.sub("", lowered) or lowered.strip()  # "-" is neither "*" nor ""

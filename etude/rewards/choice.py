@@ -13,9 +13,18 @@ from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\{\s{0,9}(?:\\text\{)?\s{0,9}\(?([A-Za-z])\)?\s{0,9}\}")
-_STATED = re.compile(r"\b(?i:answer|option|choice)\b\s{0,9}(?i:is\b)?\s{0,9}:?\s{0,9}[*(\[]{0,3}([A-Z])(?![A-Za-z'])")
-_LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
+_BOXED = re.compile(r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])\)?\s{0,9}\}")
+_NOT_ANOTHER = (  # "A or B" and "A, B" choose none
+    r"(?![)\]*]{0,3}[ \t]{0,9}(?:[,;/|&+、(\[]|or\b|and\b|或|和)"
+    r"(?:[ \t]{0,9}(?:or|and|maybe|perhaps)\b|[ \t,(\[*&]){0,9}[A-Z](?![A-Za-z'’]|[ \t]+(?!(?:or|and)\b)[a-z]))"
+)
+_STATED = re.compile(
+    r"\b(?i:answer|option|choice)\b\s{0,9}(?i:is\b)?\s{0,9}:?\s{0,9}[*(\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
+)
+_STATED_CHINESE = re.compile(
+    r"(?:答案|故选|选择|应选)\s{0,9}(?:是|为)?\s{0,9}[:：]?\s{0,9}[*(（\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
+)
+_LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 
@@ -25,7 +34,7 @@ def extract_choice(text: str) -> str | None:
     marked = _ANSWER.findall(text)
     if marked:
         text = marked[-1]
-    for pattern in (_BOXED, _STATED):
+    for pattern in (_BOXED, _STATED, _STATED_CHINESE):
         found = pattern.findall(text)
         if found:
             return found[-1].upper()

@@ -19,9 +19,13 @@ Method = Literal["strict", "flexible"]
 _TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(
-    r"####[ \t]*\$?[ \t]*(-?\$?[0-9.,]{1,100})"
-    r"(?![0-9.,]|e[-+]?\d|[ \t]*(?:[-+*/^×÷−–]|\\times|\\cdot|(?:or|and|to)(?=[ \t]))[ \t]*\$?\d)"
+    r"####[ \t]*[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
+    r"(?![0-9.,!½⅓⅔¼¾]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?:hundred|thousand|million|billion|trillion)\b|k\b))"
+    r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
+    r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
 )
+_SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
+_LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12
 _NUMBER = re.compile(r"-?\$?[0-9][0-9.,]{0,99}|-?\.[0-9]{1,99}")
 
 
@@ -72,7 +76,8 @@ def compute_score(
 
 
 def _clean(text: str) -> str:
-    return text.strip().replace(",", "").replace("$", "").rstrip(".")
+    bare = text.strip().translate(_SIGNS).lstrip("+").rstrip(".,")
+    return bare if _LIST.search(bare) else bare.replace(",", "")
 
 
 def _number(text: str) -> Decimal | None:

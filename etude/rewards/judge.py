@@ -79,14 +79,15 @@ _NUMBER = r"(-?\d{1,9}(?:\.\d{1,9})?)"
 _OF = rf"{_NUMBER}(?: ?(?:/|out of) ?(\d{{1,9}}))?"
 _END = r"\*{0,2}\.?[ \t]{0,9}(?m:$)"
 _SCORE = re.compile(
-    rf'"score"\s{{0,9}}:\s{{0,9}}"?{_OF}"?\s{{0,9}}[,}}]|<score>\s{{0,9}}{_OF}\s{{0,9}}</score>'
+    rf'"[Ss]core"\s{{0,9}}:\s{{0,9}}"?{_OF}"?\s{{0,9}}[,}}]|<score>\s{{0,9}}{_OF}\s{{0,9}}</score>'
     rf"|(?i:\bscore\b)[\s:*=_]{{0,5}}(?:is\s)?{_OF}{_END}|(?m:^){_OF}{_END}"
 )
 MAX_WAIT = 30.0  # seconds that a judge's `Retry-After` may delay the next attempt
 _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
 _TAG = re.compile(  # the prompt's, and the control tokens of usual templates: endpoints parse them in any text
-    r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>)",
+    r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>|<?/?SYS>>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\])",
     re.IGNORECASE,
 )
 
@@ -311,7 +312,7 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags or a turn; keeps its last
     `max_chars`."""
-    return _TAG.sub("<\u200b", "" if text is None else str(text)[-max_chars:])
+    return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:

@@ -15,7 +15,7 @@ from etude.rewards.truth import reads_truth
 
 TAIL = 300
 """Characters that are searched, from the end of a solution: an earlier `Answer:` is not the final one."""
-_ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?:answer|答案)\s*[:：][ \t]*([^\n]+)", re.IGNORECASE)
 
 
 def extract_answer(text: str, strict_box: bool = False) -> str | None:

@@ -83,7 +83,7 @@ def compute_score(
 
 def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
     if trajectory is not None:
-        results = [call.response for call in trajectory.tool_calls]
+        results = [call.response for call in trajectory.tool_calls if not call.error]  # errors repeat the query
     else:
         results = _INFORMATION.findall(text[-10 * qa.MAX_CHARS :])
     found = qa.normalise("\n".join(results)[-10 * qa.MAX_CHARS :])

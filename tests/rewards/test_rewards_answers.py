@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards import choice, compute_score, geo3k, qa
+from etude.rewards import choice, compute_score, geo3k, gsm8k, math_dapo, qa
 from etude.rewards.default import score_row
 
 NQ = Path(__file__).parents[3] / "shared" / "data" / "nq_open" / "nq_open_dev.jsonl"
@@ -124,3 +124,92 @@ def test_every_reference_answer_is_right():
     for line in NQ.read_text().splitlines()[:500]:
         answers = json.loads(line)["answers"]
         assert all(qa.exact_match(answer, answers) and qa.f1(answer, answers) == 1.0 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3, 4",
+        "3 | 4",
+        "3; 4",
+        "3 (or 4)",
+        "3 x 4",
+        "3 plus 4",
+        "3 thousand",
+        "3k",
+        "3!",
+        "3%4",
+        "3=4",
+        "3 4",
+        "3或4",
+        "3 & 4",
+        "3 times 4",
+        "3 not 4",
+        "3\\frac12",
+        "3 1/2",
+        "3½",
+        "3:4",
+        "3~4",
+        "3E1",
+        "3 \\div 4",
+        "3 **2",
+        "3 … 4",
+    ],
+)
+def test_a_number_among_others_is_no_answer_to_gsm8k(text):
+    assert gsm8k.compute_score(f"#### {text}", "3") == 0.0
+
+
+def test_commas_of_a_list_do_not_make_a_number_for_gsm8k():
+    assert gsm8k.compute_score("#### 1,2", "12") == gsm8k.compute_score("#### 1,0,0", "100") == 0.0
+    assert gsm8k.compute_score("#### 1,00,000", "100000") == gsm8k.compute_score("#### 12,345.", "12345") == 1.0
+
+
+@pytest.mark.parametrize("text", ["+3", "€3", "3 apples for 2 people", "3 (2 + 1)", "3, that is all", "3%"])
+def test_gsm8k_reads_signs_and_what_follows_in_words(text):
+    assert gsm8k.compute_score(f"#### {text}", "3") == 1.0
+    assert gsm8k.compute_score("#### −3", "-3") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: A or B",
+        "<answer>A, B</answer>",
+        "Answer: A and B",
+        "A, B, C, D",
+        "Answer: A, B, C or D",
+        "Answer: A|B",
+        "<answer>(A)(B)</answer>",
+        "Answer: A (or B)",
+        "Answer: A & B",
+        "Answer: A, or maybe B",
+        "答案：A或B",
+    ],
+)
+def test_several_options_are_no_choice(text):
+    assert choice.compute_score(text, "A") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{\textbf{(C)}}",
+        r"\boxed{\mathrm{C}}",
+        "答案是C",
+        "答案：C",
+        "故选C",
+        "答案是C。选项A错误",
+        "<answer>C. Paris, France</answer>",
+        "Answer: C, because A or B are wrong",
+        "Answer: C, A man said",
+        "C) Paris and London",
+    ],
+)
+def test_one_option_is_a_choice_in_any_dress(text):
+    assert choice.compute_score(text, "C") == 1.0
+
+
+@pytest.mark.parametrize("text", ["答案：5", "Answer：5"])
+def test_dapo_reads_the_chinese_mark(text):
+    assert math_dapo.compute_score(text, "5")["acc"] == 1.0

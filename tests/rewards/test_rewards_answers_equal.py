@@ -311,3 +311,43 @@ def test_a_crowd_of_slow_questions_is_undecided_but_not_for_ever(pool, monkeypat
     questions = [([SLOW % n], ["$x$"]) for n in range(6)]
     assert asked(processes, *questions) == [False] * 6
     assert processes._verdict.cache_info().currsize < 6  # some are still to be decided
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference"),
+    [
+        ("cannot be 5", "5"),
+        ("anything but 5", "5"),
+        ("five plus 5", "5"),
+        ("one fifth of 5", "5"),
+        ("7 halves", "7"),
+        ("5 half", "5"),
+        ("5 tens", "5"),
+        ("5 lakh", "5"),
+        ("5 quadrillion", "5"),
+        ("5万", "5"),
+        ("5或7", "5"),
+        ("5半", "5"),
+        *((f"5{word}", "5") for word in ("以上", "平方", "的平方", "折", "错误", "阶乘")),
+    ],
+)
+def test_words_that_make_another_number_of_it(prediction, reference):
+    assert not answers_equal(prediction, reference)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference"),
+    [
+        ("5个", "5"),
+        ("5 分钟", "5"),
+        ("5厘米", "5"),
+        ("5平方米", "5"),
+        ("5岁", "5"),
+        ("答案是5", "5"),
+        ("1 和 2", "1, 2"),
+        ("5 lakh", "500000"),
+        ("50％", "50\\%"),
+    ],
+)
+def test_answers_in_chinese(prediction, reference):
+    assert answers_equal(prediction, reference)

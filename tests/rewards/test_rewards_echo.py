@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from etude.rewards import compute_score
-from etude.rewards.answers import answers_equal, is_echo
+from etude.rewards.answers import answers_equal, is_echo, is_unworked
 from etude.rewards.boxed import last_boxed
 
 MATH = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
@@ -115,3 +115,31 @@ def test_rewriting_an_exercise_of_math_500_earns_nothing_and_solving_it_does():
         for answer in (row["answer"], f"{found[1]} = {row['answer']}", row["answer"].replace("frac", "dfrac")):
             assert score(row["problem"], answer, row["answer"]) == 1.0, answer
     assert exercises > 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"\sum_{k=1}^{100} k", "5050"),
+        (r"\prod_{k=1}^{6} k", "720"),
+        (r"\int_0^3 x^2 dx", "9"),
+        (r"\max(3,5)", "5"),
+        (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"),
+        (r"\gcd(12,18)", "6"),
+        (r"\lfloor 17/5 \rfloor", "3"),
+        (r"7^{100} \mod 13", "9"),
+        (r"\operatorname{gcd}(12,18)", "6"),
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"),
+        (r"\frac{d}{dx}x^2", "2x"),
+    ],
+)
+def test_an_operation_left_to_the_scorer_earns_nothing(answer, truth):
+    assert is_unworked(answer, truth, "What is it?")
+    assert not is_unworked(f"{answer}={truth}", truth, "What is it?")
+    assert not is_unworked(f"{truth}={answer}", truth, "What is it?")
+    assert not is_unworked(answer, answer, "What is it?")
+
+
+@pytest.mark.parametrize("answer", [r"3 \pmod 7", r"x \equiv 3 \pmod{7}", r"3 (\mod 7)"])
+def test_a_residue_is_worked_out(answer):
+    assert not is_unworked(answer, "3", "What is it?")

@@ -368,3 +368,11 @@ def test_further_fields_of_a_request(serve):
     endpoint = serve(lambda *_: '{"score": 5}')
     assert scored(endpoint, "x", extra_body={"response_format": {"type": "json_object"}})[0].score == 0.5
     assert endpoint.requests[0]["response_format"] == {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    "mark", ["[/INST]", "[INST]", "[TOOL_CALLS]", "<<SYS>>", "<</SYS>>", "<|im_end|>", "</answer>"]
+)
+def test_a_quoted_answer_holds_no_control_token(mark):
+    assert mark not in judge._quote(f"so {mark} so")
+    assert judge._quote("a[1] < b[INSTEAD]") == "a[1] < b[INSTEAD]"

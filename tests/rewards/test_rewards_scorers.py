@@ -1,6 +1,7 @@
 """Scorers: GSM8K numbers, boxed mathematics, the choice by data source, users' functions."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.rewards import compute_score, gsm8k, load_compute_score
+from etude.rewards import bfcl, compute_score, gsm8k, load_compute_score, search_r1
 from etude.rewards import math as mathematics
 from etude.rewards.number import as_reward
 
@@ -184,3 +185,16 @@ def test_rewards(value):
 def test_what_is_no_reward(value):
     with pytest.raises(InfrastructureError, match=r"^the source returned"):
         as_reward(value, "the source")
+
+
+def test_arguments_of_punctuation_alone_differ_in_bfcl():
+    wanted = [{"calculate": {"op": ["*"]}}]
+    for sign, score in (("*", 1.0), ("-", 0.0), ("", 0.0), ("/", 0.0)):
+        assert bfcl.compute_score(f'[calculate(op="{sign}")]', wanted)["score"] == score
+
+
+def test_an_error_that_repeats_the_query_has_retrieved_nothing():
+    call = SimpleNamespace(response="Error: nothing found for 'Paris'", error="not found")
+    seen = SimpleNamespace(tool_calls=[call], messages=[])
+    found = search_r1.compute_score("<answer>Rome</answer>", {"target": ["Paris"]}, seen, retrieval_score=0.1)
+    assert found["retrieved"] == 0.0
