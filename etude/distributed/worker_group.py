@@ -73,10 +73,10 @@ class WorkerGroup(ABC):
         """Writes a batch of the driver to the group's store and returns the reference; without a store, the batch."""
         return data if self.store is None or not len(data) else BatchRef.of(data, self.store)
 
-    def columns_of(self, method: str) -> frozenset[str]:
-        """The columns that a method reads; empty if it does not declare them."""
+    def columns_of(self, method: str) -> frozenset[str] | None:
+        """The columns that a method reads; None, all of them, if it does not declare any."""
         registration = self._methods[method]
-        return (registration.columns or frozenset()) | registration.optional
+        return None if registration.columns is None else registration.columns | registration.optional
 
     @property
     def dp_size(self) -> int:

@@ -407,7 +407,8 @@ class PPOTrainer:
         """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the
         columns that the update reads."""
         order, parts = self.setup.roles.actor, list[MetricParts]()
-        batch = batch.restrict(group.columns_of(method) | {"uid", MAIN_SEQUENCE})
+        if (read := group.columns_of(method)) is not None:
+            batch = batch.restrict(read | {"uid", MAIN_SEQUENCE})
         for number in range(count_updates(len(uids_of(batch)), options)):
             cut = batch, options, order.shuffle, order.data_loader_seed, group.dp_size, number
             parts += getattr(group, method)(self.groups.run(update_parts, *cut))

@@ -153,6 +153,11 @@ def test_workers_learn_their_place_and_get_the_groups_arguments():
     ]
 
 
+def test_a_group_knows_the_columns_that_a_method_declares(group):
+    assert group.columns_of("tell_columns") == {"x", "cells", "z"}
+    assert group.columns_of("double") is None
+
+
 def test_one_to_all_hands_a_list_whole_to_every_rank(group, world):
     names = ["a"] * world
     assert group.configure(names) == [(rank, names) for rank in range(world)]
