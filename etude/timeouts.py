@@ -260,7 +260,7 @@ def _fulfil(future: Future[R], function: Callable[[], R]) -> None:
     try:
         result = function()
     except BaseException as error:
-        _end_fork(process)
+        end_fork(process)
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             future.set_exception(error)
             return
@@ -268,12 +268,13 @@ def _fulfil(future: Future[R], function: Callable[[], R]) -> None:
         carried.__cause__ = error
         future.set_exception(carried)
     else:
-        _end_fork(process)
+        end_fork(process)
         future.set_result(result)
 
 
-def _end_fork(process: int) -> None:
-    """Ends this process if it is a fork of `process` that the function forgot: it would wait for calls for ever."""
+def end_fork(process: int) -> None:
+    """Ends this process if it is a fork of `process` that a function forgot: it would wait for calls for ever, or answer
+    them a second time."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -291,6 +292,19 @@ def background_loop(name: str) -> asyncio.AbstractEventLoop:
             loop = _loops[name] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
         return loop
+
+
+async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, R]) -> R:
+    """Runs `work` in the `loop` of another thread; cancelling the caller cancels `work`."""
+
+    async def watched() -> R:
+        # A caller who leaves just as `work` fails retrieves no error, which asyncio would log.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await work
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(watched(), loop))
 
 
 def _forget_loops() -> None:

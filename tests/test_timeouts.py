@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import gc
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import pytest
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.timeouts import BlockingCalls, background_loop, called, uninterrupted, within
+from etude.timeouts import BlockingCalls, background_loop, called, run_on, uninterrupted, within
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
 
@@ -182,3 +183,32 @@ def test_a_forked_child_gets_a_background_loop_of_its_own():
         os._exit(asyncio.run_coroutine_threadsafe(number(), theirs).result(30) if not same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert background_loop("forked") is ours
+
+
+async def test_what_fails_in_another_loop_after_its_caller_left_is_not_logged(caplog):
+    ended = threading.Event()
+
+    async def fail_when_cancelled():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ValueError("late") from None
+        finally:
+            ended.set()
+
+    loop = background_loop("test-run-on")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(run_on(loop, fail_when_cancelled()), 0.05)
+    assert await asyncio.to_thread(ended.wait, 10)
+    await run_on(loop, asyncio.sleep(0.05))  # the loop has let go of the failed task
+    gc.collect()
+    await run_on(loop, asyncio.sleep(0))
+    assert "never retrieved" not in caplog.text
+
+
+async def test_an_error_in_another_loop_reaches_its_caller():
+    async def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await run_on(background_loop("test-run-on"), fail())

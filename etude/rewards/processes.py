@@ -26,7 +26,7 @@ from typing import Any
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error
 from etude.registry import USER_MODULE, import_module
-from etude.timeouts import BlockingCalls
+from etude.timeouts import BlockingCalls, end_fork
 
 START_SECONDS = 120.0  # imports on a busy machine
 _LOOK_SECONDS = 0.5  # between two looks at whether a child that owes an answer is alive
@@ -192,8 +192,7 @@ def serve(descriptor: int) -> None:
                 answer = "user", str(error)
             except Exception as error:
                 answer = "error", describe_error(error)
-            if os.getpid() != process:  # a forgotten fork: its answer would be read as that to the next question
-                os._exit(0)
+            end_fork(process)  # its answer would be read as that to the next question
             pipe.send(answer)
 
 

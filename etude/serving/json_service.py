@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from etude.errors import InfrastructureError, ToolError, one_line
-from etude.timeouts import background_loop
+from etude.timeouts import background_loop, run_on
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -113,7 +113,7 @@ class JsonService:
     async def _send(self, method: str, url: str, seconds: float, **details: Any) -> tuple[int, bytes, str]:
         work = self._fetch(method, url, timeout=aiohttp.ClientTimeout(total=seconds), **details)
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background_loop("etude-http")))
+            return await run_on(background_loop("etude-http"), work)
         except asyncio.TimeoutError:
             raise InfrastructureError(f"{self.host} gave no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -122,9 +122,6 @@ class JsonService:
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
     async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes, str]:
-        # A caller whose own limit ends with this one has left: asyncio would log the error that nobody retrieves.
-        if (task := asyncio.current_task()) is not None:
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         process = os.getpid()
         if process not in self._sessions:
             session = aiohttp.ClientSession(

@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
-from etude.timeouts import background_loop, settle
+from etude.timeouts import background_loop, run_on, settle
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
 
@@ -249,7 +249,7 @@ def pool_of(server: McpServer) -> McpPool:
 
 async def in_loop(work: Coroutine[Any, Any, R]) -> R:
     """Runs `work` in the connections' event loop; cancelling the caller cancels `work`."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
+    return await run_on(_loop(), work)
 
 
 def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
