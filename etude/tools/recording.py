@@ -4,9 +4,9 @@ that is read only (`config.cache.only`, or `config.replay`) serves it, and no me
 Invariant: only what the recording determines is served; otherwise `MissingCall` names the question. In `strict` mode that is
 the answer to the same question (the row's arguments for the tool, and the call's) after the same earlier calls of the
 trajectory (of several trajectories, the one of the same request id, else the first recorded), or else the one answer that
-the question always got. In `order` mode it is the answer to the call of the same
-number in the trajectory of the same request id, or else the one answer that this number always got with these
-`create_kwargs`. Infrastructure failures are not recorded.
+the question always got. In `order` mode it is the answer to the call of the same number in the trajectory of the same
+request id, or else the one answer that this number always got with these `create_kwargs`. Infrastructure failures are not
+recorded.
 """
 
 from __future__ import annotations
