@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from etude.config import compose, compose_with_sources, package_roots
+from etude.config.groups import stored
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
 from etude.options.validate import plain, value_of
@@ -49,7 +51,7 @@ def test_every_root_composes_with_everything_filled_in(root):
 @pytest.mark.parametrize("root", package_roots())
 def test_the_layers_merge_to_what_hydra_composes(root):
     merged = OmegaConf.merge(*(layer.values for layer in file_layers(root, TREE)))
-    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
+    with stored(), hydra.initialize_config_dir(str(TREE), version_base="1.3"):
         composed = hydra.compose(root)
     assert OmegaConf.to_container(merged, resolve=False) == OmegaConf.to_container(composed, resolve=False)
 
@@ -89,12 +91,17 @@ def test_an_unknown_builtin_tool_is_one_line():
     assert "calculater" in text
 
 
-def test_composing_leaves_hydra_as_it_was():
+def test_composing_leaves_hydra_as_it_was(tmp_path):
     compose("ppo_trainer")
     assert not GlobalHydra.instance().is_initialized()
-    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
-        compose("sft")
-        assert hydra.compose("grpo_trainer").algorithm.adv_estimator == "grpo"
+    store = ConfigStore.instance().repo
+    store["optim"] = own = {}  # a program may have a group of the same name
+    write(tmp_path, "mine.yaml", "lr: 3\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        file_layers("sft", TREE)  # `compose` keeps the layers of a root
+        assert hydra.compose("mine").lr == 3
+    assert store.pop("optim") is own
+    assert not {"actor", "data", "ppo_trainer.yaml"} & store.keys()
 
 
 # The user's YAML and the command line
