@@ -60,6 +60,16 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     assert same(weights(tmp_path / "elsewhere", 6), weights(tmp_path / "whole", 6))
 
 
+@pytest.mark.parametrize("small_disk", [28, 200], indirect=True)
+def test_every_line_of_a_full_disk_names_a_file_or_folder(tiny, tmp_path, small_disk):
+    run = small_disk / "run"
+    launched = Launched(["train", *tiny.arguments(run, "trainer.logger=[tensorboard,jsonl]")], tmp_path / "log")
+    assert launched.wait() == 2
+    *warnings, last = launched.text().splitlines()
+    assert all(line.startswith("WARNING etude.") and str(small_disk) in line for line in warnings), warnings
+    assert last.startswith(f"error: cannot write {run}/")
+
+
 @pytest.mark.parametrize("small_disk", [100], indirect=True)
 def test_no_room_for_a_dump_is_one_line_and_every_prompt_is_accounted_for(tiny, tmp_path, small_disk, capsys):
     run, dumps = tmp_path / "run", "trainer.rollout_data_dir"
