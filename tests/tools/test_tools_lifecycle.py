@@ -143,7 +143,7 @@ def test_outcomes_keep_the_order_of_the_calls_and_calls_overlap():
             return outcomes, asyncio.get_running_loop().time()
 
     outcomes, seconds = run(main())
-    assert [outcome.call.name for outcome in outcomes] == ["slow", "fast", "slow"]
+    assert [outcome.requested.name for outcome in outcomes] == ["slow", "fast", "slow"]
     assert {outcome.turn for outcome in outcomes} == {2}
     assert seconds == pytest.approx(0.3)  # of virtual time: the two slow ones ran together
 
