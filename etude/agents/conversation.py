@@ -162,4 +162,4 @@ def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int =
 def record(trajectory: Trajectory, outcome: ToolCall, text: str) -> None:
     trajectory.tool_calls.append(outcome.to_record(text))
     if outcome.error is None:
-        trajectory.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)
+        trajectory.add_step_reward(outcome.requested.name, outcome.reward, outcome.turn)

@@ -335,7 +335,7 @@ class ToolAgentLoop(AgentLoopBase):
         for call in calls:
             trajectory.tool_calls.append(call.to_record())
             if call.error is None or call.reward:
-                trajectory.add_step_reward(call.call.name, call.reward)
+                trajectory.add_step_reward(call.requested.name, call.reward)
         if limits.malformed_calls == "penalise" and malformed:
             trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
