@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from etude.checks.findings import Findings, Result, check, error, place_in, warning
+from etude.environments import Environment, EnvironmentEntry
 from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
@@ -100,12 +101,18 @@ class Spy:
                     spied = self._wrap(getattr(type(tool), method), f"{tool.name}.{method}")
                     setattr(tool, method, MethodType(spied, tool))
         environment = worker.context.environment
-        if environment is not None and inspect.isclass(environment.target):
-            target = type(environment.target.__name__, (environment.target,), {})
+        if environment is not None:
+            entries = {name: replace(each, make=self._spied(each)) for name, each in environment.entries.items()}
+            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, entries=entries))
+
+    def _spied(self, entry: EnvironmentEntry) -> Callable[[], Environment]:
+        def make() -> Environment:
+            made = entry.make()
             for method in ("reset", "close"):
-                if hasattr(target, method):
-                    setattr(target, method, self._wrap(getattr(target, method), f"{environment.name}.{method}"))
-            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, target=target))
+                setattr(made, method, self._wrap(getattr(made, method), f"{entry.name}.{method}"))
+            return made
+
+        return make
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:

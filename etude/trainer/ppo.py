@@ -48,13 +48,13 @@ from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.groups import Groups
 from etude.trainer.interrupts import Interrupts
+from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.sequences import expand_sequences
-from etude.trainer.signal import EmptySteps, JudgeBudget
 from etude.trainer.tracking import JsonlTracker, Tracking
 
 logger = logging.getLogger(__name__)

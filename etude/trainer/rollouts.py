@@ -28,8 +28,8 @@ from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.groups import Groups
+from etude.trainer.learning_signal import judge_metrics, loss_metrics
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
-from etude.trainer.signal import judge_metrics, loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
