@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import pickle
 
 import numpy as np
 import pytest
@@ -97,6 +98,16 @@ def test_a_run_has_its_figures_step_by_step(grpo):
     assert names >= {"training/global_step", "response_length/clip_ratio", "perf/throughput", "perf/total_num_tokens"}
     validated = [r["step"] for r in records if "val-core/etude/arithmetic/reward/mean@1" in r]
     assert validated == [0, 3, 6]
+
+
+def test_every_process_reads_the_options_that_were_composed(tiny, tmp_path):
+    config = tiny.config(tmp_path)
+    trainer = PPOTrainer(*prepare(config))
+    assert trainer.options is config is trainer.groups.actor._workers[0].options
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.seed = 3
+    trainer.groups.close()
 
 
 def test_a_run_changes_the_weights_and_leaves_a_checkpoint_of_the_last_step(tiny, grpo):
