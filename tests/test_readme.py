@@ -22,13 +22,13 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from etude.agents import AGENT_LOOPS
 from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
+from etude.options.validate import plain
 from etude.rewards import REWARD_MANAGERS
 from etude.run_folder import read_metrics
 from etude.tools import FUNCTION_TOOLS
@@ -259,7 +259,7 @@ def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_that_a_page_names_exists():
-    trees = [OmegaConf.to_container(compose(root, []), resolve=False) for root in ("ppo_trainer", "sft")]
+    trees = [plain(compose(root, [])) for root in ("ppo_trainer", "sft")]
     known = {name for tree in trees for name in leaf_names(tree)}
     sections = {name.partition(".")[0] for name in known} | {"actor", "rollout", "multi_turn"}
     places = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.")

@@ -16,7 +16,7 @@ from typing import Any
 from etude.algorithms.records import POLICY_LOSSES, PolicyLoss
 from etude.checks.findings import check, faults_of
 from etude.errors import ConfigError, raise_faults
-from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
 from etude.options.distillation import is_address
 from etude.options.reward import WeightedFunction
@@ -24,7 +24,6 @@ from etude.options.types import format_value
 from etude.options.validate import build, value_of
 from etude.registry import Registry, import_object, unknown_name
 
-Options = TrainOptions | SFTOptions
 Faults = Iterator[ConfigError]
 COMMAND_LINE = "command line"
 

@@ -29,7 +29,7 @@ from etude.options.training import (
     TrainedModelOptions,
     has_several_updates,
 )
-from etude.options.tree import SFTOptions, TrainOptions
+from etude.options.tree import Options, SFTOptions, TrainOptions
 
 __all__ = [
     "ActorOptions",
@@ -46,6 +46,7 @@ __all__ = [
     "MultiTurnOptions",
     "OpenAIAgentOptions",
     "OptimOptions",
+    "Options",
     "RayOptions",
     "RefOptions",
     "RewardOptions",

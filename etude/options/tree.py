@@ -1,12 +1,13 @@
 """The whole of a configuration: one class for each tree of keys.
 
-Invariant: the keys of a tree are the fields declared here; config/tree holds the same as YAML, written from these.
+Invariant: the keys of a tree are the fields declared here; the group defaults of `etude.config` are made of these.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
+from etude.model_folder import local_folder, longest_context, read_config
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
@@ -69,6 +70,30 @@ class TrainOptions:
             return actor
         return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=correction.loss_type))
 
+    def for_workers(self) -> TrainOptions:
+        """What workers are built from: the same object."""
+        return self
+
+    @property
+    def model(self) -> ModelOptions:
+        """The policy's model."""
+        return self.actor_rollout_ref.model
+
+    @property
+    def ref(self) -> RefOptions:
+        """The reference policy."""
+        return self.actor_rollout_ref.ref
+
+    @property
+    def rollout(self) -> RolloutOptions:
+        """How answers are sampled."""
+        return self.actor_rollout_ref.rollout
+
+    @property
+    def env(self) -> EnvOptions:
+        """The environment."""
+        return self.actor_rollout_ref.env
+
     @property
     def has_rollout_group(self) -> bool:
         """Whether the processes that roll out are others than those that train."""
@@ -85,6 +110,32 @@ class TrainOptions:
         if self.distillation.teachers:
             own |= {"old_log_probs", "teacher_log_probs"}
         return self.actor.needs.union(own, estimator.needs if estimator else ())
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether some loss or reward uses the reference policy."""
+        return "ref_log_prob" in self.needs
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the critic is a head on the actor's trunk."""
+        return self.critic.share_trunk and "values" in self.needs
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic with a trunk of its own."""
+        return "values" in self.needs and not self.value_head
+
+    @property
+    def min_group(self) -> int:
+        """Minimum number of surviving rollouts per prompt; prompts with fewer are not trained on."""
+        return 1 if self.distillation.alone else self.algorithm.min_group
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Maximum tokens of prompt plus response; None if only their separate limits apply."""
+        folder = local_folder(str(self.model.path))
+        return self.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""
@@ -105,3 +156,33 @@ class SFTOptions:
     trainer: RunOptions = key("", default_factory=RunOptions)
     ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
     plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+    def for_workers(self) -> TrainOptions:
+        """What workers are built from: the run as `etude train` would have it, with the same model, optimizer, chat template
+        and conversations; trials are its rollouts, and DPO's reference that of a KL term."""
+        lengths = self.data.max_length, self.target_success.max_response_length
+        run = {each.name: getattr(self.trainer, each.name) for each in fields(self.trainer)}
+        return TrainOptions(
+            data=DataOptions(
+                max_prompt_length=lengths[0],
+                max_response_length=lengths[1],
+                apply_chat_template_kwargs=self.data.apply_chat_template_kwargs,
+            ),
+            actor_rollout_ref=PolicyOptions(
+                model=self.model,
+                actor=ActorOptions(optim=self.optim, use_kl_loss=self.loss.name == "dpo"),
+                rollout=RolloutOptions(
+                    prompt_length=lengths[0],
+                    response_length=lengths[1],
+                    multi_turn=self.multi_turn,
+                    seed=self.trainer.seed,
+                ),
+            ),
+            trainer=TrainerOptions(**run, stall_timeout=None),
+            ray=self.ray,
+            plugins=self.plugins,
+        )
+
+
+Options = TrainOptions | SFTOptions
+"""Those of a run of either kind."""

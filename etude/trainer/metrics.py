@@ -27,7 +27,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.trainer.signal import component_metrics, equal_group_metrics
+from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:

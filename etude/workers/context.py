@@ -16,11 +16,11 @@ from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.chat import ToolParser
 from etude.errors import ConfigError
-from etude.options import MultiTurnOptions
+from etude.options import MultiTurnOptions, TrainOptions
 from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
 from etude.tools.contract import overrides
 from etude.trace import Tracer
-from etude.workers.options import RoleOptions
+from etude.workers.role import user_config
 from etude.workers.tokenizer_bundle import TokenizerBundle
 
 
@@ -68,7 +68,7 @@ def addresses_in(values: object, place: str = "") -> Iterator[tuple[str, str]]:
         yield place, values
 
 
-def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
+def load_context(options: TrainOptions, bundle: TokenizerBundle) -> AgentContext:
     """Loads the configured tools, interactions and environment, and everything else that a worker's trajectories share.
 
     Raises:
@@ -80,9 +80,8 @@ def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
     tools: Mapping[str, BaseTool] = collect_tools(multi_turn)
     users = multi_turn.interaction_config_path if multi_turn.enable else None
     environment = load_environment(options.env, tools, lockstep=rollout.mode == "sync") if multi_turn.enable else None
-    run = (options.config or {}).get("trainer") or {}
     return AgentContext(
-        config=options.user_config(),
+        config=user_config(options),
         options=rollout,
         tokenizer=bundle.tokenizer,
         chat=bundle.chat,
@@ -90,10 +89,10 @@ def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
         tools=tools if environment is None else {**tools, **environment.tools},
         interactions=load_interactions(users) if users else {},
         environment=environment,
-        tracer=Tracer.of(rollout.trace, run.get("project_name", "etude"), run.get("experiment_name", "default")),
+        tracer=Tracer.of(rollout.trace, options.trainer.project_name, options.trainer.experiment_name),
         processor=bundle.processor,
         images=bundle.images,
-        scored=options.reward.enable,
+        scored=options.reward_model.scores,
     )
 
 

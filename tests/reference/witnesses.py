@@ -67,7 +67,7 @@ WITNESSES = {
     "trainer/test_trainer_failures.py": {
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
     },
-    "trainer/test_trainer_signal.py": {
+    "trainer/test_trainer_learning_signal.py": {
         "trainer.max_infra_failure_share": "test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint",
     },
     "trainer/test_trainer_images.py": {

@@ -175,7 +175,7 @@ class ToolRuntime:
             raise ArgumentError(f"the arguments are longer than {limit} tokens")
         return self._checker.check(decode_arguments(text))
 
-    async def answer(self, call: ToolCall, execute: Execute) -> ToolResult:
+    async def call_with_retries(self, call: ToolCall, execute: Execute) -> ToolResult:
         """Returns the result of a call, retrying infrastructure failures.
 
         Raises:
@@ -187,9 +187,9 @@ class ToolRuntime:
         while True:
             try:
                 if self.policy.faults is None:
-                    return await self._result(call, execute)
+                    return await self._cached_or_live(call, execute)
                 try:
-                    return await with_faults(self.policy.faults, call, partial(self._result, call, execute))
+                    return await with_faults(self.policy.faults, call, partial(self._cached_or_live, call, execute))
                 except InjectedError as error:
                     return replace(self._failure(error), source=Source.FAULT)
             except Exception as error:
@@ -203,24 +203,24 @@ class ToolRuntime:
             longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)
             await asyncio.sleep(longest * (1 - 0.5 * call.chance("delay", call.retries)))
 
-    async def _result(self, call: ToolCall, execute: Execute) -> ToolResult:
+    async def _cached_or_live(self, call: ToolCall, execute: Execute) -> ToolResult:
         """Returns the result of the recording, the cache or the tool; records it if `config.record` is set."""
         recording, row, given = self.recording, dict(call.create_kwargs), dict(call.execute_kwargs)
         if self._cache is None and recording is None:
-            return await self._live(call, execute)
+            return await self._within_limits(call, execute)
         key = digest(self._identity, call.parameters, given, row)
         place = (call.trajectory, str(call.number), canonical(row), canonical([call.parameters, given]), call.history)
         if recording is not None and recording.only:
             return await recording.find(*place, key)
         if self._cache is None:
-            result = await self._live(call, execute)
+            result = await self._within_limits(call, execute)
         else:
-            result = await self._cache.answer(key, lambda: self._live(call, execute))
+            result = await self._cache.answer(key, lambda: self._within_limits(call, execute))
         if recording is not None:
             await recording.keep(*place, result)
         return result
 
-    async def _live(self, call: ToolCall, execute: Execute) -> ToolResult:
+    async def _within_limits(self, call: ToolCall, execute: Execute) -> ToolResult:
         with contextlib.ExitStack() as permits:
             for limiter in await self._limiters() if self._is_limited else ():
                 permits.enter_context(await limiter.acquire())

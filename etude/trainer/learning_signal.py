@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.algorithms import equal_scores
-from etude.checks.steps import find_problems
+from etude.checks.step_warnings import find_problems
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
 from etude.trajectory import TRUNCATED, Rewards, Rollout

@@ -67,10 +67,10 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     for name, (threshold, words) in _SHARES.items():
         if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
             problems[name] = f"{100 * share:.0f} % {words}"
-    return problems | _standing_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
+    return problems | _unmoved_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
 
 
-def _standing_weights(metrics: Mapping[str, float]) -> dict[str, str]:
+def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, str]:
     return {
         name: f"{name}={change:.1g}: the gradient is not 0, but weights hardly move: look at optim.lr and clip_grad"
         for role in ("actor", "critic", "sft", "dpo")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from house_stage import metrics, steps
 
-from etude.checks.steps import find_problems
+from etude.checks.step_warnings import find_problems
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
 from etude.rewards import COMPONENTS
+from etude.trainer.learning_signal import component_metrics, equal_group_metrics, loss_metrics
 from etude.trainer.metrics import SkippedSteps
 from etude.trainer.run import train
-from etude.trainer.signal import component_metrics, equal_group_metrics, loss_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, Trajectory
 
 

@@ -1,4 +1,4 @@
-"""`SampledTurns`: encodes an assistant message as the ids that a policy would have sampled for it.
+"""`DemonstrationTurns`: encodes an assistant message as the ids that a policy would have sampled for it.
 
 Invariant: after the generation prompt's ids, these are the template's ids for the message, up to the token at which the
 policy stops; a policy can sample them there, since none merges with text before it. Image tokens are not among them: one
@@ -19,7 +19,7 @@ from etude.errors import ConfigError, DataError
 _THOUGHT_TAGS = re.compile(r"(?i)</?\|?(?:\w+:)?(?:start_|end_)?think(?:ing)?\|?>|\[/?think\]|\s")
 
 
-class SampledTurns:
+class DemonstrationTurns:
     """Encodes assistant messages with one template, whose turn ends are `turns`; `images` is None for a text model."""
 
     def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns, images: Placeholders | None) -> None:
