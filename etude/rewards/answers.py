@@ -97,6 +97,11 @@ _SEGMENT = re.compile(
     re.S,
 )
 _NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]*[a-zA-Z][^+*/^-]*", re.S)
+_LETTER = re.compile(
+    r"(?<![\\a-zA-Z])[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sigma)(?![a-z])"
+)
+_CONDITION = re.compile(r"(?<=[a-zA-Z])\([^()=]*=[^()=]*\)")  # P(X = 2)
+_OUTER = re.compile(r"\A\\[(\[]|\\[)\]]\Z")
 _ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
 _FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
@@ -137,7 +142,7 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         formulas
     ) > 1:  # all of them are the answer, whatever the words between
         ours = ", ".join(next(filter(None, each), "") for each in formulas)
-    sides = ours.strip("$ ").split("=")
+    sides = _CONDITION.sub("(X)", _OUTER.sub("", ours.strip("$ "))).split("=")
     if len(sides) > 1 and "=" not in theirs and not _RELATION.search(ours.replace("=", "")):
         is_number = _number(theirs) is not None and not any(map(_DELIMITED.search, sides))
         is_number = is_number and not _TWO_VALUES.fullmatch(theirs.strip("$"))
@@ -189,8 +194,10 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     messages = trajectory.messages if trajectory is not None else ()
     asked = "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
         not is_echo(answer, truth, asked)
+        and not is_echo(equation, truth, asked)
         and answers_equal(_value(answer, truth, asked), truth)
         and not is_unworked(answer, truth, asked)
         for truth in truths
@@ -325,9 +332,7 @@ def _variable(text: str) -> str | None:
 
 def _is_symbolic(side: str) -> bool:
     """Whether a side of an equation names a value: a name, or letters without a number."""
-    if _NAME.fullmatch(side):
-        return True
-    return re.search(r"\d", side) is None and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", side) is not None
+    return bool(_LETTER.search(side) and (_NAME.fullmatch(side) or not re.search(r"\d", side)))
 
 
 def _readings(text: str, other: str) -> list[str]:
