@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,13 @@ from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.auto import unread_call
+from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.checks.findings import Result, check, error, require, warning
 from etude.checks.settings import check_names, check_records, effective_keys
 from etude.data import RLDataset, custom_rows
+from etude.environments import Environments
+from etude.environments.loader import load_environments
+from etude.environments.tasks import task_rows
 from etude.errors import WARNING, ConfigError, DataError
 from etude.inference import check_takes_images
 from etude.model_folder import local_folder, longest_context, read_config
@@ -92,9 +97,15 @@ class LoadedSetup(PlainSetup):
         return ToolParser.get_tool_parser(self.roles.rollout.multi_turn.format, self.tokenizer).result_tag
 
     def dataset(
-        self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
+        self,
+        files: Sequence[str],
+        max_samples: int = -1,
+        problems: list[DataError] | None = None,
+        *,
+        split: str = "train",
     ) -> RLDataset:
-        """Loads the rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
+        """Loads the rows of `files`, checked against the tools and the scorers; without files, those that the environments
+        of `env` make for `split`. `problems`: see `RLDataset`.
 
         Raises:
             ConfigError: no scorer is known for a row's data source.
@@ -108,9 +119,16 @@ class LoadedSetup(PlainSetup):
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
             given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
+        elif not files and (environments := self.environments) is not None:
+            limits = {
+                each.label: each.tasks if split == "train" else each.val_tasks for each in self.roles.environments
+            }
+            entries = [each for each in environments.entries.values() if limits[each.name] != 0]
+            given = (row for each in entries for row in task_rows(each, split, limits[each.name]))
+            files = [f"env ({split})"]
         reward, custom = self.roles.reward, self.roles.custom_reward
         own = bool(custom.path or custom.rewards or reward.model.path)
-        return RLDataset(
+        dataset = RLDataset(
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
@@ -123,12 +141,21 @@ class LoadedSetup(PlainSetup):
             scored=reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own,
             shows_tools=self.catalogue.tool_messages and self._result_tag is None,
             problems=problems,
+            environments=self.catalogue.environments if self.roles.environments else None,
         )
+        for entry in self.environments.entries.values() if self.environments else ():
+            dataset.fingerprints[f"env '{entry.name}'"] = entry.fingerprint
+        return dataset
+
+    @cached_property
+    def environments(self) -> Environments | None:
+        """Those of `env`, as opened in this process."""
+        return load_environments(self.roles.environments)
 
     def validation_set(self) -> RLDataset | None:
-        """Loads the rows of `data.val_files`; None if there are no such files."""
-        files = self.data.val_files
-        return self.dataset(files, self.data.val_max_samples) if files else None
+        """Loads the rows of `data.val_files`, or makes those of `env`; None if there are none."""
+        files, made = self.data.val_files, any(each.val_tasks for each in self.roles.environments)
+        return self.dataset(files, self.data.val_max_samples, split="val") if files or made else None
 
 
 class Run:
@@ -149,9 +176,19 @@ def check_config(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Tokeniz
     """
     run = Run()
     run.plain = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
-    run.options = to_options(TrainOptions, run.plain)
+    run.options = _with_mixture(to_options(TrainOptions, run.plain))
     require("setup", run)
     return run.options, run.roles, run.bundle
+
+
+def _with_mixture(options: TrainOptions) -> TrainOptions:
+    """Draws from several environments by their weights, where nothing else says what a batch has."""
+    data, entries = options.data, options.environments
+    if len(entries) < 2 or data.train_files or data.sampler.class_name is not None:
+        return options
+    weights = {each.label: each.weight for each in entries}
+    sampler = replace(data.sampler, class_name="mixture", weights=weights)
+    return replace(options, data=replace(data, sampler=sampler))
 
 
 @check("setup", "plug-ins", needs="options", fix="correct plugins, or the key that names what they register")
@@ -213,8 +250,9 @@ def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
         ref=policy.ref,
         rollout=policy.rollout,
         env=policy.env,
+        environments=options.environments,
         critic=options.critic,
-        reward=_reward_options(options.reward_model),
+        reward=_reward_options(options),
         custom_reward=options.custom_reward_function,
         distillation=options.distillation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
@@ -239,7 +277,7 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
     """
     bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn
     key = "actor_rollout_ref.rollout.multi_turn"
-    if not catalogue.schemas or not catalogue.tool_messages:
+    if not (catalogue.schemas or catalogue.acting_tools) or not catalogue.tool_messages:
         return
     parser = ToolParser.get_tool_parser(talks.format, bundle.tokenizer)
     try:
@@ -254,6 +292,10 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
         return
     # The configured format may not be the template's, and the model's calls be missed. Only a warning, because prompts may
     # teach the format; silent for a user's own parser.
+    if catalogue.acting_tools and not bundle.chat.shows_tools:
+        raise ConfigError(
+            f"{key}: the chat template does not show the model the environment's tools", fix=f"set {TOOLS_IN_SYSTEM}"
+        )
     ours = type(parser).__module__.startswith("etude.") and not catalogue.has_environment
     unread = unread_call(parser, bundle.tokenizer, **template_kwargs) if ours else None
     if unread is not None:
@@ -297,9 +339,12 @@ def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
         )
 
 
-def _reward_options(options: RewardOptions) -> RewardOptions:
-    """Maps RL-Factory's reward manager `parallel`, which means the environment's own score, to no reward manager."""
-    is_environments = options.reward_manager == "parallel"
+def _reward_options(run: TrainOptions) -> RewardOptions:
+    """Turns the reward manager off where the environment scores: RL-Factory's `parallel` says so, and `env` without code of
+    the user's that scores."""
+    options, custom = run.reward_model, run.custom_reward_function
+    scores = run.env and not (custom.path or custom.rewards or options.model.path)
+    is_environments = options.reward_manager == "parallel" or scores
     return replace(options, enable=False, reward_manager="naive") if is_environments else options
 
 

@@ -129,8 +129,11 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
         if not override.key_or_group:
             raise _unreadable(argument)
         group = override.key_or_group.replace(".", "/")
-        is_group = any((place / group).is_dir() for place in (folder, TREE))
-        if is_group and isinstance(override.value(), str):
+        chosen, places = override.value(), (folder, TREE)
+        is_group = any((place / group).is_dir() for place in places)
+        if group == "env":  # a key, too
+            is_group = any((place / group / f"{chosen}.yaml").is_file() for place in places)
+        if is_group and isinstance(chosen, str):
             choices.append(argument)
         else:
             values.append(override)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
+from etude.options.environments import EnvironmentOptions, EnvironmentSections
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, ON_RAY, AlgorithmOptions, RayOptions, RunOptions, TrainerOptions
@@ -23,6 +24,7 @@ from etude.options.training import (
     SFTOptimOptions,
 )
 from etude.options.types import Flag, Texts
+from etude.options.validate import to_options
 
 _PLUGINS = (
     "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."
@@ -59,7 +61,18 @@ class TrainOptions:
     distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
     ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
+    env: EnvironmentSections = key(
+        "What the model acts in: an id, or a list of [{id, name, args, tasks, val_tasks, weight, limit, timeout}] "
+        "(docs/environments.md). Without data.train_files its tasks are the rows; of several, a row picks one by "
+        "extra_info.env.",
+        default=(),
+    )
     plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+    @property
+    def environments(self) -> tuple[EnvironmentOptions, ...]:
+        """The entries of `env`."""
+        return tuple(to_options(EnvironmentOptions, each, f"env[{n}]") for n, each in enumerate(self.env))
 
     @property
     def actor(self) -> ActorOptions:

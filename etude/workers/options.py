@@ -15,6 +15,7 @@ from etude.options import (
     CriticOptions,
     CustomRewardOptions,
     DistillationOptions,
+    EnvironmentOptions,
     EnvOptions,
     ModelOptions,
     RefOptions,
@@ -48,6 +49,7 @@ class RoleOptions:
     reward: RewardOptions = field(default_factory=RewardOptions)
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
+    environments: tuple[EnvironmentOptions, ...] = ()
     distillation: DistillationOptions = field(default_factory=DistillationOptions)
     teacher: str | None = None
     correction: RolloutCorrectionOptions = field(default_factory=RolloutCorrectionOptions)
