@@ -9,7 +9,6 @@ from workers_stage import learn, roles, save_model
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
-from etude.models.decoder import PlainDecoder
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
 
@@ -58,13 +57,6 @@ def test_checkpointing_keeps_less_and_changes_no_gradient(path, role):
     assert len(gradients) == len(expected)
     for found, wanted in zip(gradients, expected):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-
-
-def test_checkpointing_leaves_the_engine_its_fast_decoder(path):
-    model = ModelOptions(path=path, enable_gradient_checkpointing=True)
-    group = InProcessWorkerGroup(TrainWorker, 1, replace(roles(path), model=model))
-    group.init_model(1)
-    assert PlainDecoder.of(group._workers[0].model) is not None
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model", "critic.model"])
