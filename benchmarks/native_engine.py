@@ -3,6 +3,7 @@
     python benchmarks/native_engine.py --model FOLDER [--trajectories 64 256 64] [--width 256] [--dtype float32]
     python benchmarks/native_engine.py --model FOLDER --errors
     python benchmarks/native_engine.py --model FOLDER --layers [--compile]
+    python benchmarks/native_engine.py --model FOLDER --decode [--batches 1 8 32 64]       (beside Transformers' generate)
     python benchmarks/native_engine.py --step-threads          (two cores with nothing else to do; wall milliseconds)
 
 A trajectory has a prompt of 190 tokens that its group of 8 shares and three turns of at most 96 sampled tokens, each but
@@ -18,11 +19,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams, TokenOutput
 from etude.metrics import finish_metrics
@@ -176,6 +178,95 @@ def layers(model: Any, compiled: bool) -> None:
             print(f"{name}: {1e3 * sorted(times)[30]:.2f} ms")
 
 
+PROMPT_LENGTH, DECODED, REPETITIONS = 300, 12, 3
+
+
+def decode(folder: str, batches: list[int]) -> None:
+    """Prints sampled tokens per CPU second after prompts of 300 tokens, and the share of the CPU's float32 peak, of the
+    engine and of Transformers' `generate`, which take turns.
+
+    The engine's prefill includes the reordering of the weights. A token's FLOP: two for each weight of a product, four for
+    each key, head and dimension.
+    """
+    engine_model, model = load_causal_lm(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, peak = model.config, _peak()
+    head = config.vocab_size * config.hidden_size
+    body = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear)) - head
+    attention = 4 * config.num_hidden_layers * model.model.layers[0].self_attn.q_proj.out_features
+    prefill_flops = PROMPT_LENGTH * (2 * body + attention * PROMPT_LENGTH / 2) + 2 * head
+    decode_flops = 2 * (body + head) + attention * (PROMPT_LENGTH + DECODED / 2)
+    print(f"peak: {peak / 1e9:.0f} GFLOP/s a thread")
+    ways = {"etude": (_engine_times, engine_model), "Transformers": (_generate_times, model)}
+    for batch in batches:
+        times: dict[str, list[list[float]]] = {name: [] for name in ways}
+        for repetition in range(REPETITIONS if batch < 32 else 1):
+            for name in list(ways)[:: -1 if repetition % 2 else 1]:
+                run, of = ways[name]
+                times[name].append(run(of, batch, repetition))
+        rates = {}
+        for name, runs in times.items():
+            step = statistics.median(spent for run in runs for spent in run[2:])
+            prefill = statistics.median(run[0] for run in runs)
+            rates[name] = batch / step
+            shares = batch * prefill_flops / prefill / peak, batch * decode_flops / step / peak
+            print(f"{batch} {name}: {rates[name]:.1f} tokens a CPU s, share of the peak", end=" ")
+            print(f"prefill {shares[0]:.2f}, decode {shares[1]:.2f}", flush=True)
+        print(f"{batch}: x {rates['etude'] / rates['Transformers']:.2f}", flush=True)
+
+
+def _peak() -> float:
+    """Returns the FLOP a CPU second of a large float32 product, the best of several."""
+    square, best = torch.randn(2048, 2048), 0.0
+    for _ in range(8):
+        start = time.process_time()
+        square @ square
+        best = max(best, 2 * 2048**3 / (time.process_time() - start))
+    return best
+
+
+def _prompts(model: Any, batch: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(model.config.vocab_size) for _ in range(PROMPT_LENGTH)] for _ in range(batch)]
+
+
+def _engine_times(model: Any, batch: int, seed: int) -> list[float]:
+    """Returns the CPU seconds of the prefill and of each decode step."""
+    engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT_LENGTH))
+    compute, ends = engine._compute, [time.process_time()]
+
+    def timed(plan: Any) -> Any:
+        result = compute(plan)
+        ends.append(time.process_time())
+        return result
+
+    engine._compute = timed  # type: ignore[method-assign]
+
+    async def main() -> None:
+        names = [str(i) for i in range(batch)]
+        engine.open(names)
+        requests = zip(names, _prompts(model, batch, seed), range(batch))
+        await asyncio.gather(
+            *(engine.generate(n, p, SamplingParams(max_tokens=DECODED, seed=i)) for n, p, i in requests)
+        )
+
+    asyncio.run(main())
+    return [after - before for before, after in pairwise(ends)]
+
+
+def _generate_times(model: Any, batch: int, seed: int) -> list[float]:
+    """As `_engine_times`, of Transformers' `generate`."""
+    ends = [time.process_time()]
+
+    def mark(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ends.append(time.process_time())
+        return scores
+
+    ids = torch.tensor(_prompts(model, batch, seed))
+    options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=DECODED, pad_token_id=0)
+    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, logits_processor=[mark])
+    return [after - before for before, after in pairwise(ends)]
+
+
 SIZES = ((128, 4, 2048), (256, 8, 32000), (512, 8, 2048), (1024, 8, 2048))  # hidden size, layers, vocabulary
 
 
@@ -241,6 +332,8 @@ def main() -> None:
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--step-threads", action="store_true")
     given = parser.parse_args()
     if given.step_threads:
@@ -250,6 +343,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.errors:
         errors(given.model)
+    elif given.decode:
+        decode(given.model, given.batches)
     elif given.layers:
         layers(load_causal_lm(given.model), given.compile)
     else:

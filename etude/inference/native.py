@@ -31,6 +31,7 @@ from etude.inference.cache import KVShape, PrefixStore, SlabCache, most_tokens
 from etude.inference.grammar import GrammarCompiler, Matcher
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
+from etude.inference.prepacked import PrepackedLinears
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
@@ -38,7 +39,6 @@ from etude.inference.stop_strings import StopStrings
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
-from etude.models.decoder import PlainDecoder
 from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
 from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
@@ -111,7 +111,7 @@ class NativeEngine:
             self._model = _copy_in_dtype(model, dtype)
         if self.options.own_weights:
             self._source = self._model.requires_grad_(False)
-        self._decoder = PlainDecoder.of(self._model)
+        self._prepacked = PrepackedLinears(self._model)
         vision = Vision.of(self._model.config)
         self._images = None
         if vision is not None:
@@ -199,6 +199,7 @@ class NativeEngine:
         self._scheduler.close(row)
         if not self._rows and self._stepping is None:  # the trainer needs the memory next
             self._scheduler.reclaim()
+            self._prepacked.release()
         self._notify()
 
     async def generate(
@@ -308,8 +309,8 @@ class NativeEngine:
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Switches to the new weights and drops all cached keys and values, which belong to the old ones. Requests in
-        flight keep their sampled tokens and continue with the new weights. Modules that were replaced, hooked or patched
-        since the last update are detected only here.
+        flight keep their sampled tokens and continue with the new weights. Linear layers that were replaced or patched since
+        the last update are detected only here.
 
         Args:
             source: None if the weights are shared with the trainer; with `own_weights`, chunks of (name, tensor) as
@@ -332,8 +333,6 @@ class NativeEngine:
                 incoming.check()
             elif self._model is not self._source:
                 _copy_weights(self._source, self._model)
-            if self._decoder is not None and not self._decoder.is_current():
-                self._decoder = PlainDecoder.of(self._model)
             self._version = version
         finally:
             if not was_paused:
@@ -343,6 +342,7 @@ class NativeEngine:
         """Pauses, since a running step reads the caches, and then drops them."""
         await self.pause()
         self._scheduler.forget_all()
+        self._prepacked.drop()
         if self._images is not None:
             self._images.forget()
 
@@ -481,6 +481,10 @@ class NativeEngine:
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> list[_Draw]:
         """Runs one forward pass over the plan's tokens and draws a token for each row in `plan.drawing`."""
+        with self._prepacked.used(plan.tokens):
+            return self._computed(plan)
+
+    def _computed(self, plan: StepPlan) -> list[_Draw]:
         metrics = self._metrics
         metrics.steps += 1
         metrics.rows += len(plan.feeds)
@@ -490,9 +494,7 @@ class NativeEngine:
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
         with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:
-            if self._decoder is not None:
-                hidden = self._decoder.hidden(ids, positions, layout)
-            elif images is None:
+            if images is None:
                 hidden = packed_hidden(self._model, ids, positions, layout)
             else:
                 positions = images.rotary(layout.feeds, layout.positions)

@@ -180,17 +180,6 @@ def adapter_config(model: Any) -> str:
     return json.dumps(model.peft_config[_NAME].to_dict(), default=list)
 
 
-def is_adapted(part: Any) -> bool:
-    """Whether the module is a linear layer with an enabled adapter from `add_adapters`."""
-    kind = type(part)
-    return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear" and not part.disable_adapters
-
-
-def factors(part: Any) -> tuple[Tensor, Tensor, float]:
-    """Returns A (rank, in), B (out, rank) and the scale of an adapted layer."""
-    return part.lora_A[_NAME].weight, part.lora_B[_NAME].weight, part.scaling[_NAME]
-
-
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yields the modules with adapters, with their names; does not need peft if there are none."""
     return ((name, part) for name, part in model.named_modules() if hasattr(part, "lora_A"))

@@ -73,7 +73,7 @@ def test_cancellation_in_any_state_leaves_nothing(point, engine):
     world.assert_nothing_is_left()
     assert world.scored == []
     judged = world.tool.log["calc_reward"]  # by the session, of trajectories that had ended before
-    assert judged == (3 if point in ("release", "score") else 0)
+    assert judged == (3 if point in ("release", "finalize_interaction", "score") else 0)
 
 
 @pytest.mark.parametrize("engine", ["native", "deterministic"])

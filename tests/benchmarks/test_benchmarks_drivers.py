@@ -90,6 +90,6 @@ def test_a_side_by_side_driver_does_its_smallest_work(output_of, checkpoint, com
     assert output_of(DRIVERS / path, *arguments, "--checkpoint", str(checkpoint))
 
 
-@pytest.mark.parametrize("what", ["--trajectories 2 --width 2", "--layers"])
+@pytest.mark.parametrize("what", ["--trajectories 2 --width 2", "--layers", "--decode --batches 2"])
 def test_the_native_engine_is_measured(output_of, checkpoint, what):
     assert output_of(BENCHMARKS / "native_engine.py", "--model", str(checkpoint), *what.split())

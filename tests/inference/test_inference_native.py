@@ -154,23 +154,6 @@ def test_new_weights_forget_the_cache_and_change_the_version(model):
     assert torch.allclose(full_log_probs(model, context + out.token_ids)[-3:], torch.tensor(out.log_probs), atol=1e-4)
 
 
-def test_an_update_finds_modules_that_were_hooked_or_replaced(model):
-    """As an adapter that is put on between two steps."""
-    engine = NativeEngine(model)
-    assert engine._decoder is not None
-
-    async def main():
-        await engine.update_weights(None, 1)
-        assert engine._decoder is not None
-        model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 3)
-        await engine.update_weights(None, 2)
-        return await engine.generate("a", [3, 1, 4], SamplingParams(max_tokens=6, seed=1))
-
-    out = asyncio.run(main())
-    expected = full_log_probs(model, [3, 1, 4, *out.token_ids])[2:]
-    assert torch.allclose(torch.tensor(out.log_probs), expected, atol=1e-4)
-
-
 def test_pause_update_resume_in_the_middle_of_a_request(model):
     engine = NativeEngine(model)
 
