@@ -8,7 +8,8 @@ from etude.inference.cache import KVShape, SlabCache
 from etude.inference.layout import OwnSlots, SharedPrefixes, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 
-SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+HEADS, DIM = 2, 4
+SHAPE = KVShape(widths=((HEADS, DIM),) * 2, dtype=torch.float32, device=torch.device("cpu"))
 CPU = torch.device("cpu")
 
 
@@ -17,9 +18,9 @@ def filled(cache, lengths):
     held = []
     for length in lengths:
         slot = cache.take(length)
-        for layer in range(SHAPE.num_layers):
+        for layer in range(len(SHAPE.widths)):
             for kind in (slot.slab.keys, slot.slab.values):
-                kind[layer][slot.index, :, :length] = torch.randn(SHAPE.kv_heads, length, SHAPE.head_dim)
+                kind[layer][slot.index, :, :length] = torch.randn(HEADS, length, DIM)
         held.append((slot, length))
     return held
 
@@ -47,8 +48,9 @@ def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, windo
     held = thinned(cache, filled(cache, lengths), kept)
     seen = 0
     for batch in by_slab(held):
-        query = torch.randn(len(batch), SHAPE.kv_heads, 3, SHAPE.head_dim)
-        own = OwnSlots([slot for slot, _ in batch], [length - 1 for _, length in batch], CPU)
+        query = torch.randn(len(batch), HEADS, 3, DIM)
+        ends = [length - 1 for _, length in batch]
+        own = OwnSlots([slot for slot, _ in batch], ends, [0] * len(batch), CPU)
         with torch.inference_mode():
             for _ in range(2):  # what was copied for one layer must not outlive it
                 out, lse = own.attend(0, query, scoring)
@@ -66,7 +68,7 @@ def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
     owners = data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=20))
     bases = [data.draw(st.integers(1, held[owner][1])) for owner in owners]
     rows = {owner: [row for row, each in enumerate(owners) if each == owner] for owner in sorted(set(owners))}
-    query = torch.randn(len(owners), SHAPE.kv_heads, 2, SHAPE.head_dim)
+    query = torch.randn(len(owners), HEADS, 2, DIM)
     found = {}
     for batch in by_slab((held[owner][0], numbers) for owner, numbers in rows.items()):
         shared = SharedPrefixes(batch, bases, torch.tensor(bases), CPU)
