@@ -81,9 +81,10 @@ class StepLayout:
         self._own, offset = [], 0
         for batch in single:
             rows = slice(offset, offset := offset + len(batch))
-            own = OwnSlots([slot for slot, _ in batch], places[rows], device)
+            parts = [(slot, (row,)) for row, (slot, _) in enumerate(batch)]
+            own = AttendedSlots(parts, [place + 1 for place in places[rows]], places[rows], device)
             self._own.append((rows, own))
-        self._share(bases[: self._singles])
+        self._share(bases[: self._singles], positions)
 
     def keep_experts(self, chosen: Sequence[Tensor]) -> None:
         """Writes the experts of the step's tokens, per layer (tokens, k), into the cache."""
@@ -107,17 +108,17 @@ class StepLayout:
             writes.append((slab, tokens, index_tensor(rows.ravel(), self._device)))
         return writes
 
-    def _share(self, bases: list[int]) -> None:
+    def _share(self, bases: list[int], positions: list[int]) -> None:
         """Groups the single tokens by prefix, and maps them to indices in the concatenated outputs of all prefixes."""
         seen: dict[Slot, list[int]] = defaultdict(list)
         for row, feed in enumerate(self.feeds[: self._singles]):
             if feed.prefix is not None:
                 seen[feed.prefix].append(row)
-        self._shared: list[SharedPrefixes] = []
+        self._shared: list[AttendedSlots] = []
         places: dict[int, int] = {}
         offset = 0
         for batch in by_slab(seen.items()):
-            shared = SharedPrefixes(batch, bases, self.positions, self._device)
+            shared = AttendedSlots(batch, bases, positions, self._device)
             self._shared.append(shared)
             places |= dict(zip(shared.rows, (offset + place for place in shared.grid)))
             offset += shared.size
@@ -215,83 +216,54 @@ class Slots:
         return keys, values
 
 
-class OwnSlots:
-    """Attention of rows that feed one token each, over their own slots."""
+class AttendedSlots:
+    """Attention of single tokens over slots of one slab; the tokens that attend to one slot do so in one matrix product.
 
-    def __init__(self, slots: Sequence[Slot], starts: Sequence[int], device: torch.device) -> None:
-        """`starts`: the place of each row's token in its slot, the last one it attends to."""
-        self._slots = Slots(slots, max(starts) + 1, device)
-        self._dtype = slots[0].slab.keys[0].dtype
-        self._ends = index_tensor(starts, device)[:, None]
-        self._even = len(set(starts)) == 1
-        self._biases: dict[int | None, Tensor | None] = {}
-
-    def _bias(self, window: int | None) -> Tensor | None:
-        """Returns the additive mask (rows, 1, 1, reach); None if every row attends to all places."""
-        if window not in self._biases:
-            places = torch.arange(self._slots.reach, device=self._ends.device)
-            mask = places <= self._ends
-            if window is not None:
-                mask &= places > self._ends - window
-            plain = self._even and window is None
-            self._biases[window] = None if plain else visibility(mask[:, None, None], self._dtype)
-        return self._biases[window]
-
-    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Maps queries (rows, kv_heads, group, head_dim) to outputs of the same shape and log-sum-exps (rows, kv_heads,
-        group)."""
-        keys, values = self._slots.keys_and_values(layer)
-        return partial_attention(query, keys, values, self._bias(scoring.window), scoring)
-
-
-class SharedPrefixes:
-    """Attention over shared prefixes: the queries of all rows that share a prefix attend in one matrix product.
-
-    Queries form a grid (prefixes, width), padded with each prefix's first row: `grid[i]` is the index of `rows[i]` in the
-    flattened grid.
+    Queries form a grid (slots, width), padded with each slot's first row: `grid[i]` is the index of `rows[i]` in the
+    flattened grid of `size` entries.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Slot, list[int]]], bases: Sequence[int], positions: Tensor, device: torch.device
+        self,
+        parts: Sequence[tuple[Slot, Sequence[int]]],
+        limits: Sequence[int],
+        places: Sequence[int],
+        device: torch.device,
     ) -> None:
-        """`parts`: each prefix's slot and the indices of the rows that attend to it; `bases`: how many tokens of its prefix
-        each row attends to; `positions`: each row's position in its context."""
-        reach = max(bases[row] for _, rows in parts for row in rows)
-        self._slots = Slots([slot for slot, _ in parts], reach, device)
-        self._width = width = max(len(rows) for _, rows in parts)
+        """`parts`: each slot and the rows that attend to it; per row, `limits`: how many of its slot's first places it
+        attends to, and `places`: its own position, counted from the slot's place 0 (it may be beyond the slot)."""
+        self._slots = Slots([slot for slot, _ in parts], max(limits[row] for _, rows in parts for row in rows), device)
         self._dtype = parts[0][0].slab.keys[0].dtype
-        table = np.asarray([rows + rows[:1] * (width - len(rows)) for _, rows in parts], dtype=np.int64)
+        self._width = width = max(len(rows) for _, rows in parts)
         self.rows = [row for _, rows in parts for row in rows]
         self.grid = [place * width + n for place, (_, rows) in enumerate(parts) for n in range(len(rows))]
-        limits = np.asarray(bases, dtype=np.int64)[table]
-        self._plain, self._even = bool((limits == reach).all()), bool((limits == limits[:, :1]).all())
-        flat = table.ravel()
-        whole = len(flat) == len(bases) and bool((flat == np.arange(len(flat))).all())
-        self._table = None if whole else index_tensor(flat, device)
+        table = np.asarray([[*rows] + [rows[0]] * (width - len(rows)) for _, rows in parts], dtype=np.int64)
+        seen, flat = np.asarray(limits, dtype=np.int64)[table], table.ravel()
         self.size = len(flat)
-        self._limits = index_tensor(limits.ravel(), device)[:, None]
-        seen_from = positions[: len(bases)]
-        self._ends = (seen_from if self._table is None else seen_from.index_select(0, self._table))[:, None]
+        self._plain, self._even = bool((seen == self._slots.reach).all()), bool((seen == seen[:, :1]).all())
+        self._table = None if np.array_equal(flat, np.arange(len(limits))) else index_tensor(flat, device)
+        self._limits = index_tensor(seen.ravel(), device)[:, None]
+        self._places = index_tensor(np.asarray(places, dtype=np.int64)[flat], device)[:, None]
         self._biases: dict[int | None, Tensor | None] = {}
 
     def _bias(self, window: int | None, group: int) -> Tensor | None:
-        """Returns the additive mask (prefixes, 1, 1 or width · group, reach); None if every row attends to all places."""
+        """Returns the additive mask (slots, 1, 1 or width · group, reach); None if every row attends to all places."""
         if window not in self._biases:
-            places = torch.arange(self._slots.reach, device=self._ends.device)
+            places = torch.arange(self._slots.reach, device=self._limits.device)
             mask = places < self._limits
             if window is not None:
-                mask &= places > self._ends - window
+                mask &= places > self._places - window
             mask = mask.view(-1, 1, self._width, self._slots.reach)
-            if window is None and self._even:  # one row of mask for all queries of a prefix
+            if window is None and self._even:  # one row of mask for all queries of a slot
                 mask = mask[:, :, :1]
-            else:
+            elif self._width > 1:
                 mask = mask.repeat_interleave(group, dim=2)
             self._biases[window] = None if self._plain and window is None else visibility(mask, self._dtype)
         return self._biases[window]
 
     def blind(self, window: int) -> Tensor:
-        """Which entries of the grid have their whole prefix outside the sliding window: (size,) of bool."""
-        return (self._ends - window >= self._limits - 1).flatten()
+        """Which entries of the grid have all places they attend to outside the sliding window: (size,) of bool."""
+        return (self._places - window >= self._limits - 1).flatten()
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Maps the queries of all rows (rows, kv_heads, group, head_dim) to the grid's outputs (size, kv_heads, group,

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.cache import KVShape, SlabCache
-from etude.inference.layout import OwnSlots, SharedPrefixes, Slots, by_slab
+from etude.inference.layout import AttendedSlots, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 
 SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -48,7 +48,9 @@ def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, windo
     seen = 0
     for batch in by_slab(held):
         query = torch.randn(len(batch), SHAPE.kv_heads, 3, SHAPE.head_dim)
-        own = OwnSlots([slot for slot, _ in batch], [length - 1 for _, length in batch], CPU)
+        lengths = [length for _, length in batch]
+        parts = [(slot, [row]) for row, (slot, _) in enumerate(batch)]
+        own = AttendedSlots(parts, lengths, [length - 1 for length in lengths], CPU)
         with torch.inference_mode():
             for _ in range(2):  # what was copied for one layer must not outlive it
                 out, lse = own.attend(0, query, scoring)
@@ -69,7 +71,7 @@ def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
     query = torch.randn(len(owners), SHAPE.kv_heads, 2, SHAPE.head_dim)
     found = {}
     for batch in by_slab((held[owner][0], numbers) for owner, numbers in rows.items()):
-        shared = SharedPrefixes(batch, bases, torch.tensor(bases), CPU)
+        shared = AttendedSlots(batch, bases, bases, CPU)
         with torch.inference_mode():
             out, lse = shared.attend(0, query, scoring)
         found |= {row: (out[place], lse[place]) for row, place in zip(shared.rows, shared.grid)}
