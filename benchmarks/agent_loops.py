@@ -68,9 +68,9 @@ def roll_out(folder: str, prompts: int, threads: int, number: int, ready: Barrie
             *SETTINGS,
         ],
     )
-    setup = prepare(config)
+    setup, _ = prepare(config)
     rows = list(setup.dataset([f"{folder}/data/train.parquet"]))
-    worker = RolloutWorker(setup.roles, rank=0, world_size=1)
+    worker = RolloutWorker(setup.options, rank=0, world_size=1)
     worker.init_model()
     worker.update_weights(0)
     for step, chosen in enumerate((rows[:8], rows[8 : 8 + prompts])):

@@ -157,7 +157,7 @@ class BlockingCalls:
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads = 0
@@ -212,6 +212,11 @@ class BlockingCalls:
             raise InfrastructureError("the call was cancelled from inside")
         return task.result()
 
+    def end(self) -> None:
+        """Lets the threads end, each after the call that it runs; the object is not used again."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
     def _ensure_thread(self) -> None:
         if self._idle.acquire(blocking=False):
             return
@@ -227,6 +232,8 @@ class BlockingCalls:
             except queue.Empty:
                 self._idle.release()
                 job = self._jobs.get()
+            if job is None:
+                return
             job()
             del job  # an idle thread must not keep the last call's arguments alive
 

@@ -95,10 +95,16 @@ class Segment(NamedTuple):
         """Returns this segment after validation.
 
         Raises:
-            ValueError: the numbers of log-probs and tokens differ.
+            ValueError: the number of log-probs, weight versions or kept ids is not that of tokens.
         """
-        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
-            raise ValueError(f"{len(self.log_probs)} log-probs for {len(self.token_ids)} tokens")
+        per_token = (
+            ("log-probs", self.log_probs),
+            ("weight versions", self.weight_versions),
+            ("kept ids", self.kept_ids),
+        )
+        for name, values in per_token:
+            if values is not None and len(values) != len(self.token_ids):
+                raise ValueError(f"{len(values)} {name} for {len(self.token_ids)} tokens")
         return self
 
 

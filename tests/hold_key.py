@@ -8,6 +8,7 @@ section. `tests/reference/test_reference_keys.py` says which test observes which
 """
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from etude.options.tree import TrainOptions
+from etude.options.validate import flatten, plain
 
 
 def hold_in_options(key):
@@ -45,21 +47,12 @@ def hold_in_compositions(key):
     original = module.compose_with_sources
 
     @functools.wraps(original)
-    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, resolve=True, command=None):
+    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, **given):
         kept = [each for each in overrides if each.lstrip("+~").split("=")[0] != key]
-        made = original(config_name, kept, config_path, root=root, resolve=False, command=command)
-        try:
+        if key in dict(flatten(plain(original(None, (), None, root=root).options))):  # else one of the other tree
             default = OmegaConf.to_container(original(None, (), None, root=root, resolve=False).config, resolve=False)
-            for part in key.split("."):
-                default = default[part]
-        except KeyError:  # a key of the other tree
-            return original(config_name, kept, config_path, root=root, resolve=resolve, command=command)
-        OmegaConf.set_struct(made.config, False)
-        OmegaConf.update(made.config, key, default, merge=False)
-        if resolve:
-            OmegaConf.resolve(made.config)
-        OmegaConf.set_struct(made.config, True)
-        return made
+            kept.append(f"{key}={json.dumps(dict(flatten(default))[key])}")
+        return original(config_name, kept, config_path, root=root, **given)
 
     module.compose_with_sources = held
     import etude.config

@@ -22,12 +22,13 @@ FLOORS = (
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},
-    {"data", "agents"},
+    {"data", "environments", "agents"},
     {"workers"},
     {"trainer", "config", "viewer", "checks"},
     {"cli", "quickstart", "testing"},
 )
 SAME_FLOOR = {
+    ("agents", "environments"),
     *(("trainer", "config"), ("trainer", "checks"), ("config", "checks"), ("viewer", "checks")),
     *(("cli", "quickstart"), ("cli", "testing")),
 }

@@ -22,13 +22,14 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from etude.agents import AGENT_LOOPS
 from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
+from etude.environments import ENVIRONMENTS
+from etude.options.validate import plain
 from etude.rewards import REWARD_MANAGERS
 from etude.run_folder import read_metrics
 from etude.tools import FUNCTION_TOOLS
@@ -39,7 +40,15 @@ GENERATED: dict[str, str] = runpy.run_path(str(DOCS / "reference.py"))["pages"](
 """Pages that are made when the site is built."""
 TRANSLATIONS = sorted(DOCS.glob("*.zh.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.glob("*.md")) - set(TRANSLATIONS))]
-REGISTRIES = (ADVANTAGE_ESTIMATORS, AGENT_LOOPS, FUNCTION_TOOLS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS)
+REGISTRIES = (
+    ADVANTAGE_ESTIMATORS,
+    AGENT_LOOPS,
+    ENVIRONMENTS,
+    FUNCTION_TOOLS,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    TOOL_PARSERS,
+)
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -259,7 +268,7 @@ def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_that_a_page_names_exists():
-    trees = [OmegaConf.to_container(compose(root, []), resolve=False) for root in ("ppo_trainer", "sft")]
+    trees = [plain(compose(root, [])) for root in ("ppo_trainer", "sft")]
     known = {name for tree in trees for name in leaf_names(tree)}
     sections = {name.partition(".")[0] for name in known} | {"actor", "rollout", "multi_turn"}
     places = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.")

@@ -76,6 +76,6 @@ def built(config: Any) -> Any:
     from etude.trainer.ppo import PPOTrainer
     from etude.trainer.setup import prepare
 
-    trainer = PPOTrainer(prepare(config))
+    trainer = PPOTrainer(*prepare(config))
     trainer.init_workers()
     return trainer

@@ -4,11 +4,10 @@ from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
 from etude.agents.batch import to_batch, token_level_scores
 from etude.agents.client import TrajectoryClient
 from etude.agents.conversation import AgentData, AgentState
-from etude.agents.environments.loop import EnvAgentLoop
 from etude.agents.gateway.loop import OpenAIAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
 from etude.agents.single_turn import SingleTurnAgentLoop
-from etude.agents.tool_agent import ToolAgentLoop
+from etude.agents.tool_agent import EnvAgentLoop, ToolAgentLoop
 from etude.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
 from etude.trajectory import AgentLoopMetrics, AgentLoopOutput, Rollout
 

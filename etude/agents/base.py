@@ -21,6 +21,7 @@ from etude.agents.images import read_row
 from etude.agents.interactions import BaseInteraction
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
+from etude.environments import Environments
 from etude.errors import ConfigError
 from etude.images import ImageInput
 from etude.inference import SamplingParams
@@ -52,7 +53,7 @@ class AgentContext:
     parser: ToolParser
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
-    environment: Any = None  # an `environments.loop.Environment`, which imports this module
+    environment: Environments | None = None
     tracer: Tracer | None = None
     processor: Any = None
     images: ImageReader | None = None

@@ -131,7 +131,7 @@ class TrajectoryClient:
     @property
     def waits_for(self) -> str:
         """What the trajectory waits for: a tool, the engine, or else its agent."""
-        tools = (f"tool {call.call.name}" for session in self.sessions for call in session.running)
+        tools = (f"tool {call.requested.name}" for session in self.sessions for call in session.running)
         return next(tools, "the engine" if self._ids.in_flight else "its agent's own code")
 
     def end(self) -> None:

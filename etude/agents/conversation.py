@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from etude.agents.interactions import InteractionSession
 from etude.chat import ParsedResponse
 from etude.chat.placeholders import content_of, image_count
+from etude.environments import EnvironmentSession
 from etude.errors import EtudeError
 from etude.inference import SamplingParams
 from etude.schemas import FunctionCall
@@ -86,7 +86,8 @@ class Conversation:
     tool_schemas: list[dict[str, Any]]
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    user: InteractionSession | None = None
+    environment: EnvironmentSession | None = None  # a user, a game, a server: whoever answers turns
+    context: Any = None  # the loop's `AgentContext`
     token_limit: TokenLimit | None = None  # truncates tool results that leave too little room
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
@@ -151,7 +152,7 @@ def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int =
     message = messages[last]
     before, content = sum(map(image_count, messages[: last + 1])), message["content"]
     if isinstance(content, str) and not images:
-        message["content"] = f"{content}\n{text}"
+        message["content"] = f"{content}\n{text}" if content else text
     else:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
         message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
@@ -161,4 +162,4 @@ def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int =
 def record(trajectory: Trajectory, outcome: ToolCall, text: str) -> None:
     trajectory.tool_calls.append(outcome.to_record(text))
     if outcome.error is None:
-        trajectory.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)
+        trajectory.add_step_reward(outcome.requested.name, outcome.reward, outcome.turn)

@@ -228,7 +228,7 @@ class _Batch:
         self._submitted_at = time.time()
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
-        self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
+        self._groups = SurvivingGroups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._cancelled_rows: set[int] = set()
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._clients: dict[int, TrajectoryClient] = {}  # of those
@@ -423,8 +423,8 @@ def _warn_of_own_score(loop: str) -> None:
     logger.warning(WARNING, problem, "set reward_model.enable=false")
 
 
-class Groups:
-    """Groups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
+class SurvivingGroups:
+    """SurvivingGroups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
 
     Invariant: a group is dropped once, as soon as fewer than `least` of its rows can survive; rows that were already dropped
     are never returned.

@@ -1,9 +1,10 @@
-"""`tool_agent`: generates, runs the tools that the model called, and generates again, until the trajectory ends.
+"""`tool_agent`: generates, runs the tools that the model called, and generates again, until the trajectory ends; and
+`env_agent`, the same loop for rows whose turns an environment answers.
 
     state              next state
     PENDING            GENERATING, or TERMINATED if the prompt does not fit
-    GENERATING         PROCESSING_TOOLS (the turn has tool calls), INTERACTING (it has none, and the row has an
-                       interaction), TERMINATED
+    GENERATING         PROCESSING_TOOLS (the turn has tool calls), INTERACTING (it has none, and there is somebody who
+                       answers: an interaction or an environment), TERMINATED
     PROCESSING_TOOLS   GENERATING, TERMINATED
     INTERACTING        GENERATING, TERMINATED
 
@@ -12,10 +13,10 @@ After each generation, stop conditions are checked in this order:
 
 1. the turn was truncated by, or used up, the response length, the context length, or the token budget of the trajectory or
    the turn → `RESPONSE_LENGTH`, `CONTEXT_LENGTH`, `TRAJECTORY_LENGTH`, `TURN_LENGTH`;
-2. the turn has no tool call, not even a malformed one, and the row has no interaction → `COMPLETED`;
+2. the turn has no tool call, not even a malformed one, and nobody answers it → `COMPLETED`;
 3. the turn has a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
-4. the turn's tools run, or the interaction answers (after the last allowed turn too: the model never sees the results, but
-   their rewards count); the interaction may end the conversation → `COMPLETED`;
+4. the turn's tools run, or the interaction or environment answers (after the last allowed turn too: the model never sees the
+   results, but their rewards count) and may end the conversation, in a tool of its own too → `COMPLETED`;
 5. `max_consecutive_malformed_calls` reached → `MAX_MALFORMED_CALLS`; `max_assistant_turns` reached →
    `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds` have passed → `TIME_LIMIT`;
    fewer than `min_answer_tokens` of `max_trajectory_tokens` left → `TRAJECTORY_LENGTH`;
@@ -27,7 +28,7 @@ A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`,
 `agent_data` is a `Conversation`; its token lists are read-only.
 
 Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token. Tools and
-interactions are released however the trajectory ends.
+environments are released however the trajectory ends.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
 from etude.agents.images import read_all, render_response, response_text
-from etude.agents.interactions import InteractionSession
+from etude.agents.interactions.base import entry_of
 from etude.agents.tool_messages import (
     NOT_EXECUTED,
     drop_images,
@@ -57,6 +58,7 @@ from etude.agents.tool_messages import (
 )
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
+from etude.environments import EnvironmentEntry, EnvironmentSession
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
@@ -68,7 +70,7 @@ from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession
 from etude.tools.contract import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory
 
-INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards, besides tool names
+MALFORMED = "malformed"  # a source of step rewards, besides tools and environments
 logger = logging.getLogger(__name__)
 
 
@@ -134,23 +136,29 @@ class ToolAgentLoop(AgentLoopBase):
             DataError: the row selects a tool or interaction that is not configured, or has arguments for a tool that it does
                 not select.
         """
-        self._row, active, user = row, self._active_tools(row), self._interaction(row)
+        self._row, active, entry = row, self._active_tools(row), self.environment_of(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
-        counted = self._token_limit()
-        async with ToolSession(
-            active, row.get("tools_kwargs"), request_id=row["request_id"], token_limit=counted
-        ) as session:
-            data = self._data = session.agent_data = Conversation(
-                trajectory,
-                session,
-                self.context.with_stops(SamplingParams.of(sampling_params), self.tool_parser),
-                session.schemas,
-                row.get("tools_kwargs") or {},
-                user=user,
-                token_limit=counted,
-            )
-            async with user or nullcontext(), self.surroundings(data, row):
+        counted, kwargs = self._token_limit(), row.get("tools_kwargs") or {}
+        environment = None if entry is None else EnvironmentSession(entry, row, run_tools=active)
+        async with environment or nullcontext():
+            if environment is not None:
+                active = environment.tools
+                kwargs = {name: each for name, each in kwargs.items() if name in active or name not in self.tools}
+                self._show_first(trajectory, environment)
+            async with ToolSession(active, kwargs, request_id=row["request_id"], token_limit=counted) as session:
+                data = self._data = session.agent_data = Conversation(
+                    trajectory,
+                    session,
+                    self.context.with_stops(SamplingParams.of(sampling_params), self.tool_parser),
+                    session.schemas,
+                    kwargs,
+                    environment=environment,
+                    context=self.context,
+                    token_limit=counted,
+                )
+                if environment is not None:
+                    environment.bind(data)
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
                     if not isinstance(state, AgentState):
@@ -160,15 +168,53 @@ class ToolAgentLoop(AgentLoopBase):
                     handler = getattr(self, self._handlers[state])
                     begins = state in (AgentState.PENDING, AgentState.GENERATING)
                     state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
-            if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
-                trajectory.rewards.final = await session.calc_rewards()
+                if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
+                    if environment is not None:
+                        await self._score(trajectory, environment)
+                    trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
         return trajectory
 
-    def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
-        """Returns a context manager that is open while the states run."""
-        return nullcontext()
+    def environment_of(self, row: Mapping[str, Any]) -> EnvironmentEntry | None:
+        """Returns who answers the turns of a row: its interaction; None if there is none.
+
+        Raises:
+            DataError: the interaction is not configured.
+        """
+        kwargs = row.get("interaction_kwargs")
+        if not kwargs:
+            return None
+        name = kwargs.get("name")
+        if name not in self.context.interactions:
+            hint = did_you_mean(str(name), self.context.interactions)
+            raise DataError(f"row {row['request_id']}: the interaction '{name}' is not configured{hint}")
+        return entry_of(self.context.interactions[name])
+
+    def _show_first(self, trajectory: Trajectory, environment: EnvironmentSession) -> None:
+        """Adds what `reset` returned to the prompt: text to the last user message; messages after it, or, if the row's
+        prompt is empty, in its place."""
+        observation = environment.observation
+        if isinstance(observation, str):
+            if observation:
+                append_to_last_user(trajectory.messages, self.chat.disarm(observation))
+            return
+        shown = [
+            {**message, "content": self.chat.disarm(message["content"])}
+            if isinstance(message["content"], str)
+            else message
+            for message in observation
+        ]
+        is_empty = not any(message["content"] for message in trajectory.messages)
+        trajectory.messages[:] = shown if is_empty else [*trajectory.messages, *shown]
+
+    async def _score(self, trajectory: Trajectory, environment: EnvironmentSession) -> None:
+        """Sets the environment's score, and records its name and metrics for the run's."""
+        score, info = await environment.score(completed=trajectory.stop_reason is StopReason.COMPLETED)
+        trajectory.rewards.score, trajectory.rewards.score_info = score, info
+        if environment.entry.noun == "environment":
+            numbers = {name: value for name, value in environment.metrics.items() if isinstance(value, int | float)}
+            trajectory.extra_fields["environment"] = {"name": environment.entry.name, "metrics": numbers}
 
     def _token_limit(self) -> TokenLimit:
         in_tokens = self.context.options.multi_turn.tool_response_length_unit == "tokens"
@@ -187,16 +233,6 @@ class ToolAgentLoop(AgentLoopBase):
             if kwargs is not None and name in self.tools and name not in names:
                 raise DataError(f"row {row['request_id']}: tools_kwargs names the tool '{name}', which is not selected")
         return {name: self.tools[name] for name in names}
-
-    def _interaction(self, row: dict[str, Any]) -> InteractionSession | None:
-        kwargs = row.get("interaction_kwargs")
-        if not kwargs:
-            return None
-        name = kwargs.get("name")
-        if name not in self.context.interactions:
-            hint = did_you_mean(str(name), self.context.interactions)
-            raise DataError(f"row {row['request_id']}: the interaction '{name}' is not configured{hint}")
-        return InteractionSession(self.context.interactions[name], kwargs, request_id=row["request_id"])
 
     async def _handle_pending_state(self, data: Conversation, sampling_params: Mapping[str, Any]) -> AgentState:
         trajectory = data.trajectory
@@ -229,6 +265,9 @@ class ToolAgentLoop(AgentLoopBase):
         self.set_sampling(data, sampling_params, ignore_termination)
         trajectory = data.trajectory
         output = await self.sample(data)
+        if data.environment is not None and data.environment.reads_calls:
+            reason = self.used_up(data)
+            return AgentState.INTERACTING if reason is None else end(data, reason)
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if (reason := self.used_up(data)) is not None:
@@ -239,7 +278,7 @@ class ToolAgentLoop(AgentLoopBase):
             return end(data, StopReason.MALFORMED_CALL)
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
-        return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
+        return end(data, StopReason.COMPLETED) if data.environment is None else AgentState.INTERACTING
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
         """Applies the arguments of a generation handler, which a subclass may have changed.
@@ -276,7 +315,7 @@ class ToolAgentLoop(AgentLoopBase):
         add_time(trajectory, "tool_calls", started)
         await self._show(data, calls)
         calls += refused_calls(data.parsed, turn, most)
-        if data.user is not None:
+        if data.environment is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(calls)))
         malformed = sum(call.error == "malformed" for call in calls)
         data.malformed_in_a_row += malformed
@@ -296,7 +335,7 @@ class ToolAgentLoop(AgentLoopBase):
         for call in calls:
             trajectory.tool_calls.append(call.to_record())
             if call.error is None or call.reward:
-                trajectory.add_step_reward(call.call.name, call.reward)
+                trajectory.add_step_reward(call.requested.name, call.reward)
         if limits.malformed_calls == "penalise" and malformed:
             trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
@@ -364,15 +403,18 @@ class ToolAgentLoop(AgentLoopBase):
         data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
     async def _handle_interacting_state(self, data: Conversation) -> AgentState:
-        trajectory = data.trajectory
-        assert data.user is not None
-        started = time.perf_counter()
-        answer = await data.user.answer(data.messages_for_user())
+        trajectory, environment = data.trajectory, data.environment
+        assert environment is not None
+        started, last = time.perf_counter(), len(trajectory.messages) - 1
+        answer, messages = await environment.step(data.spoken.get(last, trajectory.messages[last]["content"]))
         add_time(trajectory, "interaction", started)
-        trajectory.add_step_reward(INTERACTION, answer.reward)
-        if answer.over:
+        if answer.reward is not None:
+            trajectory.add_step_reward(environment.entry.source, as_reward(answer.reward, environment.label))
+        if environment.done:
             return end(data, StopReason.COMPLETED)
-        return self.feed_back(data, [{"role": "user", "content": answer.text}])
+        if any(self.chat.disarm(text) != text for m in messages if isinstance(text := m["content"], str)):
+            _warn_of_control_tokens()
+        return self.feed_back(data, messages)
 
     def feed_back(
         self,
@@ -388,6 +430,8 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
         ended = partial(self._end_unseen, data, len(messages))
+        if data.environment is not None and data.environment.done:  # by a tool of its own
+            return ended(StopReason.COMPLETED)
         most_malformed = limits.max_consecutive_malformed_calls
         if most_malformed is not None and data.malformed_in_a_row >= most_malformed:
             return ended(StopReason.MAX_MALFORMED_CALLS)
@@ -454,6 +498,32 @@ class ToolAgentLoop(AgentLoopBase):
         AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
         AgentState.INTERACTING: "_handle_interacting_state",
     }
+
+
+@register("env_agent")
+class EnvAgentLoop(ToolAgentLoop):
+    """The same loop, where the run's environment answers: the default for rows without an `agent_name` if one is configured
+    (`env`, `actor_rollout_ref.env`)."""
+
+    _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # an environment may run the calls itself
+
+    def environment_of(self, row: Mapping[str, Any]) -> EnvironmentEntry:
+        """Returns the environment that the row picks.
+
+        Raises:
+            EtudeError: none is configured, or the row picks none of several.
+        """
+        if self.context.environment is None:
+            raise EtudeError("the agent loop 'env_agent' needs an environment: set env, or actor_rollout_ref.env.name")
+        return self.context.environment.pick(row)
+
+
+@cache
+def _warn_of_control_tokens() -> None:
+    logger.warning(
+        "an environment observed text that spells out control tokens, which the model sees as plain characters: if it is a "
+        "rendered prompt, return messages, or what tool_manager.get_prompt returned"
+    )
 
 
 def _is_json(value: object) -> bool:

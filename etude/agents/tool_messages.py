@@ -37,7 +37,7 @@ def tool_messages(parsed: ParsedResponse, calls: Sequence[ToolCall], needs_tool_
     """Returns the message that answers each call. `needs_tool_names`: the template writes the tool's name into it."""
     messages: list[dict[str, Any]] = []
     for call in calls:
-        known = None if call.call is _UNREAD else call.call
+        known = None if call.requested is _UNREAD else call.requested
         message: dict[str, Any] = parsed.result_message(call.shown or "", known)
         if needs_tool_names and known is not None:
             message = with_tool_name(message, known.name)

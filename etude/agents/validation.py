@@ -89,8 +89,8 @@ def _add_outcomes(main: Trajectory, sessions: Sequence[ToolSession]) -> None:
     sources = {source for _, source, _ in main.rewards.steps}
     known = {(turn, value) for turn, _, value in main.rewards.steps}
     for outcome in outcomes:
-        if outcome.reward and outcome.call.name not in sources and (outcome.turn, outcome.reward) not in known:
-            main.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)
+        if outcome.reward and outcome.requested.name not in sources and (outcome.turn, outcome.reward) not in known:
+            main.add_step_reward(outcome.requested.name, outcome.reward, outcome.turn)
     if not main.tool_calls:
         main.tool_calls += [outcome.to_record() for outcome in outcomes]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.control import CUT, ControlTokens
+from etude.chat.demonstration_turns import DemonstrationTurns
 from etude.chat.dropped_parts import DroppedParts
 from etude.chat.encoding import Decoder, Encoder
 from etude.chat.incremental import IncrementalRenderer, TemplateCapabilities, owner_of
@@ -28,7 +29,6 @@ from etude.chat.parsers.base import ToolParser
 from etude.chat.placeholders import Placeholders, image_count
 from etude.chat.provenance import Run
 from etude.chat.rendering import Message, Renderer, plain_message
-from etude.chat.sampled import SampledTurns
 from etude.chat.tool_prompt import ToolPrompt
 from etude.chat.turns import Stub, Turns
 from etude.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ class ChatTemplate:
         self.shows_tools = renderer.shows_tools() is not False
         self._turns = turns = Turns(renderer, self._encoder)
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
-        self._sampled = SampledTurns(renderer, self._encoder, turns, self._images)
+        self._sampled = DemonstrationTurns(renderer, self._encoder, turns, self._images)
         self._sampled.check()
         self._incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control)
         capabilities = TemplateCapabilities.of(self._incremental, self._images)

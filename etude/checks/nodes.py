@@ -19,10 +19,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from etude.checks.findings import check, faults_of
-from etude.checks.settings import Faults, Options
+from etude.checks.settings import Faults
 from etude.checks.start import missing_paths
 from etude.errors import ConfigError, ConfigErrors, InfrastructureError, one_line
-from etude.options import MultiTurnOptions, TrainOptions
+from etude.options import MultiTurnOptions, Options, TrainOptions
 from etude.registry import share_folder
 
 _PACKAGES = ("etude", "torch", "transformers", "ray")

@@ -24,7 +24,7 @@ import torch
 
 from etude.checks.findings import Finding, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code
-from etude.checks.setup import LoadedSetup
+from etude.checks.setup import Setup
 from etude.errors import ConfigError, one_line
 from etude.model_folder import local_folder, read_config
 from etude.models import torch_dtype
@@ -51,9 +51,9 @@ _PROCESS = 0.6 * GIB  # of an interpreter with torch and Transformers, chunks of
 # -- services --------------------------------------------------------------------------------------------------------------
 
 
-def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
+def service_addresses(setup: Setup) -> dict[str, tuple[str, str]]:
     """Returns address → (where it is configured, what to do if nothing answers)."""
-    rollout, custom = setup.roles.rollout, setup.roles.custom_reward
+    rollout, custom = setup.options.rollout, setup.options.custom_reward_function
     talks = rollout.multi_turn
     files = ", ".join([*(talks.tool_config_path or ()), *(talks.function_tool_path or ())])
     found = {}
@@ -62,12 +62,12 @@ def service_addresses(setup: LoadedSetup) -> dict[str, tuple[str, str]]:
         found[address] = (f"tool {place}", f"{_start(address, place)}, or correct {field} of '{tool}' in {files}")
     keys = dict.fromkeys(rollout.server_urls, "actor_rollout_ref.rollout.server_urls")
     for key, kwargs in (
-        ("reward_model.reward_kwargs", setup.roles.reward.reward_kwargs),
+        ("reward_model.reward_kwargs", setup.options.reward_model.reward_kwargs),
         ("custom_reward_function.reward_kwargs", custom.reward_kwargs),
         ("custom_reward_function.rewards", custom.rewards),
     ):
         keys |= {url: place for place, url in addresses_in(kwargs, key)}
-    teachers = setup.roles.distillation.teachers.items()
+    teachers = setup.options.distillation.teachers.items()
     keys |= {url: f"distillation.teachers.{name}" for name, url in teachers if is_address(url)}
     found |= {url: (key, f"{_start(url, key)}, or correct {key}") for url, key in keys.items()}
     if runs_code(talks, custom.path) and (url := os.environ.get(URL_VARIABLE)):
@@ -86,10 +86,10 @@ def _start(url: str, place: str) -> str:
 
 
 @check("loaded", "services")
-def unreachable_services(setup: LoadedSetup) -> Result:
+def unreachable_services(setup: Setup) -> Result:
     """Yields an error for each service that accepts no connection; a warning with Ray, whose workers may run elsewhere."""
     services = service_addresses(setup)
-    level = Level.WARNING if setup.trainer.backend == "ray" else Level.ERROR
+    level = Level.WARNING if setup.options.trainer.backend == "ray" else Level.ERROR
     with ThreadPoolExecutor(32) as pool:
         for (url, (place, fix)), reason in zip(services.items(), pool.map(_refusal, services)):
             if reason:
@@ -122,8 +122,8 @@ def _refusal(url: str) -> str:
 
 
 @check("loaded", "precision")
-def _precision(setup: LoadedSetup) -> Result:
-    yield from slow_dtypes(setup.roles.device, setup.roles.model.dtype, "actor_rollout_ref.model.dtype")
+def _precision(setup: Setup) -> Result:
+    yield from slow_dtypes(setup.placement.device, setup.options.model.dtype, "actor_rollout_ref.model.dtype")
 
 
 def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
@@ -168,20 +168,20 @@ def _header_weights(file: Path) -> int:
 
 
 @check("loaded", "memory")
-def memory(setup: LoadedSetup) -> Result:
+def memory(setup: Setup) -> Result:
     """Checks whether a rank's weights, gradients, optimizer states and the activations of a full micro-batch fit its memory;
     where they do not, says which key to set to what."""
-    if not (weights := count_weights(setup.roles.model.path)):
+    if not (weights := count_weights(setup.options.model.path)):
         yield "the model's size is not known here: it is fetched when the run starts"
         return
-    roles, cluster = setup.roles, setup.trainer.backend == "ray"
-    here = setup.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
+    options, cluster = setup.options, setup.options.trainer.backend == "ray"
+    here = setup.options.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
     ranks = (
-        here * setup.trainer.nnodes if cluster and roles.actor.strategy != "ddp" else 1
+        here * setup.options.trainer.nnodes if cluster and options.actor.strategy != "ddp" else 1
     )  # ranks over which the model is sharded
     key, tokens = _micro_batch(setup)
     parts = estimate_memory(setup, weights, tokens, ranks)
-    total, free, where = _memory_here(roles.device, here)
+    total, free, where = _memory_here(setup.placement.device, here)
     needed, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     told = "activations" in parts
     counted = f"micro-batches of up to {tokens:,} tokens" if told else "activations not counted"
@@ -195,7 +195,7 @@ def memory(setup: LoadedSetup) -> Result:
     if told and fixed < _USABLE * free:
         fix = _smaller_micro_batches(setup, key, tokens, _USABLE * free - fixed)
     elif max(parts, key=lambda part: parts[part]) == "KV cache":
-        fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={roles.rollout.kv_cache_memory_mb}"
+        fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={options.rollout.kv_cache_memory_mb}"
     if fixed > total and not cluster:
         yield error(line, fix)
     elif needed > _USABLE * free:
@@ -204,51 +204,51 @@ def memory(setup: LoadedSetup) -> Result:
         yield line
 
 
-def estimate_memory(setup: LoadedSetup, weights: int, tokens: int, ranks: int = 1) -> dict[str, float]:
+def estimate_memory(setup: Setup, weights: int, tokens: int, ranks: int = 1) -> dict[str, float]:
     """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens. Without
     `activations` where these cannot be told."""
-    roles = setup.roles
-    computed = _STORED.get(roles.model.dtype, 2)
-    if roles.model.lora_rank:
-        per_weight = {"frozen weights": 0.6 if roles.model.quantization else computed, "adapters": 0.2}
+    options = setup.options
+    computed = _STORED.get(options.model.dtype, 2)
+    if options.model.lora_rank:
+        per_weight = {"frozen weights": 0.6 if options.model.quantization else computed, "adapters": 0.2}
     else:
-        per_weight = {"weights": 4.0, "gradients": 4.0, "optimizer": _MOMENTS.get(roles.actor.optim.name, 8.0)}
+        per_weight = {"weights": 4.0, "gradients": 4.0, "optimizer": _MOMENTS.get(options.actor.optim.name, 8.0)}
         if computed < 4:
             per_weight["computing"] = computed
-        if roles.needs_ref:
+        if options.needs_ref:
             per_weight["reference"] = computed
-        if "values" in setup.needs and not roles.value_head:
-            per_weight["critic"] = 8.0 + _MOMENTS.get(roles.critic.optim.name, 8.0)
-        if roles.streams:
+        if options.has_critic:
+            per_weight["critic"] = 8.0 + _MOMENTS.get(options.critic.optim.name, 8.0)
+        if options.trainer.max_staleness:
             per_weight["engine"] = computed
     parts = {name: size * weights / ranks for name, size in per_weight.items()}
-    if cache := roles.rollout.kv_cache_memory_mb:
+    if cache := options.rollout.kv_cache_memory_mb:
         parts["KV cache"] = cache * 2**20
-    needs = _bytes_per_token(setup, roles.model.enable_gradient_checkpointing)
+    needs = _bytes_per_token(setup, options.model.enable_gradient_checkpointing)
     return parts if needs is None else parts | {"activations": needs * tokens, "working": _working_bytes(setup)}
 
 
-def _micro_batch(setup: LoadedSetup) -> tuple[str, int]:
+def _micro_batch(setup: Setup) -> tuple[str, int]:
     """Returns the key that sets the size of micro-batches, and the most tokens that one can have: a full one, or a single
     longer row, or the whole mini-batch, whose answers share their prompts."""
-    roles, key = setup.roles, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    budget, prompts = roles.actor.ppo_max_token_len_per_gpu, roles.actor.ppo_mini_batch_size
-    if "values" in setup.needs and not roles.value_head and roles.critic.ppo_max_token_len_per_gpu > budget:
-        key, budget = "critic.ppo_max_token_len_per_gpu", roles.critic.ppo_max_token_len_per_gpu
-        prompts = roles.critic.ppo_mini_batch_size
-    rollout = roles.rollout
+    options, key = setup.options, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    budget, prompts = options.actor.ppo_max_token_len_per_gpu, options.actor.ppo_mini_batch_size
+    if options.has_critic and options.critic.ppo_max_token_len_per_gpu > budget:
+        key, budget = "critic.ppo_max_token_len_per_gpu", options.critic.ppo_max_token_len_per_gpu
+        prompts = options.critic.ppo_mini_batch_size
+    rollout = options.rollout
     group = rollout.prompt_length + rollout.n * rollout.response_length
-    return key, min(max(budget, _longest_row(setup)), min(prompts, setup.data.train_batch_size) * group)
+    return key, min(max(budget, _longest_row(setup)), min(prompts, setup.options.data.train_batch_size) * group)
 
 
-def _longest_row(setup: LoadedSetup) -> int:
-    row = setup.roles.rollout.prompt_length + setup.roles.rollout.response_length
-    return min(row, setup.longest_sequence or row)
+def _longest_row(setup: Setup) -> int:
+    row = setup.options.rollout.prompt_length + setup.options.rollout.response_length
+    return min(row, setup.options.longest_sequence or row)
 
 
-def _bytes_per_token(setup: LoadedSetup, checkpointing: bool) -> float | None:
+def _bytes_per_token(setup: Setup, checkpointing: bool) -> float | None:
     """Bytes of activations per packed token, those of the layer that is being differentiated and its gradients included."""
-    model = setup.roles.model
+    model = setup.options.model
     found = activation_bytes(
         str(model.path),
         torch_dtype(model.dtype),
@@ -258,25 +258,25 @@ def _bytes_per_token(setup: LoadedSetup, checkpointing: bool) -> float | None:
     return None if found is None else found.kept + 2 * found.layer
 
 
-def _working_bytes(setup: LoadedSetup) -> float:
+def _working_bytes(setup: Setup) -> float:
     """Bytes that do not depend on tokens: the process itself, chunks of logits, and the gradient of the head, which exists
     once more before it is added to that of the embedding."""
-    folder = local_folder(str(setup.roles.model.path))
+    folder = local_folder(str(setup.options.model.path))
     config = read_config(folder) if folder else {}
     config = config | (config.get("text_config") or {})
-    head = 0 if setup.roles.model.lora_rank else 4 * config.get("vocab_size", 0) * config.get("hidden_size", 0)
+    head = 0 if setup.options.model.lora_rank else 4 * config.get("vocab_size", 0) * config.get("hidden_size", 0)
     return _PROCESS + head
 
 
-def _smaller_micro_batches(setup: LoadedSetup, key: str, tokens: int, room: float) -> str:
+def _smaller_micro_batches(setup: Setup, key: str, tokens: int, room: float) -> str:
     """Returns the advice for activations that do not fit `room` (bytes)."""
     row, advice = _longest_row(setup), []
-    for checkpointing in sorted({setup.roles.model.enable_gradient_checkpointing, True}):
+    for checkpointing in sorted({setup.options.model.enable_gradient_checkpointing, True}):
         needs = _bytes_per_token(setup, checkpointing)
         fits = min(tokens, int(room / needs)) if needs else 0
         if fits < row:
             continue
-        switch = checkpointing and not setup.roles.model.enable_gradient_checkpointing
+        switch = checkpointing and not setup.options.model.enable_gradient_checkpointing
         settings = ["actor_rollout_ref.model.enable_gradient_checkpointing=true"] if switch else []
         if fits < tokens:
             settings.append(f"{key}={max(row, fits // 256 * 256)}")
@@ -299,13 +299,13 @@ def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
 
 
 @check("loaded", "disk")
-def disk(setup: LoadedSetup) -> Result:
+def disk(setup: Setup) -> Result:
     """Checks whether the kept checkpoints fit the disk: weights in the model's dtype, and the float32 training state."""
-    if not (weights := count_weights(setup.roles.model.path)):
+    if not (weights := count_weights(setup.options.model.path)):
         return
-    trainer, roles = setup.trainer, setup.roles
-    state = 0.2 if roles.model.lora_rank else 4 + _MOMENTS.get(roles.actor.optim.name, 8.0)
-    size = weights * (_STORED.get(roles.model.dtype, 2) + state)
+    trainer, options = setup.options.trainer, setup.options
+    state = 0.2 if options.model.lora_rank else 4 + _MOMENTS.get(options.actor.optim.name, 8.0)
+    size = weights * (_STORED.get(options.model.dtype, 2) + state)
     kept = trainer.max_actor_ckpt_to_keep or 1
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())

@@ -1,77 +1,47 @@
-"""A run's options, tokenizer and tools from a resolved configuration; everything is checked before a model is loaded."""
+"""`Setup`: a run's options, tokenizer and tools; everything is checked before a model is loaded."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.auto import unread_call
+from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.checks.findings import Result, check, error, require, warning
 from etude.checks.settings import check_names, check_records, effective_keys
 from etude.data import RLDataset, custom_rows
+from etude.environments import Environments
+from etude.environments.loader import load_environments
+from etude.environments.tasks import task_rows
 from etude.errors import WARNING, ConfigError, DataError
-from etude.inference import check_takes_images
-from etude.model_folder import local_folder, longest_context, read_config
-from etude.options import (
-    AlgorithmOptions,
-    DataOptions,
-    RewardOptions,
-    RunOptions,
-    TrainerOptions,
-    TrainOptions,
-)
-from etude.options.validate import to_options
+from etude.inference import check_serving, check_takes_images
+from etude.options import Options, TrainOptions
 from etude.registry import import_module
 from etude.rewards import BUILTIN_MANAGERS, duplicate_judge
 from etude.workers.context import ToolCatalogue
-from etude.workers.options import RoleOptions
-from etude.workers.role import start_process
+from etude.workers.role import Placement, start_process
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PlainSetup:
-    """The validated options of a run; can be sent to any process. `needs`: the columns that estimator, loss and KL terms
-    read beyond those of a rollout."""
+class Setup:
+    """A run's options and what its start makes of them. Each step sets what later ones need, so an attribute is missing if
+    its step failed. `bundle` is the policy's; `catalogue` says what its rollout worker loaded."""
 
-    data: DataOptions
-    algorithm: AlgorithmOptions
-    needs: frozenset[str]
-    trainer: TrainerOptions
-    roles: RoleOptions
-
-    @property
-    def estimator(self) -> Estimator:
-        return ADVANTAGE_ESTIMATORS.get(self.algorithm.adv_estimator)
-
-    @property
-    def min_group(self) -> int:
-        """Minimum number of surviving rollouts per prompt; prompts with fewer are not trained on."""
-        return 1 if self.roles.distillation.alone else self.algorithm.min_group
-
-    @property
-    def longest_sequence(self) -> int | None:
-        """Maximum tokens of prompt plus response; None if only their separate limits apply."""
-        folder = local_folder(str(self.roles.model.path))
-        return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
-
-
-@dataclass(frozen=True)
-class LoadedSetup(PlainSetup):
-    """Adds the run's tokenizer and chat template, and the tools that its rollout worker loaded."""
-
+    options: TrainOptions
+    placement: Placement
     bundle: TokenizerBundle
     catalogue: ToolCatalogue
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
 
     @property
     def tokenizer(self) -> Any:
@@ -84,84 +54,93 @@ class LoadedSetup(PlainSetup):
     @property
     def schemas(self) -> Mapping[str, dict[str, Any]] | None:
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
-        return self.catalogue.schemas if self.roles.rollout.multi_turn.enable else None
+        return self.catalogue.schemas if self.options.rollout.multi_turn.enable else None
 
     @property
     def _result_tag(self) -> str | None:
         """The tag around tool results of a format that the prompts teach; None if the chat template writes calls."""
-        return ToolParser.get_tool_parser(self.roles.rollout.multi_turn.format, self.tokenizer).result_tag
+        return ToolParser.get_tool_parser(self.options.rollout.multi_turn.format, self.tokenizer).result_tag
 
     def dataset(
-        self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
+        self,
+        files: Sequence[str],
+        max_samples: int = -1,
+        problems: list[DataError] | None = None,
+        *,
+        split: str = "train",
     ) -> RLDataset:
-        """Loads the rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
+        """Loads the rows of `files`, checked against the tools and the scorers; without files, those that the environments
+        of `env` make for `split`. `problems`: see `RLDataset`.
 
         Raises:
             ConfigError: no scorer is known for a row's data source.
             DataError: a file or row is invalid.
         """
         given = None
-        if self.data.custom_cls.path is not None:
-            multi_turn = self.roles.rollout.multi_turn
+        if self.options.data.custom_cls.path is not None:
+            multi_turn = self.options.rollout.multi_turn
             tools = {
                 "tool_config_path": list(multi_turn.tool_config_path or ()),
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
-            given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
-        reward, custom = self.roles.reward, self.roles.custom_reward
+            given = custom_rows(self.options.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
+        elif not files and (environments := self.environments) is not None:
+            limits = {each.label: each.tasks if split == "train" else each.val_tasks for each in self.options.environments}
+            entries = [each for each in environments.entries.values() if limits[each.name] != 0]
+            given = (row for each in entries for row in task_rows(each, split, limits[each.name]))
+            files = [f"env ({split})"]
+        reward, custom = self.options.reward_model, self.options.custom_reward_function
         own = bool(custom.path or custom.rewards or reward.model.path)
-        return RLDataset(
+        dataset = RLDataset(
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
             interactions=self.catalogue.interactions,
             agent_loops=self.catalogue.agent_loops,
-            options=self.data,
+            options=self.options.data,
             images=self.bundle.images,
             max_samples=max_samples,
             rows=given,
-            scored=reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own,
+            scored=self.options.scores and reward.reward_manager in BUILTIN_MANAGERS and not own,
             shows_tools=self.catalogue.tool_messages and self._result_tag is None,
             problems=problems,
+            environments=self.catalogue.environments if self.options.environments else None,
         )
+        for entry in self.environments.entries.values() if self.environments else ():
+            dataset.fingerprints[f"env '{entry.name}'"] = entry.fingerprint
+        return dataset
+
+    @cached_property
+    def environments(self) -> Environments | None:
+        """Those of `env`, as opened in this process."""
+        return load_environments(self.options.environments)
 
     def validation_set(self) -> RLDataset | None:
-        """Loads the rows of `data.val_files`; None if there are no such files."""
-        files = self.data.val_files
-        return self.dataset(files, self.data.val_max_samples) if files else None
+        """Loads the rows of `data.val_files`, or makes those of `env`; None if there are none."""
+        data, made = self.options.data, any(each.val_tasks for each in self.options.environments)
+        return self.dataset(data.val_files, data.val_max_samples, split="val") if data.val_files or made else None
 
 
-class Run:
-    """A run that is checked: each check sets what later ones need, so an attribute is missing if its check failed."""
-
-    options: TrainOptions
-    plain: dict[str, Any]
-    roles: RoleOptions
-    bundle: TokenizerBundle
-
-
-def check_config(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundle]:
-    """Checks the configuration without starting workers. Returns the options of the run and of its roles, and the tokenizer
-    bundle.
+def check_options(options: Options) -> Setup:
+    """Imports the plug-ins, loads the tokenizer and checks all that can be checked without starting workers.
 
     Raises:
-        ConfigError: one line that names the key or file.
+        ConfigError: one line that names the key or file; or these are other options.
     """
-    run = Run()
-    run.plain = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
-    run.options = to_options(TrainOptions, run.plain)
-    require("setup", run)
-    return run.options, run.roles, run.bundle
+    if not isinstance(options, TrainOptions):
+        raise ConfigError("these are not the options of a training run", fix="give what etude.config.compose returns")
+    setup = Setup(options)
+    require("setup", setup)
+    return setup
 
 
 @check("setup", "plug-ins", needs="options", fix="correct plugins, or the key that names what they register")
-def _names(run: Run) -> Result:
-    options, imported = run.options, True
+def _names(run: Setup) -> Result:
+    options, imported, device = run.options, True, "cpu"
     try:
-        resolve_device(options.trainer.device)
+        device = resolve_device(options.trainer.device)
     except ConfigError as raised:  # later checks can go on with the CPU
         yield error(raised.message, raised.fix, "machine")
-        options = replace(options, trainer=replace(options.trainer, device="cpu"))
     effective = effective_keys(options)
     for plugin in options.plugins:
         try:
@@ -171,64 +150,49 @@ def _names(run: Run) -> Result:
             yield raised
     if not imported:
         return
-    register_names(options, options.trainer, options.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    register_names(options, options.rollout.agent.agent_loop_config_path)
     try:
         for line in check_records(options, effective):
             yield warning(line, f"leave out {line.partition('=')[0]}")
     except ConfigError as raised:
         yield raised
-    run.roles = roles_of(options, run.plain)
+    check_placement(options, device)
+    run.placement = Placement(device)
     yield f"{len(options.plugins)} imported; every name is registered"
 
 
-def _try_template(run: Run) -> str:
-    model = run.options.actor_rollout_ref.model.path or "MODEL"
+def _try_template(run: Setup) -> str:
+    model = run.options.model.path or "MODEL"
     return f"change actor_rollout_ref.model.path; `etude chat check {model}` tries its template"
 
 
-@check("setup", "model", needs="roles", fix=_try_template)
-def _model(run: Run) -> Result:
-    model, rollout = run.roles.model, run.roles.rollout
-    bundle = load_tokenizer_bundle(model, run.roles.chat_template_kwargs, rollout.multi_turn)
+@check("setup", "model", needs="placement", fix=_try_template)
+def _model(run: Setup) -> Result:
+    model, rollout = run.options.model, run.options.rollout
+    bundle = load_tokenizer_bundle(model, run.options.data.apply_chat_template_kwargs, rollout.multi_turn)
     if bundle.processor is not None:
         check_takes_images(rollout.name)
     run.bundle = bundle
     yield f"{model.path}: its chat template continues conversations exactly"
 
 
-def roles_of(options: TrainOptions, plain: Mapping[str, Any]) -> RoleOptions:
-    """Returns the options of a run's roles; `plain` is its whole configuration.
+def check_placement(options: TrainOptions, device: str) -> None:
+    """Checks what the engine, once it is registered, and the device say to the options.
 
     Raises:
-        ConfigError: the rollout section does not fit its engine or the device.
+        ConfigError: the rollout section does not fit its engine, or a key the device; names the key.
     """
-    policy, data, run = options.actor_rollout_ref, options.data, options.trainer
-    return role_options(
-        options.plugins,
-        run,
-        plain,
-        model=policy.model,
-        actor=options.actor,
-        correction=options.algorithm.rollout_correction,
-        ref=policy.ref,
-        rollout=policy.rollout,
-        env=policy.env,
-        critic=options.critic,
-        reward=_reward_options(options.reward_model),
-        custom_reward=options.custom_reward_function,
-        distillation=options.distillation,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        actor_first_step=run.critic_warmup if "values" in options.needs else 0,
-        value_head="values" in options.needs and options.critic.share_trunk,
-        needs_ref="ref_log_prob" in options.needs,
-        standalone=options.has_rollout_group,
-        streams=run.max_staleness > 0,
-        adapter_versions=run.max_staleness + 1,
-        stall_timeout=run.stall_timeout,
-    )
+    check_serving(options.rollout)
+    if options.rollout.weight_transfer == "cuda_ipc" and not device.startswith("cuda"):
+        raise ConfigError("actor_rollout_ref.rollout.weight_transfer=cuda_ipc needs a GPU; use folder")
+    for key, model in {"actor_rollout_ref.model": options.model, "critic.model": options.critic.model}.items():
+        if model.use_liger and not device.startswith("cuda"):
+            raise ConfigError(f"{key}.use_liger=true needs a GPU: Liger's kernels do not run on {device}")
+    if options.rollout.enable_rollout_routing_replay and options.rollout.name != "native":
+        raise ConfigError("actor_rollout_ref.rollout.enable_rollout_routing_replay needs rollout.name=native")
 
 
-def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) -> None:
+def check_tool_messages(setup: Setup) -> None:
     """Checks that the chat template can render the results of the configured tools, and warns if the calls that it
     writes would not be read.
 
@@ -237,9 +201,9 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
     Raises:
         ConfigError: it cannot.
     """
-    bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn
+    bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.options.rollout.multi_turn
     key = "actor_rollout_ref.rollout.multi_turn"
-    if not catalogue.schemas or not catalogue.tool_messages:
+    if not (catalogue.schemas or catalogue.acting_tools) or not catalogue.tool_messages:
         return
     parser = ToolParser.get_tool_parser(talks.format, bundle.tokenizer)
     try:
@@ -254,8 +218,12 @@ def check_tool_messages(setup: LoadedSetup, template_kwargs: Mapping[str, Any]) 
         return
     # The configured format may not be the template's, and the model's calls be missed. Only a warning, because prompts may
     # teach the format; silent for a user's own parser.
+    if catalogue.acting_tools and not bundle.chat.shows_tools:
+        raise ConfigError(
+            f"{key}: the chat template does not show the model the environment's tools", fix=f"set {TOOLS_IN_SYSTEM}"
+        )
     ours = type(parser).__module__.startswith("etude.") and not catalogue.has_environment
-    unread = unread_call(parser, bundle.tokenizer, **template_kwargs) if ours else None
+    unread = unread_call(parser, bundle.tokenizer, **setup.options.data.apply_chat_template_kwargs) if ours else None
     if unread is not None:
         logger.warning(
             WARNING,
@@ -275,13 +243,14 @@ def warn_of_tools(rows: RLDataset) -> None:
         )
 
 
-def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
+def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
     """Warns if answers earn 0 unless a tool call returns a reward, and if a right answer counts twice."""
-    reward, catalogue = setup.roles.reward, setup.catalogue
-    scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
-    loop = (train[0].get("agent_name") if len(train) else None) or setup.roles.rollout.agent.default_agent_loop
+    options, catalogue = setup.options, setup.catalogue
+    reward = options.reward_model
+    scored = (setup.options.scores and reward.score_weight) or catalogue.interactions or catalogue.has_environment
+    loop = (train[0].get("agent_name") if len(train) else None) or options.rollout.agent.default_agent_loop
     own_loop = loop not in (None, "tool_agent", "single_turn_agent")  # which may set the reward itself
-    if not (scored or own_loop or setup.roles.plugins or catalogue.judging_tools):
+    if not (scored or own_loop or options.plugins or catalogue.judging_tools):
         tools = f" ({', '.join(catalogue.schemas)})" if catalogue.schemas else ""
         logger.warning(
             WARNING,
@@ -289,7 +258,7 @@ def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
             "call returns a reward, every answer earns 0",
             "give custom_reward_function.path, or set reward_model.enable=true",
         )
-    if reward.enable and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
+    if setup.options.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
         logger.warning(
             WARNING,
             "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice",
@@ -297,39 +266,14 @@ def warn_of_rewards(setup: LoadedSetup, train: RLDataset) -> None:
         )
 
 
-def _reward_options(options: RewardOptions) -> RewardOptions:
-    """Maps RL-Factory's reward manager `parallel`, which means the environment's own score, to no reward manager."""
-    is_environments = options.reward_manager == "parallel"
-    return replace(options, enable=False, reward_manager="naive") if is_environments else options
-
-
-def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | None = None) -> None:
+def register_names(options: Options, agent_loop_config_path: str | None = None) -> None:
     """Sets up this process like a worker's, because the driver computes too, and rejects unregistered names.
 
     Raises:
         ConfigError: a plug-in cannot be imported, or a name is unknown.
     """
-    start_process(
-        options.plugins,
-        agent_loop_config_path,
-        num_threads=run.num_threads,
-        seed=run.seed,
-        deterministic=run.deterministic,
-    )
+    start_process(options.plugins, options.trainer, agent_loop_config_path)
     check_names(options)
-
-
-def role_options(plugins: Sequence[str], run: RunOptions, config: Mapping[str, Any], **sections: Any) -> RoleOptions:
-    """Builds the roles' options: those common to all kinds of run, and this run's `sections`."""
-    return RoleOptions(
-        **sections,
-        plugins=tuple(plugins),
-        num_threads=run.num_threads,
-        seed=run.seed,
-        deterministic=run.deterministic,
-        device=resolve_device(run.device),
-        config=config,
-    )
 
 
 def resolve_device(name: str) -> str:

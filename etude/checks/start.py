@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from etude.checks.findings import check, faults_of
-from etude.checks.settings import Faults, Options, fault, inert_reason, unknown_names
+from etude.checks.settings import Faults, fault, inert_reason, unknown_names
 from etude.errors import ConfigError, MissingExtraError
 from etude.model_folder import local_folder, longest_context, read_config
-from etude.options import TrainOptions, declarations
+from etude.options import Options, TrainOptions, declarations
 from etude.options.distillation import SELF, is_address
 from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
@@ -60,7 +60,10 @@ def start_problems(options: Options, command: Command) -> Faults:
 @check("start")
 def _needed_keys(options: Options, command: Command) -> Faults:
     for key, (why, fix) in _NEEDED[command].items():
-        if not value_of(options, key):
+        made = (
+            key.startswith("data.") and isinstance(options, TrainOptions) and options.env
+        )  # rows of the environment's
+        if not value_of(options, key) and not made:
             yield fault(key, why, fix)
     yield from unknown_names(options, late=True)
 
@@ -156,7 +159,7 @@ def _has_other_rewards(run: TrainOptions) -> bool:
     talks, agent = rollout.multi_turn, rollout.agent
     tools = talks.tool_config_path or talks.function_tool_path or talks.interaction_config_path
     code = run.plugins or agent.agent_loop_config_path or agent.openai_agent.function or agent.openai_agent.command
-    own = code or (talks.enable and run.actor_rollout_ref.env.chosen)
+    own = code or (talks.enable and (run.actor_rollout_ref.env.chosen or run.env))
     by_tools, by_score = reward.tool_reward_weight != 0, reward.score_weight != 0
     return bool((talks.enable and tools and by_tools) or (own and (by_tools or by_score)))
 

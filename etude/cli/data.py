@@ -287,10 +287,17 @@ def traces(inputs: tuple[str, ...], output_dir: Path, min_score: float, per_prom
 @click.option(
     "--tools-in-system", metavar="FORMAT", help="As multi_turn.tools_in_system=true in this multi_turn.format."
 )
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As data.apply_chat_template_kwargs.KEY.")
 @click.option("--prompt-key", default="prompt", help="Column with the messages.")
 @click.option("--problems", "most", default=10, type=click.IntRange(0), help="How many problems to list.")
 def inspect(
-    file: Path, model: str | None, tool_config: Path | None, tools_in_system: str | None, prompt_key: str, most: int
+    file: Path,
+    model: str | None,
+    tool_config: Path | None,
+    tools_in_system: str | None,
+    settings: tuple[str, ...],
+    prompt_key: str,
+    most: int,
 ) -> int:
     """Print what FILE holds: rows, columns, lengths, tool kwargs, and what a run would stumble over.
 
@@ -300,12 +307,19 @@ def inspect(
     Example:
       etude data inspect data/gsm8k/train.parquet --model models/mine --tools tools.yaml
     """
+    from etude.cli.chat import template_kwargs
     from etude.data.inspection import inspect_file
 
-    if tools_in_system is not None and model is None:
-        raise click.UsageError("--tools-in-system needs --model")
+    for option, value in (("--tools-in-system", tools_in_system), ("--set", settings)):
+        if value and model is None:
+            raise click.UsageError(f"{option} needs --model")
     report = inspect_file(
-        file, model=model, tool_config=tool_config, prompt_key=prompt_key, tools_in_system=tools_in_system
+        file,
+        model=model,
+        tool_config=tool_config,
+        prompt_key=prompt_key,
+        tools_in_system=tools_in_system,
+        chat_template_kwargs=template_kwargs(settings),
     )
     for line in report.lines(most):
         click.echo(line)

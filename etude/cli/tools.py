@@ -320,7 +320,7 @@ def _response_record(response: Any) -> dict[str, Any]:
 
 def _outcome_record(outcome: ToolCall) -> dict[str, Any]:
     return {
-        "arguments": outcome.call.arguments,
+        "arguments": outcome.requested.arguments,
         "response": _response_record(outcome.response),
         "reward": outcome.reward,
         "metrics": dict(outcome.metrics),

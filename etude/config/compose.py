@@ -20,7 +20,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.checks.settings import COMMAND_LINE, Options, problems_with, remarks
+from etude.checks.settings import COMMAND_LINE, problems_with, remarks
 from etude.checks.start import Command, start_problems, start_remarks
 from etude.config.layers import (
     TREE,
@@ -37,7 +37,7 @@ from etude.config.layers import (
 )
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
-from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
 from etude.registry import one_edit_from, suggestion
@@ -76,10 +76,11 @@ def compose(
     *,
     root: str = DEFAULT_ROOT,
     command: Command | None = None,
-) -> DictConfig:
-    """Composes the configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`. With
-    `command`, for a run that is about to start, it checks that this machine has what it needs, before torch is imported."""
-    return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
+) -> Options:
+    """Composes the configuration `config_name` with the key=value arguments `overrides`, as the frozen options that every
+    process of a run reads; see `compose_with_sources`. With `command`, for a run that is about to start, it checks that this
+    machine has what it needs, before torch is imported."""
+    return compose_with_sources(config_name, overrides, config_path, root=root, command=command).options
 
 
 def compose_with_sources(
@@ -92,14 +93,14 @@ def compose_with_sources(
     command: Command | Literal["check"] | None = None,
     collect: bool = False,
 ) -> Composition:
-    """Composes a configuration in struct mode and remembers where its values came from.
+    """Composes a configuration and remembers where its values came from.
 
     Args:
         config_name: a root of the package, or the user's YAML (with or without ".yaml"). None: `root` itself.
         overrides: command-line arguments, `key=value` or `group=option`.
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
         root: the package root below the user's YAML, unless its defaults list names another.
-        resolve: resolve interpolations in the result (types are always checked with interpolations resolved).
+        resolve: resolve interpolations in `config` (types are always checked with interpolations resolved).
         command: the command about to start; this machine must have what the configuration names. "check": the command that
             the configuration is for. None: no such check.
         collect: return faults of keys and values, and remarks, instead of raising and logging them.
@@ -137,8 +138,7 @@ def compose_with_sources(
     noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
     for line in () if collect else noted:
         logger.warning("%s", line)
-    result = _with_types(filled if resolve else OmegaConf.to_container(config), raw, options, resolve)
-    OmegaConf.set_struct(result, True)
+    result = _as_config(options, {} if resolve else raw)
     known = {key: sources[key] for key in _leaves(result)}
     return Composition(result, known, options, (*faults, *wrong.values()), noted)
 
@@ -323,14 +323,13 @@ def _resolve(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
 
 
-def _with_types(values: Any, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """Converts `values` to the types of `options`; interpolations are kept unless `resolve` is set."""
-    result, given = OmegaConf.create(values), dict(flatten(values))
-    assert isinstance(result, DictConfig)
-    for key, value in flatten(plain_options(options)):
-        is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
-        if key in given and not is_link and (type(given[key]) is not type(value) or given[key] != value):
+def _as_config(options: Options, raw: dict[str, Any]) -> DictConfig:
+    """The options as a tree in struct mode; of the leaves `raw`, interpolations are kept."""
+    result = OmegaConf.create(plain_options(options))
+    for key, value in raw.items():
+        if isinstance(value, str) and "${" in value:
             OmegaConf.update(result, key, value, merge=False)
+    OmegaConf.set_struct(result, True)
     return result
 
 

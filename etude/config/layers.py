@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from etude.checks.settings import COMMAND_LINE
+from etude.config.groups import GROUP_NAMES, GROUPS, STORED_ROOTS, group_values, stored
 from etude.errors import ConfigError, one_line
 
 TREE = Path(__file__).parent / "tree"
@@ -47,7 +48,7 @@ class Layer:
 
 def package_roots() -> list[str]:
     """The configurations that ship with Étude and that `--config-name` can name."""
-    return sorted(path.stem for path in TREE.glob("*.yaml"))
+    return sorted([*STORED_ROOTS, *(path.stem for path in TREE.glob("*.yaml"))])
 
 
 @cache
@@ -129,8 +130,11 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
         if not override.key_or_group:
             raise _unreadable(argument)
         group = override.key_or_group.replace(".", "/")
-        is_group = any((place / group).is_dir() for place in (folder, TREE))
-        if is_group and isinstance(override.value(), str):
+        chosen = override.value()
+        is_group = group in GROUP_NAMES or (folder / group).is_dir()
+        if group == "env":  # a key, too
+            is_group = (folder / group / f"{chosen}.yaml").is_file()
+        if is_group and isinstance(chosen, str):
             choices.append(argument)
         else:
             values.append(override)
@@ -154,7 +158,7 @@ def _hydra(folder: Path) -> Iterator[None]:
     held = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
+        with stored(), initialize_config_dir(str(folder), version_base="1.3"):
             yield
     finally:
         restore_gh_from_backup(held)
@@ -162,11 +166,11 @@ def _hydra(folder: Path) -> Iterator[None]:
 
 def _read(name: str, package: str, folder: Path) -> Layer:
     path = next((p for p in (place / f"{name}.yaml" for place in (folder, TREE)) if p.is_file()), None)
-    if path is None:
+    if path is None and name not in GROUPS.values():
         raise ConfigError(f"file not found: {folder / name}.yaml")
-    is_package = TREE in path.parents
-    source = str(path.relative_to(TREE) if is_package else path)
-    content = load_file(path)
+    is_package = path is None or TREE in path.parents
+    source = f"{name}.yaml" if is_package else str(path)
+    content = OmegaConf.create(group_values(name)) if path is None else load_file(path)
     for key in ("defaults", "hydra"):
         content.pop(key, None)
     if not package:

@@ -3,10 +3,10 @@
 from etude.data.dataset import RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet
 from etude.data.loader import ResumableLoader
-from etude.data.rlhf import RLHFDataset, custom_rows
 from etude.data.rows import active_tools, check_row
 from etude.data.samplers import SAMPLERS, Sampler, open_sampler, row_success
 from etude.data.sft import SFTDataset
+from etude.data.verl_dataset import RLHFDataset, custom_rows
 from etude.options import DataOptions
 
 __all__ = [

@@ -96,9 +96,10 @@ def inspect_file(
     tool_config: Path | None = None,
     prompt_key: str = "prompt",
     tools_in_system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Inspects `file`: prompts, conversations, or a rollout dump; `tools_in_system` is the `multi_turn.format` of a run that
-    writes tools into the system message.
+    writes tools into the system message, `chat_template_kwargs` its `data.apply_chat_template_kwargs`.
 
     Raises:
         DataError: the file cannot be read.
@@ -107,7 +108,7 @@ def inspect_file(
     report = Inspection(file)
     tools = None if tool_config is None else load_tools(str(tool_config))
     schemas = None if tools is None else {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools}
-    chat = None if model is None else _chat_of(model, tools_in_system)
+    chat = None if model is None else _chat_of(model, tools_in_system, chat_template_kwargs or {})
     if chat is not None:
         report.unit = _unit(chat, with_tools=schemas is not None)
     dump = is_dump(str(file))
@@ -179,10 +180,10 @@ def _unit(chat: ChatTemplate, *, with_tools: bool) -> str:
     return "tokens, tool schemas included"
 
 
-def _chat_of(model: str, tools_in_system: str | None) -> ChatTemplate:
+def _chat_of(model: str, tools_in_system: str | None, kwargs: Mapping[str, Any]) -> ChatTemplate:
     from etude.chat import ChatTemplate, ToolParser
     from etude.models import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     parser = None if tools_in_system is None else ToolParser.get_tool_parser(tools_in_system, tokenizer)
-    return ChatTemplate(tokenizer, tools_in_system=parser)
+    return ChatTemplate(tokenizer, tools_in_system=parser, **kwargs)

@@ -8,6 +8,7 @@ sections together.
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import Declaration, declarations
 from etude.options.distillation import DistillationOptions
+from etude.options.environments import EnvironmentOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
@@ -29,7 +30,7 @@ from etude.options.training import (
     TrainedModelOptions,
     has_several_updates,
 )
-from etude.options.tree import SFTOptions, TrainOptions
+from etude.options.tree import Options, SFTOptions, TrainOptions
 
 __all__ = [
     "ActorOptions",
@@ -41,11 +42,13 @@ __all__ = [
     "Declaration",
     "DistillationOptions",
     "EnvOptions",
+    "EnvironmentOptions",
     "FSDPOptions",
     "ModelOptions",
     "MultiTurnOptions",
     "OpenAIAgentOptions",
     "OptimOptions",
+    "Options",
     "RayOptions",
     "RefOptions",
     "RewardOptions",

@@ -70,6 +70,11 @@ class RewardOptions:
         when=MANAGED,
     )
 
+    @property
+    def scores(self) -> bool:
+        """Whether a reward manager scores; RL-Factory's `parallel` is the environment's own score."""
+        return self.enable and self.reward_manager != "parallel"
+
 
 @options
 class WeightedFunction:

@@ -1,15 +1,17 @@
 """The whole of a configuration: one class for each tree of keys.
 
-Invariant: the keys of a tree are the fields declared here; config/tree holds the same as YAML, written from these.
+Invariant: the keys of a tree are the fields declared here; the group defaults of `etude.config` are made of these.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
+from etude.model_folder import local_folder, longest_context, read_config
+from etude.options.data import DataOptions, SamplerOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
+from etude.options.environments import EnvironmentOptions, EnvironmentSections
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, ON_RAY, AlgorithmOptions, RayOptions, RunOptions, TrainerOptions
@@ -23,6 +25,7 @@ from etude.options.training import (
     SFTOptimOptions,
 )
 from etude.options.types import Flag, Texts
+from etude.options.validate import to_options
 
 _PLUGINS = (
     "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."
@@ -59,7 +62,18 @@ class TrainOptions:
     distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
     ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
+    env: EnvironmentSections = key(
+        "What the model acts in: an id, or a list of [{id, name, args, tasks, val_tasks, weight, limit, timeout}] "
+        "(docs/environments.md). Without data.train_files its tasks are the rows; of several, a row picks one by "
+        "extra_info.env.",
+        default=(),
+    )
     plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+    @property
+    def environments(self) -> tuple[EnvironmentOptions, ...]:
+        """The entries of `env`."""
+        return tuple(to_options(EnvironmentOptions, each, f"env[{n}]") for n, each in enumerate(self.env))
 
     @property
     def actor(self) -> ActorOptions:
@@ -68,6 +82,40 @@ class TrainOptions:
         if not correction.bypass_mode or correction.loss_type == "ppo_clip":
             return actor
         return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=correction.loss_type))
+
+    def for_workers(self) -> TrainOptions:
+        """What workers are built from: the same object."""
+        return self
+
+    @property
+    def model(self) -> ModelOptions:
+        """The policy's model."""
+        return self.actor_rollout_ref.model
+
+    @property
+    def ref(self) -> RefOptions:
+        """The reference policy."""
+        return self.actor_rollout_ref.ref
+
+    @property
+    def rollout(self) -> RolloutOptions:
+        """How answers are sampled."""
+        return self.actor_rollout_ref.rollout
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward manager scores; the environments of `env` do, unless the user names a scorer."""
+        custom = self.custom_reward_function
+        own = custom.path or custom.rewards or self.reward_model.model.path
+        return self.reward_model.scores and bool(own or not self.env)
+
+    @property
+    def sampler(self) -> SamplerOptions:
+        """What draws the rows: several environments, whose tasks are the rows, are drawn by their weights."""
+        given, entries = self.data.sampler, self.environments
+        if len(entries) < 2 or self.data.train_files or given.class_name is not None:
+            return given
+        return replace(given, class_name="mixture", weights={each.label: each.weight for each in entries})
 
     @property
     def has_rollout_group(self) -> bool:
@@ -85,6 +133,32 @@ class TrainOptions:
         if self.distillation.teachers:
             own |= {"old_log_probs", "teacher_log_probs"}
         return self.actor.needs.union(own, estimator.needs if estimator else ())
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether some loss or reward uses the reference policy."""
+        return "ref_log_prob" in self.needs
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the critic is a head on the actor's trunk."""
+        return self.critic.share_trunk and "values" in self.needs
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic with a trunk of its own."""
+        return "values" in self.needs and not self.value_head
+
+    @property
+    def min_group(self) -> int:
+        """Minimum number of surviving rollouts per prompt; prompts with fewer are not trained on."""
+        return 1 if self.distillation.alone else self.algorithm.min_group
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Maximum tokens of prompt plus response; None if only their separate limits apply."""
+        folder = local_folder(str(self.model.path))
+        return self.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""
@@ -105,3 +179,33 @@ class SFTOptions:
     trainer: RunOptions = key("", default_factory=RunOptions)
     ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
     plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+    def for_workers(self) -> TrainOptions:
+        """What workers are built from: the run as `etude train` would have it, with the same model, optimizer, chat template
+        and conversations; trials are its rollouts, and DPO's reference that of a KL term."""
+        lengths = self.data.max_length, self.target_success.max_response_length
+        run = {each.name: getattr(self.trainer, each.name) for each in fields(self.trainer)}
+        return TrainOptions(
+            data=DataOptions(
+                max_prompt_length=lengths[0],
+                max_response_length=lengths[1],
+                apply_chat_template_kwargs=self.data.apply_chat_template_kwargs,
+            ),
+            actor_rollout_ref=PolicyOptions(
+                model=self.model,
+                actor=ActorOptions(optim=self.optim, use_kl_loss=self.loss.name == "dpo"),
+                rollout=RolloutOptions(
+                    prompt_length=lengths[0],
+                    response_length=lengths[1],
+                    multi_turn=self.multi_turn,
+                    seed=self.trainer.seed,
+                ),
+            ),
+            trainer=TrainerOptions(**run, stall_timeout=None),
+            ray=self.ray,
+            plugins=self.plugins,
+        )
+
+
+Options = TrainOptions | SFTOptions
+"""Those of a run of either kind."""

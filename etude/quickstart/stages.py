@@ -183,9 +183,9 @@ class Quickstart:
 
         own = self._start is None and self.example.options.model is None
         model = self.folder / "model" if own else self._warm_model
-        setup = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
-        with closing(setup.groups):
-            PPOTrainer(setup)
+        setup, groups = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
+        with closing(groups):
+            PPOTrainer(setup, groups)
 
     @property
     def _warm_model(self) -> Path:

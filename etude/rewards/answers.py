@@ -17,7 +17,7 @@ from typing import Any
 from etude.chat.placeholders import text_of
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
-from etude.rewards.numeral import Numeral, read_numeral
+from etude.rewards.numeral import CONTINUATION, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
 
 MAX_ANSWER_CHARS = 1000
@@ -66,18 +66,8 @@ _NOT_UNITS = re.compile(  # words, and pairs of letters that may be two variable
     r"[a-z]{2}\b",
     re.I,
 )
-_MAGNITUDES = {
-    "hundred": 2,
-    "thousand": 3,
-    "lakh": 5,
-    "million": 6,
-    "crore": 7,
-    "billion": 9,
-    "trillion": 12,
-    "quadrillion": 15,
-}
 _MAGNITUDE = re.compile(
-    rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
+    rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
 )
 _SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(
@@ -90,6 +80,8 @@ _COMPARED = re.compile(  # the number that follows is not the answer
     r"\s+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
     re.I,
 )
+_CONTINUED = re.compile(rf"\d{CONTINUATION}")
+_TWO_VALUES = re.compile(r"(\d+),(\d{1,2})")  # or a decimal comma
 _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
@@ -127,7 +119,7 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     if _tight(ours) == _tight(theirs):
         return True
-    if _COMPARED.search(ours) or (_DENIED.search(ours) and not _DENIED.search(theirs)):
+    if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
     if (
         "\n" in ours
@@ -153,6 +145,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     words = _words(ours), _words(theirs)
     if words[0] and words[1] and words[0] == words[1]:
         return True
+    values = _TWO_VALUES.fullmatch(ours.strip("$")), _TWO_VALUES.fullmatch(theirs.strip("$"))
+    if values[0] and values[1] and values[0][1] == values[1][2] and values[0][2] == values[1][1]:
+        return True  # "2,1" and "1,2" are the same two values, as "2, 1" and "1, 2" are
     numbers = _number(ours), _number(theirs)
     if numbers[0] is not None and numbers[1] is not None:
         named = _variable(ours), _variable(theirs)
@@ -273,7 +268,7 @@ def _normalise(text: str) -> str:
 
 def _power(found: re.Match[str]) -> str:
     opened = found[1] if found[1] and not found[3] else ""  # a unit follows inside the same braces
-    return rf"\times 10^{{{_MAGNITUDES[found[2].lower()]}}}{opened}"
+    return rf"\times 10^{{{MAGNITUDES[found[2].lower()]}}}{opened}"
 
 
 def _tight(text: str) -> str:

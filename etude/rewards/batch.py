@@ -74,7 +74,7 @@ class BatchScorer(BoundedScorer):
             set_outcome(future, result)
 
     async def _results(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
-        if not getattr(user_function(self._scorer), "batched", False):
+        if not getattr(user_function(self.scorer), "batched", False):
             return await gather(self._one(row) for row in rows)
         lists = {many: [row.get(one) for row in rows] for many, one in BATCH_ARGUMENTS.items()}
         returned: Any = await super()._run(lists)

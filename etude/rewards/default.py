@@ -149,7 +149,8 @@ class UserFunction:
     ) -> None:
         """`offered`: further arguments, passed if the function declares them and `reward_kwargs` does not set them."""
         self._made_of = (path, name, dict(reward_kwargs), key, dict(offered))
-        where = f"'{name}' of {path} ({key})"
+        self.place = f"'{name}' of {path}"
+        where = f"{self.place} ({key})"
         function: Any = import_object(f"{path}:{name}")
         if not callable(function):
             raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
@@ -202,6 +203,13 @@ def load_compute_score(
 def user_function(scorer: Any) -> Any:
     """Returns the `UserFunction` wrapped by `load_compute_score`; any other scorer unchanged."""
     return getattr(scorer, "function", scorer)
+
+
+def describe_scorer(scorer: Any, data_source: object) -> str:
+    """Names a scorer for its errors; a function of the user's by name and file."""
+    function = user_function(scorer)
+    name = function.place if isinstance(function, UserFunction) else "compute_score"
+    return f"{name} for the data source '{data_source}'"
 
 
 class WeightedSum:

@@ -12,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from etude.errors import DataError
+from etude.rewards.numeral import CONTINUATION, MAGNITUDES
 from etude.rewards.truth import reads_truth, truths_of
 
 Method = Literal["strict", "flexible"]
@@ -20,9 +21,10 @@ _TAIL = 300  # characters: the answer is at the end, and searching stays cheap o
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(
     r"####[ \t]*[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
-    r"(?![0-9.,!½⅓⅔¼¾]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?:hundred|thousand|million|billion|trillion)\b|k\b))"
+    rf"(?![0-9.,!½⅓⅔¼¾]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|k\b))"
     r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
+    rf"(?!{CONTINUATION})"
 )
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12

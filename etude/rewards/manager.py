@@ -57,7 +57,7 @@ class BoundedScorer:
     """
 
     def __init__(self, scorer: Scorer, timeout: float) -> None:
-        self._scorer = scorer
+        self.scorer = scorer
         self._timeout = timeout
         self._sees_trajectory = default.sees_trajectory(scorer)
 
@@ -70,7 +70,7 @@ class BoundedScorer:
         """
         if not self._sees_trajectory:
             arguments.pop("trajectory", None)
-        where = f"compute_score for the data source '{arguments.get('data_source')}'"
+        where = default.describe_scorer(self.scorer, arguments.get("data_source"))
         try:
             return await self._run(arguments)
         except EtudeError:
@@ -86,7 +86,7 @@ class BoundedScorer:
         def call_scorer() -> Any:
             nonlocal started
             started = time.monotonic()
-            return self._scorer(**arguments)
+            return self.scorer(**arguments)
 
         result = await _scorer_threads.run_within(self._timeout, call_scorer)
         if not inspect.isawaitable(result):
@@ -315,7 +315,7 @@ class NaiveRewardManager(RewardManagerBase):
             extra_info=row.non_tensor_batch.get("extra_info") or {},
             trajectory=row.non_tensor_batch.get("trajectory"),
         )
-        return read_score(result, f"compute_score for the data source '{source}'")
+        return read_score(result, default.describe_scorer(self.scorer, source))
 
     def _text(self, batch: Any) -> str:
         """Returns the text that the scorer gets, as selected by `score_text`."""

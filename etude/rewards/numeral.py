@@ -16,6 +16,30 @@ MIN_ROUNDED_PLACES = 6
 MIN_ROUNDED_DIGITS = 5
 _MAX_EXPONENT = 300
 
+MAGNITUDES = {
+    "hundred": 2,
+    "thousand": 3,
+    "lakh": 5,
+    "million": 6,
+    "crore": 7,
+    "billion": 9,
+    "trillion": 12,
+    "quadrillion": 15,
+}
+"""Words after a number, and the power of ten that each multiplies it by."""
+_COUNT = (
+    r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
+)
+CONTINUATION = (
+    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{_COUNT}"
+    r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b)"
+)
+"""Words after a number that make another one of it, as a pattern: "5 plus six", "5 feet six inches"."""
+_CHINESE_DIGITS = "零一二三四五六七八九"
+_CHINESE = re.compile(rf"([{_CHINESE_DIGITS[1:]}])?(十)?(?:(?<=十)([{_CHINESE_DIGITS[1:]}]))?([百千万亿])?")
+_CHINESE_POWERS = {"百": 2, "千": 3, "万": 4, "亿": 8}
+
 _D = r"\d{1,200}"
 _INTEGER = re.compile(_D)
 _DECIMAL = re.compile(rf"({_D})\.(\d{{0,200}})|\.({_D})")
@@ -69,9 +93,22 @@ def read_numeral(text: str) -> Numeral | None:
     return Numeral(sign * found.value, found.places, found.digits, percent is not None)
 
 
+def _chinese(body: str) -> int | None:
+    """Reads 零, 二, 十二, 三百 or 二十万; longer numbers, whose short forms are ambiguous (一百五), are not read."""
+    body = body.replace("两", "二").replace("〇", "零")
+    found = _CHINESE.fullmatch(body)
+    if body == "零" or found is None or not (found[1] or found[2]):
+        return 0 if body == "零" else None
+    first, last = (_CHINESE_DIGITS.index(each or "零") for each in (found[1], found[3]))
+    count = 10 * (first or 1) + last if found[2] else first
+    return int(count * 10 ** _CHINESE_POWERS.get(found[4], 0))
+
+
 def _unsigned(body: str) -> Numeral | None:
     if len(body) > 500:
         return None
+    if (number := _chinese(body)) is not None:
+        return Numeral(Fraction(number))
     if (found := _decimal(_plain_notation(body))) is not None:
         return found
     if (fraction := _fraction(body)) is not None:

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from etude.checks.findings import Findings, Result, check, error, place_in, warning
+from etude.environments import Environment, EnvironmentEntry
 from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
@@ -76,7 +77,7 @@ def inspect_environment(
         ConfigError, DataError: the run could not start.
     """
     worker, setup = open_trial(config_name, overrides_, config_path, seconds)
-    dataset = setup.dataset(setup.data.train_files, rows)
+    dataset = setup.dataset(setup.options.data.train_files, rows)
     if not len(dataset):
         raise DataError("data.train_files: there is no row to play")
     try:
@@ -100,12 +101,18 @@ class Spy:
                     spied = self._wrap(getattr(type(tool), method), f"{tool.name}.{method}")
                     setattr(tool, method, MethodType(spied, tool))
         environment = worker.context.environment
-        if environment is not None and inspect.isclass(environment.target):
-            target = type(environment.target.__name__, (environment.target,), {})
+        if environment is not None:
+            entries = {name: replace(each, make=self._spied(each)) for name, each in environment.entries.items()}
+            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, entries=entries))
+
+    def _spied(self, entry: EnvironmentEntry) -> Callable[[], Environment]:
+        def make() -> Environment:
+            made = entry.make()
             for method in ("reset", "close"):
-                if hasattr(target, method):
-                    setattr(target, method, self._wrap(getattr(target, method), f"{environment.name}.{method}"))
-            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, target=target))
+                setattr(made, method, self._wrap(getattr(made, method), f"{entry.name}.{method}"))
+            return made
+
+        return make
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
@@ -160,7 +167,7 @@ class Conformance:
         self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
         self._records: list[ToolCallRecord] = []  # tool calls of all plays
-        talks, env = worker.options.rollout.multi_turn, worker.options.env
+        talks, env = worker.options.rollout.multi_turn, worker.options.actor_rollout_ref.env
         self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
         self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
         self._owners = ", ".join(self._code.values()) or self._environment
@@ -261,14 +268,14 @@ class Conformance:
         assert rollout.trajectory is not None
         rewards = rollout.trajectory.rewards
         if (rewards.score or 0.0) > 0:
-            return advice.scorer(self._worker.options.custom_reward)
+            return advice.scorer(self._worker.options.custom_reward_function)
         paying = [self._code.get(name, self._environment) for name, value in rewards.final.items() if value > 0]
         return f"calc_reward of {paying[0]}" if paying else self._environment
 
     def _totals(self, rollouts: Sequence[Rollout], steps: bool = False) -> dict[int, float]:
         """Returns row → reward of rollouts that were not dropped. Tools' step rewards count only with `steps`, since a tool
         may legitimately reward a call."""
-        found, weight = {}, self._worker.options.reward.tool_reward_weight
+        found, weight = {}, self._worker.options.reward_model.tool_reward_weight
         for number, rollout in enumerate(rollouts):
             total = self._worker.total(rollout)
             if rollout.trajectory is not None and total is not None:
@@ -280,7 +287,7 @@ class Conformance:
         lost = [each for each in rollouts if each.trajectory is None]
         if lost:
             line = f"{len(lost)} of {len(rollouts)} trajectories were dropped: {lost[0].cause or lost[0].dropped}"
-            code = advice.scorer(self._worker.options.custom_reward) if "scoring: " in line else self._owners
+            code = advice.scorer(self._worker.options.custom_reward_function) if "scoring: " in line else self._owners
             place = place_in(line)
             yield EtudeError(line, fix=f"{place and f'mend {place}; '}a failure drops the trajectory: see {code}")
 

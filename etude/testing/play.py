@@ -155,11 +155,11 @@ def play(
         patient = replace(worker.context.options.multi_turn, max_seconds=None)
         options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
         worker.__dict__["context"] = replace(worker.context, options=options)
-        files = setup.data.val_files if validation else setup.data.train_files
-        rows = setup.dataset(files, row + 1)
+        files = setup.options.data.val_files if validation else setup.options.data.train_files
+        rows = setup.dataset(files, row + 1, split="val" if validation else "train")
         if row >= len(rows):
             raise DataError(f"{', '.join(map(str, files))}: no row {row}: there are {len(rows)}")
-        place = folder or Path(setup.trainer.default_local_dir) / "play"
+        place = folder or Path(setup.options.trainer.default_local_dir) / "play"
         check_writable(place)
         echo(f"{HELP}\n")
         batch = worker.roll_out([rows[row]], Seat(worker, typed, echo).turn)
@@ -188,7 +188,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _print_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:
-    rewards, weights = trajectory.rewards, worker.options.reward
+    rewards, weights = trajectory.rewards, worker.options.reward_model
     echo(f"ended: {trajectory.stop_reason.value}, {trajectory.assistant_turns} turns of yours")
     echo(f"reward {worker.total(rollout) or 0.0:g}")
     for turn, source, value in rewards.steps:

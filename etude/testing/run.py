@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,16 @@ from typing import Any
 from etude.checks.findings import Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
-from etude.checks.setup import LoadedSetup, Run, check_tool_messages, warn_of_rewards, warn_of_tools
+from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
-from etude.config.layers import to_container
 from etude.data import ResumableLoader, RLDataset, active_tools
 from etude.errors import ConfigError, DataError, EtudeError
-from etude.options import CustomRewardOptions, MultiTurnOptions, TrainOptions
+from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
-from etude.testing.trial import TrialRollouts, example_arguments, load_setup, rollouts_of, row_number
+from etude.testing.trial import TrialRollouts, example_arguments, rollouts_of, row_number
 from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Provenance, Rollout, Trajectory
+from etude.workers.context import ToolCatalogue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_SOURCES = 8
@@ -95,7 +96,7 @@ def inspect_run(
             yield warning(line, fix)
         run.composition = found
         if isinstance(found.options, TrainOptions):
-            run.options, run.plain = found.options, to_container(found.config)
+            run.options = found.options
         yield "every key is known, and their values go together"
 
     run.findings.run("configuration", configuration, "mend the file; `etude config` lists the keys")
@@ -112,12 +113,11 @@ def inspect_run(
     return run.findings
 
 
-class Inspection(Run):
+class Inspection(Setup):
     """Adds what only a trial finds out."""
 
     composition: Composition
     worker: TrialRollouts
-    setup: LoadedSetup
     train: RLDataset
 
     def __init__(self, rows: int, seconds: float) -> None:
@@ -143,19 +143,18 @@ class Inspection(Run):
 
 def _fine_tuning(run: Inspection) -> Result:
     """Runs the checks of supervised training before it loads a model: template, tools, and every row."""
-    config = run.composition.config.copy()
-    config.trainer.backend = "local"  # same checks, without starting a Ray cluster
-    trainer = SFTTrainer(config)
+    options = run.composition.options
+    assert isinstance(options, SFTOptions)
+    trainer = SFTTrainer(replace(options, trainer=replace(options.trainer, backend="local")))  # the same, without Ray
     with closing(trainer.groups):
-        yield from slow_dtypes(trainer.roles.device, trainer.model.dtype, "model.dtype")
+        yield from slow_dtypes(trainer.device, options.model.dtype, "model.dtype")
         yield f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
 
 
 @check("run", "tools", needs="bundle", fix=lambda run: advice.try_tools(run.talks))
 def _tools(run: Inspection) -> Result:
-    worker = TrialRollouts(run.roles, run.seconds)
-    worker.__dict__["bundle"] = run.bundle  # presets the cached property: loaded already
-    run.setup = load_setup(run.options, run.roles, run.bundle, worker)
+    worker = TrialRollouts(run, run.seconds)
+    run.catalogue = ToolCatalogue.of(worker.context)
 
     def load_scorer() -> Result:
         _ = worker.scorer
@@ -163,7 +162,7 @@ def _tools(run: Inspection) -> Result:
 
     run.findings.run("reward", load_scorer, f"mend {advice.scorer(run.custom)}")
     run.worker = worker
-    schemas = run.setup.catalogue.schemas
+    schemas = run.catalogue.schemas
     for name, schema in schemas.items():
         if not schema["function"].get("description"):
             tool = worker.context.tools.get(name)
@@ -173,34 +172,34 @@ def _tools(run: Inspection) -> Result:
     yield f"loaded: {', '.join(schemas) or 'none'}"
 
 
-@check("run", "template", needs="setup", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
+@check("run", "template", needs="catalogue", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
 def _template(run: Inspection) -> Result:
-    check_tool_messages(run.setup, run.setup.data.apply_chat_template_kwargs)
-    if run.setup.schemas:
+    check_tool_messages(run)
+    if run.schemas:
         yield "writes the tools' answers; the parser reads the calls that it writes"
     else:
         yield "no tools: nothing to be written between turns but a user's words"
 
 
-@check("run", "rows", needs="setup", fix=lambda run: _mend_row(run.options.data.train_files))
+@check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files))
 def _read_rows(run: Inspection) -> Result:
-    setup, said, trained = run.setup, [], set[str]()
+    data, said, trained = run.options.data, [], set[str]()
     reported = {fault.key for fault in run.composition.faults}
-    for key, files in (("data.train_files", setup.data.train_files), ("data.val_files", setup.data.val_files)):
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if not files or key in reported:
             continue
         problems: list[DataError] = []
-        dataset = setup.dataset(files, run.rows, problems)
+        dataset = run.dataset(files, run.rows, problems)
         yield from _kinds_of(key, str(files[0]), problems)
         read = [(len(row["raw_prompt_ids"]), _task(row)) for row in dataset]
         lengths, tasks = [length for length, _ in read], [task for _, task in read]
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-            said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {setup.data.max_prompt_length})")
+            said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {data.max_prompt_length})")
             if key == "data.train_files":
                 run.train = dataset
                 warn_of_tools(dataset)
-                warn_of_rewards(setup, dataset)
+                warn_of_rewards(run, dataset)
                 trained.update(tasks)
             elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):
                 line = f"{key}: {both} of {len(tasks)} rows are also in data.train_files, so they measure memory"
@@ -311,20 +310,20 @@ async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:
 # -- the machine -----------------------------------------------------------------------------------------------------------
 
 
-@check("run", "services", needs="setup", fix="`etude doctor` tries the sandbox of this machine")
+@check("run", "services", needs="catalogue", fix="`etude doctor` tries the sandbox of this machine")
 def _services(run: Inspection) -> Result:
-    places = [place.lower() for place, _ in service_addresses(run.setup).values()]
+    places = [place.lower() for place, _ in service_addresses(run).values()]
     if runs_code(run.talks, run.custom.path) and not any("sandbox" in place for place in places):
         fix = "run `etude doctor`: it says what each mode lacks; or `etude sandbox serve` elsewhere, and name it"
         for each in sandbox_problems():
             yield error(f"sandbox: {each.message}", fix)
         yield "the sandbox of this machine isolates"
-    yield from unreachable_services(run.setup)
+    yield from unreachable_services(run)
 
 
-@check("run", "machine", needs="setup", fix=_MODEL)
+@check("run", "machine", needs="catalogue", fix=_MODEL)
 def _machine(run: Inspection) -> Result:
-    run.findings.run_stage("loaded", run.setup, fix=_MODEL, leave_out="services")
+    run.findings.run_stage("loaded", run, fix=_MODEL, leave_out="services")
     yield from ()
 
 
@@ -369,7 +368,7 @@ def _row_for(run: Inspection, tool: str) -> dict[str, Any] | None:
     usable: dict[str, Any] | None = None
     for number in range(min(len(run.train), run.rows)):
         row = run.train[number]
-        if tool in active_tools(row, list(run.setup.schemas or {})):
+        if tool in active_tools(row, list(run.schemas or {})):
             if tool in (row.get("tools_kwargs") or {}):
                 return row
             usable = usable or row

@@ -16,18 +16,16 @@ from typing import Any
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
 from etude.chat.parsers.auto import write_call
-from etude.checks.setup import LoadedSetup, check_config
+from etude.checks.setup import Setup, check_options
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
-from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.schemas import example_of
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
 from etude.trajectory import Rollout
-from etude.workers import RoleOptions, RolloutWorker
+from etude.workers import RolloutWorker
 from etude.workers.context import ToolCatalogue
 from etude.workers.engine_link import EngineLink
-from etude.workers.tokenizer_bundle import TokenizerBundle
 
 LABEL = "trial"
 
@@ -35,14 +33,17 @@ LABEL = "trial"
 class TrialRollouts(RolloutWorker):
     """A rollout worker whose engine is a script, set for each batch; `seconds` caps the time of a trajectory."""
 
-    def __init__(self, options: RoleOptions, seconds: float) -> None:
+    def __init__(self, setup: Setup, seconds: float) -> None:
+        options = setup.options
         rollout = replace(
             options.rollout,
             mode="async",
             infrastructure_retries=0,
             trajectory_timeout=min(seconds, options.rollout.trajectory_timeout),
         )
-        super().__init__(replace(options, rollout=rollout, streams=False), rank=0, world_size=1)
+        alone = replace(options, actor_rollout_ref=replace(options.actor_rollout_ref, rollout=rollout))
+        super().__init__(alone, replace(setup.placement, trains=False), rank=0, world_size=1)
+        self.__dict__["bundle"] = setup.bundle  # presets the cached property: loaded already
 
     def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
         """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`."""
@@ -65,11 +66,11 @@ class TrialRollouts(RolloutWorker):
 
     def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:
         """Dumps a batch returned by `roll_out`, in the format of a run's rollout dumps."""
-        dump(self.context.chat, folder, step, batch, self.options.reward)
+        dump(self.context.chat, folder, step, batch, self.options.reward_model)
 
     def total(self, rollout: Rollout) -> float | None:
         """Returns the weighted total reward; None for a dropped rollout."""
-        reward, trajectory = self.options.reward, rollout.trajectory
+        reward, trajectory = self.options.reward_model, rollout.trajectory
         return None if trajectory is None else trajectory.rewards.total(reward.tool_reward_weight, reward.score_weight)
 
     def say(self, text: str) -> list[int]:
@@ -85,7 +86,7 @@ class TrialRollouts(RolloutWorker):
 
     async def call_ids(self, name: str, arguments: Mapping[str, Any]) -> list[int] | None:
         """Async form of `call`, for use inside the event loop."""
-        context, kwargs = self.context, self.options.chat_template_kwargs
+        context, kwargs = self.context, self.options.data.apply_chat_template_kwargs
         ids = await write_call(context.parser, self.tokenizer, self.schemas, name, arguments, **kwargs)
         if ids is None:
             return None
@@ -112,26 +113,18 @@ class TrialRollouts(RolloutWorker):
 
 def open_trial(
     config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, seconds: float
-) -> tuple[TrialRollouts, LoadedSetup]:
+) -> tuple[TrialRollouts, Setup]:
     """Returns the trial worker, with tools loaded, and the setup of the run that `etude train` would start with these
     arguments.
 
     Raises:
         ConfigError: the run could not start.
     """
-    config = compose(config_name, overrides, config_path, command="train")
-    options, roles, bundle = check_config(config)
-    worker = TrialRollouts(roles, seconds)
-    worker.__dict__["bundle"] = bundle  # presets the cached property: loaded already
-    return worker, load_setup(options, roles, bundle, worker)
-
-
-def load_setup(
-    options: TrainOptions, roles: RoleOptions, bundle: TokenizerBundle, worker: TrialRollouts
-) -> LoadedSetup:
-    """Returns the run's setup, with the tools that `worker` loads."""
-    catalogue = ToolCatalogue.of(worker.context)
-    return LoadedSetup(options.data, options.algorithm, options.needs, options.trainer, roles, bundle, catalogue)
+    options = compose(config_name, overrides, config_path, command="train")
+    setup = check_options(options)
+    worker = TrialRollouts(setup, seconds)
+    setup.catalogue = ToolCatalogue.of(worker.context)
+    return worker, setup
 
 
 def row_number(request_id: str) -> int:
@@ -146,4 +139,4 @@ def example_arguments(context: AgentContext, name: str, number: int = 0) -> dict
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 
 
-__all__ = ["TrialRollouts", "example_arguments", "load_setup", "open_trial", "rollouts_of", "row_number"]
+__all__ = ["TrialRollouts", "example_arguments", "open_trial", "rollouts_of", "row_number"]

@@ -15,12 +15,12 @@ from etude.schemas import (
 from etude.tools.base import BaseTool, StatefulTool
 from etude.tools.builtin import builtin_config
 from etude.tools.call import BrokenCall, ToolCall
+from etude.tools.call_policy import ToolRuntime
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_tool, load_function_tools
 from etude.tools.loader import initialize_tools_from_config, load_tools
 from etude.tools.mcp import MCPBaseTool
 from etude.tools.options import CallPolicy
 from etude.tools.qwen import TOOL_REGISTRY, QwenBaseTool, QwenTool, register_tool
-from etude.tools.runtime import ToolRuntime
 from etude.tools.session import ToolSession
 from etude.tools.truncation import TokenLimit
 from etude.trace import rollout_trace_op

@@ -43,7 +43,7 @@ class ToolCall:
     """One call of assistant turn `turn`.
 
     Attributes:
-        call: name and arguments as the model wrote them.
+        requested: name and arguments as the model wrote them.
         trajectory, number: the trajectory's request id, and how many calls of this tool precede it there.
         parameters: the validated arguments.
         create_kwargs, execute_kwargs: the row's, for the tool.
@@ -57,7 +57,7 @@ class ToolCall:
             message's decoded images, and the number of tokens of each.
     """
 
-    call: FunctionCall
+    requested: FunctionCall
     turn: int
     trajectory: str = ""
     number: int = 0
@@ -80,15 +80,15 @@ class ToolCall:
 
     def chance(self, *salt: object) -> float:
         """Returns a pseudo-random number in [0, 1), determined by the call's place in its trajectory and `salt`."""
-        return chance("\0".join(map(str, (*salt, self.call.name, self.trajectory, self.turn, self.number))))
+        return chance("\0".join(map(str, (*salt, self.requested.name, self.trajectory, self.turn, self.number))))
 
     def to_record(self, shown: str | None = None) -> ToolCallRecord:
         """Converts to the trajectory's record, text only: `shown`, or the text that the model saw, or the response's."""
         shown = self.shown if shown is None else shown
         return ToolCallRecord(
             turn=self.turn,
-            name=self.call.name,
-            arguments=self.call.arguments,
+            name=self.requested.name,
+            arguments=self.requested.arguments,
             response=(self.response.text or "") if shown is None else shown,
             reward=self.reward,
             seconds=self.seconds,

@@ -35,6 +35,6 @@ async def with_faults(policy: FaultPolicy, call: ToolCall, answer: Callable[[], 
     result = await answer()
     if drawn >= policy.timeout + policy.error + policy.garbage:
         return result
-    source = random.Random(f"{policy.seed} {call.call.name} {call.trajectory} {call.turn} {call.number}")
+    source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
     text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
     return replace(result, response=ToolResponse(text=text), source=Source.FAULT)

@@ -6,8 +6,8 @@
 Invariant: the model's arguments fill the `{name}` placeholders of the URL, each as one quoted path segment or query value;
 the remaining arguments go where `send` says. Nothing the model writes can change host, method or headers. The size of a
 response is limited, and redirects are not followed. A client error is returned to the model, unless it concerns what the
-model does not write (key, rate limit, method, headers): those, server errors and broken connections are infrastructure
-failures.
+model does not write (key, rate limit, method, headers, an address without arguments): those, server errors, broken
+connections and a web page that nobody asked for are infrastructure failures.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from etude.trace import rollout_trace_op
 _PLACE = re.compile(r"\{(\w+)\}")
 # key, quota, method, headers, time, protocol: none of which the model writes
 _NOT_THE_MODELS_FAULT = (401, 402, 403, 405, 406, 407, 408, 411, 415, 421, 425, 426, 429)
+_NO_SUCH_ADDRESS = (404, 410)
+_WEB_PAGE = re.compile(r"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.I | re.S)
 _ERROR_BODY_CHARS = 1000  # of an error response's body, returned to the model
 
 
@@ -39,7 +41,8 @@ class HttpOptions(ToolOptions):
     Attributes:
         url: with `{name}` where an argument belongs.
         method: by default GET where the arguments go into the query, else POST.
-        headers: sent with every request.
+        headers: sent with every request. A web page (HTML) is an infrastructure failure, as of a login or a proxy, unless
+            `Accept` names `text/html`.
         send: where the remaining arguments go: the JSON body or the query.
         result: path of the result inside a JSON response, such as `items.0.text`; without it, the whole body as text.
         max_body_bytes: of a response; a longer one is an infrastructure failure.
@@ -92,6 +95,8 @@ class HttpTool(BaseTool):
             max_body_bytes=options.max_body_bytes,
             headers={"Accept": "application/json, text/*;q=0.9, */*;q=0.1", **options.headers},
         )
+        accepted = (value for name, value in options.headers.items() if name.casefold() == "accept")
+        self._takes_pages = any("text/html" in value.casefold() for value in accepted)
         known = self.tool_schema.function.parameters.properties
         for name in _PLACE.findall(options.url):
             if name not in known:
@@ -109,14 +114,20 @@ class HttpTool(BaseTool):
         """
         arguments = {**parameters, **execute_kwargs}
         url, rest = _fill_url(self._options.url, arguments)
+        params = {name: _as_text(value) for name, value in rest.items()} if self._send == "query" else {}
         status, body = await self._service.fetch(
             self._method,
             seconds=self._timeout,
             url=url,
-            params={name: _as_text(value) for name, value in rest.items()} if self._send == "query" and rest else None,
+            params=params or None,
             body=rest if self._send == "json" else None,
         )
         text = body.decode("utf-8", "replace")
+        if status in _NO_SUCH_ADDRESS and url == self._options.url and not params:
+            raise InfrastructureError(
+                f"{self._service.host} answered with HTTP {status} at the address in config.url of tool '{self.name}', "
+                "which holds no argument of the model's"
+            )
         if not 200 <= status < 300:
             self._raise_for_status(status, text)
         return ToolResponse(text=self._read(text)), 0.0, {"status": status}
@@ -129,6 +140,11 @@ class HttpTool(BaseTool):
 
     def _read(self, text: str) -> str:
         if self._options.result is None:
+            if not self._takes_pages and _WEB_PAGE.match(text):
+                raise InfrastructureError(
+                    f"{self._service.host} answered with a web page; if tool '{self.name}' is to return HTML, add "
+                    '"Accept: text/html" to config.headers'
+                )
             return text
         try:
             value = json.loads(text)

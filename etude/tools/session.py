@@ -30,10 +30,10 @@ from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupt
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult
+from etude.tools.call_policy import ToolRuntime
 from etude.tools.contract import merge_responses, overrides, read_creation, read_execution, returned_by
 from etude.tools.options import CallPolicy
 from etude.tools.recording import MissingCall
-from etude.tools.runtime import ToolRuntime
 from etude.tools.truncation import TokenLimit, bound_response
 from etude.tools.wire import canonical, digest
 from etude.trace import span
@@ -195,13 +195,13 @@ class ToolSession:
 
     async def _run(self, call: ToolCall) -> None:
         """Runs a valid call and fills in its result."""
-        instance = self._instances[call.call.name]
+        instance = self._instances[call.requested.name]
         initial_response = await instance.ready()
         started = time.perf_counter()
         self.running.append(call)
-        with span("tool", call.call.name) as recorded:
+        with span("tool", call.requested.name) as recorded:
             try:
-                result = await instance.runtime.answer(call, instance.execute)
+                result = await instance.runtime.call_with_retries(call, instance.execute)
             except Exception as error:
                 call.seconds = time.perf_counter() - started
                 if not is_infrastructure(error):
@@ -219,7 +219,7 @@ class ToolSession:
             call.metrics, call.seconds = dict(result.metrics), time.perf_counter() - started
             if recorded is not None:
                 told = {name: value for name in _SPAN_ATTRIBUTES if (value := getattr(call, name))}
-                recorded.set(arguments=call.call.arguments, **told)
+                recorded.set(arguments=call.requested.arguments, **told)
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
         """Runs all concurrently and returns the results in order; if one raises, cancels the others and raises the first

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
-from etude.checks.setup import PlainSetup
+from etude.algorithms import ADVANTAGE_ESTIMATORS, adapt_kl_coef, apply_kl_penalty, distill
 from etude.distributed import BatchRef, reads
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.columns import DERIVED
 from etude.trainer.metrics import DATA_COLUMNS, Metrics, data_metrics, staleness_metrics
@@ -19,22 +19,22 @@ from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, main_rows, rollouts_of,
 from etude.trainer.sequences import sequence_advantages, sequence_scores
 
 
-def advantage_columns(setup: PlainSetup) -> frozenset[str]:
+def advantage_columns(options: TrainOptions) -> frozenset[str]:
     """The columns that `compute_advantages` reads; rollouts only if the estimator needs something derived from them."""
-    needs = frozenset(setup.estimator.needs)
+    needs = frozenset(ADVANTAGE_ESTIMATORS.get(options.algorithm.adv_estimator).needs)
     read = {"token_level_scores", "response_mask", "uid", MAIN_SEQUENCE, *needs}
     if needs & DERIVED:
         read.add("rollout")
-    if setup.algorithm.use_kl_in_reward:
+    if options.algorithm.use_kl_in_reward:
         read |= {"old_log_probs", "ref_log_prob"}
-    if setup.roles.value_head:
+    if options.value_head:
         read.add("values")
-    if setup.roles.distillation.teachers:
+    if options.distillation.teachers:
         read |= {"teacher_log_probs", "old_log_probs"}
     return frozenset(read)
 
 
-def compute_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[DataProto, float, Metrics]:
+def compute_advantages(batch: DataProto, options: TrainOptions, kl_coef: float) -> tuple[DataProto, float, Metrics]:
     """Computes advantages from rewards: the KL penalty in the reward, the estimator, and the distillation term. Group
     baselines are over all rollouts that can be trained on. meta_info needs `episodes`.
 
@@ -46,7 +46,7 @@ def compute_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> t
         critic on the actor's trunk also `old_values` and `value_targets`; the coefficient of the next step; and the metrics
         of the KL penalty and of distillation, if any.
     """
-    columns, algorithm, distillation = batch.batch, setup.algorithm, setup.roles.distillation
+    columns, algorithm, distillation = batch.batch, options.algorithm, options.distillation
     rewards, metrics, next_coef = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics(), kl_coef
     if algorithm.use_kl_in_reward:
         old, ref = columns["old_log_probs"], columns["ref_log_prob"]
@@ -60,7 +60,7 @@ def compute_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> t
             next_coef = adapt_kl_coef(kl_coef, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon)
     advantages, returns = sequence_advantages(algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options())
     found = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
-    if setup.roles.value_head:  # the actor's update also trains the values
+    if options.value_head:  # the actor's update also trains the values
         found |= {"old_values": columns["values"], "value_targets": returns}
     if distillation.teachers:
         found["advantages"], of_teachers = distill(
@@ -107,12 +107,12 @@ def count_rollouts(batch: DataProto) -> int:
     return int(main_rows(batch).sum()) if len(batch) else 0
 
 
-def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:
+def choose_groups(batch: DataProto, options: TrainOptions) -> tuple[list[int], Metrics]:
     """Chooses the rows of at most `train_batch_size` groups whose scores differ; reads `spread_columns`. The metrics count
     prompts left out for equal scores or as surplus, and prompts missing from a full batch."""
     groups = len(set(batch.non_tensor_batch["uid"].tolist())) if len(batch) else 0
-    spread = spread_groups(batch, setup.algorithm.filter_groups.metric) if groups else []
-    name, wanted = "training/filter_groups", setup.data.train_batch_size
+    spread = spread_groups(batch, options.algorithm.filter_groups.metric) if groups else []
+    name, wanted = "training/filter_groups", options.data.train_batch_size
     return [row for rows in spread[:wanted] for row in rows], {
         f"{name}/evicted_samples": float(groups - len(spread)),
         f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),

@@ -13,27 +13,28 @@ import torch
 
 from etude.agents.batch import IMAGES, pad_rows, rows_of
 from etude.chat import ChatTemplate
-from etude.checks.setup import PlainSetup
+from etude.checks.setup import Setup
 from etude.data import active_tools
 from etude.errors import ConfigError, DataError
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.models import load_tokenizer
+from etude.options import TrainOptions
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
+from etude.trainer.groups import Groups
 from etude.trainer.rollouts import Batch
-from etude.trainer.setup import RunSetup
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS
 
 
-def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
+def check_teachers(setup: Setup, sources: Collection[str]) -> None:
     """Checks that each data source has a teacher, that local teachers have the policy's token ids, and that the vocabulary
     has at least `topk` tokens.
 
     Raises:
         ConfigError: names the data source or the teacher.
     """
-    options = setup.roles.distillation
+    options = setup.options.distillation
     if not options.teachers:
         return
     if options.topk > len(setup.tokenizer):
@@ -47,7 +48,7 @@ def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
     for teacher in dict.fromkeys(options.teachers.values()):
         if teacher == SELF or is_address(teacher):
             continue
-        theirs = load_tokenizer(teacher, trust_remote_code=setup.roles.model.trust_remote_code).get_vocab()
+        theirs = load_tokenizer(teacher, trust_remote_code=setup.options.model.trust_remote_code).get_vocab()
         other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
         if other is not None:
             raise ConfigError(
@@ -56,15 +57,14 @@ def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
             )
 
 
-def ask_teachers(setup: RunSetup, batch: Batch) -> Batch:
+def ask_teachers(setup: Setup, groups: Groups, batch: Batch) -> Batch:
     """Scores each row with its teacher; returns the columns of `etude.workers.teacher.teacher_columns`.
 
     Raises:
         DataError: the hint cannot be inserted into a row's prompt, or a row exceeds its teacher's context length.
         EngineError: a teacher's server failed.
     """
-    groups = setup.groups
-    parts = groups.run(divide_among_teachers, batch, setup.plain, setup.schemas or {}, with_chat=True)
+    parts = groups.run(divide_among_teachers, batch, setup.options, setup.schemas or {}, with_chat=True)
     scored = [
         (rows, (groups.actor if teacher == SELF else groups.teachers[teacher]).compute_teacher_log_prob(part))
         for teacher, rows, part in parts
@@ -74,13 +74,13 @@ def ask_teachers(setup: RunSetup, batch: Batch) -> Batch:
 
 
 def divide_among_teachers(
-    chat: ChatTemplate, batch: DataProto, setup: PlainSetup, schemas: Mapping[str, Any]
+    chat: ChatTemplate, batch: DataProto, options: TrainOptions, schemas: Mapping[str, Any]
 ) -> list[tuple[str, list[int], DataProto]]:
     """Returns for each teacher its rows and their inputs: `input_ids`, `attention_mask`, `response_mask`, any `kept_ids` and
     images; with the hint, if any, in each prompt."""
-    hint, rows = setup.roles.distillation.hint, dict[str, list[int]]()
+    hint, rows = options.distillation.hint, dict[str, list[int]]()
     for row, source in enumerate(batch.non_tensor_batch["data_source"].tolist()):
-        rows.setdefault(str(setup.roles.distillation.teacher_of(source)), []).append(row)
+        rows.setdefault(str(options.distillation.teacher_of(source)), []).append(row)
     objects = [name for name in (IMAGES, KEPT_IDS) if name in batch.non_tensor_batch]
     asked = batch.select(TOKENS, objects)
     if hint is not None:
@@ -89,7 +89,7 @@ def divide_among_teachers(
         )
     lengths = asked.batch["attention_mask"].sum(dim=1).tolist()
     for teacher, its_rows in rows.items():
-        _check_lengths(setup, batch, teacher, max(its_rows, key=lengths.__getitem__), lengths)
+        _check_lengths(options, batch, teacher, max(its_rows, key=lengths.__getitem__), lengths)
     return [(teacher, its_rows, asked.select_idxs(its_rows)) for teacher, its_rows in rows.items()]
 
 
@@ -104,10 +104,10 @@ def merge_scored(scored: Sequence[tuple[list[int], DataProto]]) -> DataProto:
     return DataProto.from_single_dict(columns)
 
 
-def _check_lengths(setup: PlainSetup, batch: DataProto, teacher: str, longest: int, lengths: Sequence[int]) -> None:
+def _check_lengths(options: TrainOptions, batch: DataProto, teacher: str, longest: int, lengths: Sequence[int]) -> None:
     """Checks the longest row of a local teacher; a server checks its own limit."""
     folder = None if teacher == SELF or is_address(teacher) else local_folder(teacher)
-    limit = setup.longest_sequence if teacher == SELF else longest_context(read_config(folder)) if folder else None
+    limit = options.longest_sequence if teacher == SELF else longest_context(read_config(folder)) if folder else None
     if limit is not None and lengths[longest] > limit:
         columns = batch.non_tensor_batch
         raise DataError(

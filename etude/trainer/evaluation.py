@@ -18,8 +18,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from omegaconf import DictConfig
-
 from etude.chat import ChatTemplate
 from etude.checks.setup import warn_of_tools
 from etude.data import RLDataset
@@ -27,7 +25,7 @@ from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.events import EventSink, RunEnded, RunStarted, ignore_event
 from etude.jsonl import json_line, json_safe, write_atomically, write_json
-from etude.options import RewardOptions
+from etude.options import Options, RewardOptions, TrainOptions
 from etude.options.validate import flatten
 from etude.protocol import DataProto
 from etude.run_folder import (
@@ -53,7 +51,7 @@ from etude.trainer.rollouts import (
     read_answer,
     rollouts_of,
 )
-from etude.trainer.setup import RunSetup, prepare
+from etude.trainer.setup import prepare
 from etude.trajectory import Trajectory
 
 Samples: TypeAlias = dict[str, list[Sample]]
@@ -73,7 +71,7 @@ _NOT_EVALUATED = (
 
 
 def evaluate(
-    config: DictConfig,
+    options: Options,
     emit: EventSink = ignore_event,
     *,
     output: Path | None = None,
@@ -100,35 +98,36 @@ def evaluate(
             trajectories are kept on disk.
         EtudeError: no trajectory was left to score.
     """
-    setup = prepare(config, trains=False)
-    with closing(setup.groups):
+    setup, groups = prepare(options, trains=False)
+    options = setup.options
+    with closing(groups):
         dataset = setup.validation_set()
         if dataset is None:
             raise ConfigError("data.val_files is empty: give the rows to evaluate on")
         warn_of_tools(dataset)
-        facts = describe_run("eval", plain_values(config))
-        identity = _identity(plain_values(config), facts["files"])
-        folder = dump_folder or Path(setup.trainer.default_local_dir) / f"eval-{_digest(identity)}"
+        facts = describe_run("eval", plain_values(options))
+        identity = _identity(plain_values(options), facts["files"])
+        folder = dump_folder or Path(options.trainer.default_local_dir) / f"eval-{_digest(identity)}"
         if (before := read_run_record(folder)) and before.get("kind") != "eval":
             raise ConfigError(
                 f"{folder} holds another run, which this would overwrite: give --dump a folder of its own"
             )
         with run_lock(folder):
-            journal, n = _Journal(folder, step), setup.roles.rollout.val_kwargs.n
-            samples = {} if fresh else journal.read(identity, setup.roles.reward, n)
+            journal, n = _Journal(folder, step), options.rollout.val_kwargs.n
+            samples = {} if fresh else journal.read(identity, options.reward_model, n)
             missing = [i for i in range(len(dataset)) if f"val-{i}" not in samples]
-            write_config(folder, plain_values(config))
+            write_config(folder, plain_values(options))
             with run_record(folder, facts):
                 if missing:
                     journal.begin(samples, identity)
-                    _load_models(setup.groups)
-                emit(RunStarted("evaluating", 0, setup.trainer))
+                    _load_models(groups)
+                emit(RunStarted("evaluating", 0, options.trainer))
                 try:
-                    with setup.groups.report_progress(emit):
-                        lost, cause = _roll_out(setup, dataset, missing, samples, journal.part, step)
+                    with groups.report_progress(emit):
+                        lost, cause = _roll_out(options, groups, dataset, missing, samples, journal.part, step)
                 finally:
                     emit(RunEnded())
-                check_dropped(lost, len(dataset) * n, setup.trainer.min_valid_fraction, cause)
+                check_dropped(lost, len(dataset) * n, options.trainer.min_valid_fraction, cause)
                 if not any(samples.values()):
                     raise EtudeError(f"all {len(dataset) * n} trajectories were dropped; the first cause: {cause}")
                 journal.end()
@@ -148,18 +147,24 @@ def _load_models(groups: Groups) -> None:
 
 
 def _roll_out(
-    setup: RunSetup, dataset: RLDataset, rows: Sequence[int], samples: Samples, file: Path, step: int
+    options: TrainOptions,
+    groups: Groups,
+    dataset: RLDataset,
+    rows: Sequence[int],
+    samples: Samples,
+    file: Path,
+    step: int,
 ) -> tuple[int, str]:
     """Rolls out the `rows`, a batch at a time, and appends each batch to the `file` before it joins the `samples`. Returns
     how many trajectories infrastructure failures dropped, and the first cause."""
     lost, cause = 0, "none"
-    talks = setup.roles.rollout
-    size = setup.data.val_batch_size or max(talks.max_concurrent_trajectories // talks.val_kwargs.n, 1)
-    rollouts = Rollouts(setup, setup.groups.rollout, setup.groups.reward)
+    talks = options.rollout
+    size = options.data.val_batch_size or max(talks.max_concurrent_trajectories // talks.val_kwargs.n, 1)
+    rollouts = Rollouts(options, groups)
     for start in range(0, len(rows), size):
         batch = rollouts.validate_rows(dataset, rows[start : start + size])
-        place = (str(file), step, batch, setup.roles.reward)
-        batch_samples, dropped, why = setup.groups.run(append_dump, *place, with_chat=True)
+        place = (str(file), step, batch, options.reward_model)
+        batch_samples, dropped, why = groups.run(append_dump, *place, with_chat=True)
         lost, cause = lost + dropped, cause if lost else why
         for uid, sample in batch_samples:
             samples.setdefault(uid, []).append(sample)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from etude.checks.setup import PlainSetup
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
 from etude.distributed import reads
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolloutOutcome, list_rollouts
 from etude.trainer.metrics import Metrics
@@ -33,7 +33,6 @@ from etude.trainer.rollouts import (
     survivor_rows,
     survivors,
 )
-from etude.trainer.setup import RunSetup
 from etude.trainer.window import Window
 
 Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)
@@ -55,7 +54,7 @@ class StepRollouts:
 
 @reads("rollout", "response_mask", "reward_baselines", "uid", "index")
 def inspect_rollouts(
-    made: Sequence[DataProto], baselines: Sequence[DataProto], setup: PlainSetup
+    made: Sequence[DataProto], baselines: Sequence[DataProto], options: TrainOptions
 ) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool]:
     """Inspects the batches of a step and their greedy baselines. Returns all rollouts, each batch's rows that can be trained
     on, the metrics, and whether any rollout has several sequences.
@@ -63,21 +62,21 @@ def inspect_rollouts(
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
     """
-    fraction = setup.trainer.min_valid_fraction
+    fraction = options.trainer.min_valid_fraction
     rows = [survivor_rows(batch, fraction) for batch in made]
     several = any(rollout.earlier for batch in made for rollout in rollouts_of(batch))
     rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
-    return rolled, rows, metrics_of_rollouts(made, baselines, setup.roles.reward, fraction), several
+    return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several
 
 
 @reads("rollout", "response_mask", "reward_baselines", "token_level_scores", "uid")
-def count_spread(made: DataProto, setup: PlainSetup, min_fraction: float = 0.0) -> int:
+def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
     """Number of groups whose scores differ.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
     """
-    return len(spread_groups(survivors(made, min_fraction), setup.algorithm.filter_groups.metric))
+    return len(spread_groups(survivors(made, min_fraction), options.algorithm.filter_groups.metric))
 
 
 class PromptQueue:
@@ -132,24 +131,24 @@ class PromptQueue:
 class DirectFeed:
     """Rolls out a step's prompts synchronously, when the step asks for them."""
 
-    def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
-        self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
+    def __init__(self, options: TrainOptions, rollouts: Rollouts, prompts: PromptQueue) -> None:
+        self._options, self._rollouts, self._prompts = options, rollouts, prompts
 
     def take(self, step: int, total_steps: int) -> StepRollouts:
         """Rolls out `train_batch_size` prompts; with group filtering (dynamic sampling), repeats until enough groups have
         differing scores or `max_gen_batches` is reached."""
-        setup, algorithm = self._setup, self._setup.algorithm
+        options, algorithm = self._options, self._options.algorithm
         all_made: list[Batch] = []
         baselines: list[Batch] = []
         engine, spread = [], 0
-        wanted = setup.data.train_batch_size
+        wanted = options.data.train_batch_size
         for attempt in range(algorithm.max_gen_batches):
             rows = [row for *_, row in self._prompts.take(wanted)]
             made, sampling = self._rollouts.generate(self._rollouts.training_prompts(rows, step, attempt))
             engine.append(sampling)
-            if "reward_baselines" in setup.needs:
+            if "reward_baselines" in options.needs:
                 greedy, sampling = self._rollouts.generate(
-                    self._rollouts.baseline_prompts(rows, step, attempt, len(rows) * setup.roles.rollout.n)
+                    self._rollouts.baseline_prompts(rows, step, attempt, len(rows) * options.rollout.n)
                 )
                 made = self._rollouts.with_baselines(made, greedy)
                 baselines.append(greedy)
@@ -157,10 +156,10 @@ class DirectFeed:
             all_made.append(made)
             if attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted:
                 break
-            spread += self._rollouts.run(count_spread, made, setup.plain, setup.trainer.min_valid_fraction)
+            spread += self._rollouts.run(count_spread, made, options, options.trainer.min_valid_fraction)
             if spread >= wanted:
                 break
-        rolled, kept, metrics, several = self._rollouts.run(inspect_rollouts, all_made, baselines, setup.plain)
+        rolled, kept, metrics, several = self._rollouts.run(inspect_rollouts, all_made, baselines, options)
         metrics |= finish_metrics(add_metrics(engine))
         if algorithm.drops_equal_groups:
             metrics["training/filter_groups/num_gen_batches"] = float(len(all_made))
@@ -200,10 +199,10 @@ class _Group:
 class StreamingFeed:
     """Keeps as many prompts in flight as `Window` admits; a step trains on the groups that the window chooses."""
 
-    def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
-        self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
-        self._policy = setup.groups.rollout
-        self._window: Window[_Group] = Window(setup.data.train_batch_size, setup.trainer.max_staleness)
+    def __init__(self, options: TrainOptions, rollouts: Rollouts, prompts: PromptQueue) -> None:
+        self._options, self._rollouts, self._prompts = options, rollouts, prompts
+        self._policy = rollouts.policy
+        self._window: Window[_Group] = Window(options.data.train_batch_size, options.trainer.max_staleness)
         self._by_key: dict[str, _Group] = {}
         self._evicted: list[_Group] = []  # groups with equal scores that finished since the last step
         self._engine: list[MetricParts] = []
@@ -220,7 +219,7 @@ class StreamingFeed:
         baselines = [part for group in groups for part in [*group.rolled.values()][1:]]
         rolled, engine, self._engine = self._rollouts.join(made), self._engine, []
         stale = frozenset(next(iter(group.requests)) for group in groups if group.deadline < step)
-        found, (rows,), metrics, several = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._setup.plain)
+        found, (rows,), metrics, several = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._options)
         metrics |= finish_metrics(add_metrics(engine))
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
         fresh = [row for row in rows if found[row][0] not in stale]
@@ -242,9 +241,9 @@ class StreamingFeed:
 
     def _begin(self, place: Place, version: int) -> None:
         number, index, row = place
-        n, batch_size = self._setup.roles.rollout.n, self._setup.data.train_batch_size
+        n, batch_size = self._options.rollout.n, self._options.data.train_batch_size
         requests = [self._rollouts.training_prompts([row], number, 0, first=index * n)]
-        if "reward_baselines" in self._setup.needs:
+        if "reward_baselines" in self._options.needs:
             requests.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index, index))
         ranks = range(self._policy.world_size)
         rank = min(ranks, key=[group.rank for group in self._window.groups if not group.finished].count)
@@ -269,12 +268,12 @@ class StreamingFeed:
         made, *greedy = group.rolled.values()
         for each in greedy:
             made = group.rolled[next(iter(group.requests))] = self._rollouts.with_baselines(made, each)
-        if self._setup.algorithm.max_gen_batches > 1 and not self._rollouts.run(count_spread, made, self._setup.plain):
+        if self._options.algorithm.max_gen_batches > 1 and not self._rollouts.run(count_spread, made, self._options):
             self._window.take([group])
             self._evicted.append(group)
 
     def _choose(self, step: int) -> list[_Group] | None:
-        batch_size, max_batches = self._setup.data.train_batch_size, self._setup.algorithm.max_gen_batches
+        batch_size, max_batches = self._options.data.train_batch_size, self._options.algorithm.max_gen_batches
         finished = [group for group in self._window.groups if group.finished]
         if max_batches > 1 and len(self._evicted) + len(finished) >= max_batches * batch_size:
             self._window.take(finished[:batch_size])

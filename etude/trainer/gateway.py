@@ -15,23 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from omegaconf import DictConfig
 
 from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
 from etude.agents.gateway import GatewaySession, SessionRules
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.chat import ToolParser
-from etude.checks.setup import check_config
+from etude.checks.setup import Setup, check_options
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
+from etude.options import Options
 from etude.serving.listening import listen, server_config, url_of
 from etude.trainer.rollouts import decode_texts
-from etude.workers import RoleOptions
 from etude.workers.engine_link import build_engine
-from etude.workers.tokenizer_bundle import TokenizerBundle
+from etude.workers.role import user_config
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +53,22 @@ class ServingOptions:
     grace_seconds: float = 10.0
 
 
-async def serve_policy(config: DictConfig, options: ServingOptions, ready: Callable[[str], None]) -> None:
+async def serve_policy(run: Options, options: ServingOptions, ready: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM; calls `ready` with the address once it is bound.
 
     Raises:
         ConfigError: the configuration is invalid, or the address cannot be used.
     """
-    _, roles, bundle = check_config(config)
-    check_trainable(roles.rollout.name)
+    setup = check_options(run)
+    policy = setup.options.actor_rollout_ref
+    check_trainable(policy.rollout.name)
     with listen(options.host, options.port) as listener:
-        policy = ServedPolicy.of(roles, bundle, options)
+        served = ServedPolicy.of(setup, options)
         app = create_app(
-            policy.store,
-            bundle.tokenizer,
-            lambda session: [json_line(policy.record_of(session))],
-            model=Path(str(roles.model.path)).name,
+            served.store,
+            setup.tokenizer,
+            lambda session: [json_line(served.record_of(session))],
+            model=Path(str(policy.model.path)).name,
             token=options.token,
             max_request_mb=options.max_request_mb,
         )
@@ -84,7 +84,7 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
         try:
             await uvicorn.Server(serving).serve(sockets=[listener])
         finally:  # after a second Ctrl-C the application's own shutdown, which ends sessions, does not run
-            policy.store.end_all()
+            served.store.end_all()
 
 
 class ServedPolicy:
@@ -110,18 +110,21 @@ class ServedPolicy:
         )
 
     @classmethod
-    def of(cls, roles: RoleOptions, bundle: TokenizerBundle, options: ServingOptions) -> ServedPolicy:
+    def of(cls, setup: Setup, options: ServingOptions) -> ServedPolicy:
         """Loads the model, if the engine samples in this process, and builds the engine."""
-        model = None
-        if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
-            given = roles.model
+        run, bundle, model = setup.options, setup.bundle, None
+        if not hasattr(ENGINES.get(run.rollout.name), "from_setup"):
+            given = run.model
             model = load_causal_lm(
-                str(given.path), dtype=given.dtype, device=roles.device, trust_remote_code=given.trust_remote_code
+                str(given.path),
+                dtype=given.dtype,
+                device=setup.placement.device,
+                trust_remote_code=given.trust_remote_code,
             ).eval()
             check_vocabulary(bundle.tokenizer, model)
-        rollout = _with_whole_context(roles.rollout, model)
+        rollout = _with_whole_context(run.rollout, model)
         context = AgentContext(
-            config=roles.user_config(),
+            config=user_config(run),
             options=rollout,
             tokenizer=bundle.tokenizer,
             chat=bundle.chat,
@@ -129,7 +132,9 @@ class ServedPolicy:
             processor=bundle.processor,
             images=bundle.images,
         )
-        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, bundle.tokenizer)
+        policy = replace(run.actor_rollout_ref, rollout=rollout)
+        served = replace(run, actor_rollout_ref=policy, trainer=replace(run.trainer, deterministic=False))
+        engine = build_engine(served, model, bundle.tokenizer, placement=setup.placement)
         return cls(engine, context, options, rollout.seed)
 
     def _open_session(self, name: str) -> GatewaySession:

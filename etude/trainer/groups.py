@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from etude.checks.nodes import check_nodes
@@ -26,19 +27,18 @@ from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
 from etude.metrics import Metrics
-from etude.options import RolloutOptions, RunOptions, SFTOptions, TrainOptions
+from etude.options import Options, RolloutOptions, RunOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
     CriticWorker,
     RewardWorker,
-    RoleOptions,
-    RoleWorker,
     RolloutWorker,
     TeacherWorker,
     TrainWorker,
     sync_weights,
 )
+from etude.workers.role import HERE, Placement, RoleWorker
 
 logger = logging.getLogger(__name__)
 
@@ -131,19 +131,18 @@ class Groups:
 
 
 def open_groups(
-    options: RoleOptions,
-    run: TrainOptions | SFTOptions | None = None,
+    run: Options,
+    placement: Placement,
     *,
-    trains: bool = True,
     critic: bool = False,
     keeps_batches: bool = False,
     restarts: bool = False,
 ) -> Groups:
-    """Starts the workers, in this process or on the cluster configured in `run`; they load no model yet. If one cannot
+    """Starts the workers of `run`, in this process or on the cluster that it names; they load no model yet. If one cannot
     start, the others are closed.
 
     Args:
-        trains: whether there is an actor.
+        placement: whether there is an actor, and the device.
         critic: whether there is a critic.
         keeps_batches: whether, on Ray, the driver holds references to batches instead of batches.
         restarts: whether this is a restart: waits up to `ray.node_timeout` for nodes to come back.
@@ -151,38 +150,38 @@ def open_groups(
     Raises:
         ConfigError: the cluster cannot be reached, it lacks resources, or its nodes do not meet the requirements.
     """
-    options = replace(options, standalone=options.standalone and trains)
-    scores_batches = options.rollout.mode == "sync" and options.reward.enable
+    options, trains, on_ray = run.for_workers(), placement.trains, run.trainer.backend == "ray"
+    scores_batches = options.rollout.mode == "sync" and options.scores
     teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
-        start: Callable[[type[Worker], RoleOptions], WorkerGroup] = _in_process
-        keeps_batches = keeps_batches and run is not None and run.trainer.backend == "ray"
-        if run is not None and run.trainer.backend == "ray":
+        start: Callable[[type[Worker], Placement], WorkerGroup] = partial(_in_process, options)
+        if on_ray:
             roles = 1 + critic + scores_batches + len(teachers)
-            options, start = _on_ray(options, run, roles, stack, run.ray.node_timeout if restarts else 0)
+            placement, start = _on_ray(run, options, placement, roles, stack, run.ray.node_timeout if restarts else 0)
 
-        def open_group(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
-            group = start(worker, its_options)
+        def open_group(worker: type[Worker], its_placement: Placement = placement) -> WorkerGroup:
+            group = start(worker, its_placement)
             stack.callback(group.close)
             return group
 
-        actor = open_group(TrainWorker) if options.standalone else None
+        actor = open_group(TrainWorker) if trains and options.has_rollout_group else None
         rollout = open_group(ActorRolloutRefWorker if trains and actor is None else RolloutWorker)
         found: dict[str, Any] = {
             "critic": open_group(CriticWorker) if critic else None,
             "reward": open_group(RewardWorker) if scores_batches else None,
-            "teachers": {teacher: open_group(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
+            "teachers": {
+                teacher: open_group(TeacherWorker, replace(placement, teacher=teacher)) for teacher in teachers
+            },
         }
         beside, rank = rollout, 0
-        if keeps_batches:
-            assert run is not None
+        if keeps_batches and on_ray:
             store = _open_store(run.ray.data_plane, stack)
             beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = store
         elif isinstance(rollout, RayWorkerGroup):  # the driver holds the batches
-            beside = _in_process(RoleWorker, options)
+            beside = _in_process(options, RoleWorker, placement)
         found |= {"run": _select_columns(beside.direct("run", rank)), "beside": beside}
         return Groups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
 
@@ -207,11 +206,11 @@ def _open_store(data_plane: str, stack: ExitStack) -> BlockStore:
     return store
 
 
-def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
-    return InProcessWorkerGroup(worker, 1, options)
+def _in_process(options: TrainOptions, worker: type[Worker], placement: Placement) -> WorkerGroup:
+    return InProcessWorkerGroup(worker, 1, options, placement)
 
 
-def _rank_on_driver_node(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
+def _rank_on_driver_node(actor: WorkerGroup, options: TrainOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
     """Returns a rank on the driver's node: one of `actor` if there is one, else that of a separate group that reserves no
     CPU."""
     import ray
@@ -223,38 +222,43 @@ def _rank_on_driver_node(actor: WorkerGroup, options: RoleOptions, stack: ExitSt
         return actor, here[0]
     pool = ResourcePool([1], each={f"node:{address}": 0.001})  # Ray has one such resource per node
     stack.callback(pool.close)
-    alone = RayWorkerGroup(RoleWorker, pool, replace(options, device="cpu"))
+    alone = RayWorkerGroup(RoleWorker, pool, options, HERE)
     stack.callback(alone.close)
     return alone, 0
 
 
 def _on_ray(
-    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack, wait: float
-) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
-    """Connects to the cluster and reserves its slots, which `stack` releases. Returns the options for its devices, and a
+    run: Options,
+    options: TrainOptions,
+    placement: Placement,
+    roles: int,
+    stack: ExitStack,
+    wait: float,
+) -> tuple[Placement, Callable[[type[Worker], Placement], WorkerGroup]]:
+    """Connects to the cluster and reserves its slots, which `stack` releases. Returns the placement on its devices, and a
     function that starts a group on the slots."""
     trainer, cluster = run.trainer, run.ray
     sections: dict[str, RunOptions | RolloutOptions] = {"trainer": trainer}
-    if options.standalone:
+    if placement.trains and options.has_rollout_group:
         sections["actor_rollout_ref.rollout"] = options.rollout
     sizes = {key: (own.nnodes, own.n_gpus_per_node or trainer.n_gpus_per_node) for key, own in sections.items()}
     cpus = sum(nodes * each for nodes, each in sizes.values())
     cpus += QueueStore.CPUS if cluster.data_plane == "transferqueue" else 0
     stack.callback(connect(cluster.address, cluster.init_kwargs, cpus))
     if trainer.device == "auto" and has_gpus():
-        options = replace(options, device="cuda")  # even if the driver's node has no GPU
-    use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()
+        placement = replace(placement, device="cuda")  # even if the driver's node has no GPU
+    use_gpu, pools = placement.device.startswith("cuda"), list[ResourcePool]()
     for key, (nodes, each) in sizes.items():
         least = sections[key].min_nnodes or nodes
         pools.append(_place(key, each, (nodes, least), use_gpu, 1 if pools else roles, wait))
         stack.callback(pools[-1].close)
     check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), use_gpu)
 
-    def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
+    def start(worker: type[Worker], its_placement: Placement) -> WorkerGroup:
         pool = pools[-1] if worker is RolloutWorker else pools[0]
-        return RayWorkerGroup(worker, pool, its_options, call_seconds=cluster.call_timeout)
+        return RayWorkerGroup(worker, pool, options, its_placement, call_seconds=cluster.call_timeout)
 
-    return options, start
+    return placement, start
 
 
 def _place(key: str, each: int, nodes: tuple[int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:

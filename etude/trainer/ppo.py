@@ -15,10 +15,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.checks.setup import warn_of_rewards, warn_of_tools
+from etude.algorithms import ADVANTAGE_ESTIMATORS
+from etude.checks.setup import Setup, warn_of_rewards, warn_of_tools
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
@@ -45,15 +47,15 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
+from etude.trainer.groups import Groups
 from etude.trainer.interrupts import Interrupts
+from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.sequences import expand_sequences
-from etude.trainer.setup import RunSetup
-from etude.trainer.signal import EmptySteps, JudgeBudget
 from etude.trainer.tracking import JsonlTracker, Tracking
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ logger = logging.getLogger(__name__)
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` runs the whole loop."""
 
-    def __init__(self, setup: RunSetup, resume_from: Path | None = None) -> None:
+    def __init__(self, setup: Setup, groups: Groups, resume_from: Path | None = None) -> None:
         """Reads the data and the checkpoint's loop state, without loading a model.
 
         Args:
@@ -71,38 +73,43 @@ class PPOTrainer:
         Raises:
             ConfigError, DataError: training files are missing or invalid, or the checkpoint's configuration is incompatible.
         """
-        self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
-        self.run_dir = Path(self.options.default_local_dir)
-        train = setup.dataset(setup.data.train_files)
+        self.setup, self.options, self.groups = setup, setup.options, groups
+        data = self.options.data
+        self.run_dir = Path(self.options.trainer.default_local_dir)
+        train = setup.dataset(data.train_files)
         warn_of_tools(train)
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train,
-            setup.data.train_batch_size,
-            shuffle=setup.data.shuffle,
-            seed=setup.data.seed,
-            sampler=open_sampler(setup.data, train),
+            data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            sampler=open_sampler(replace(data, sampler=self.options.sampler), train),
         )
         self.val_set = setup.validation_set()
-        self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        self.kl_coef = self.algorithm.kl_ctrl.kl_coef
-        self.checkpoints = Checkpoints(
-            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        self.total_steps = self.options.trainer.total_training_steps or self.options.trainer.total_epochs * len(
+            self.loader
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, setup.config, resume_from)
-        self.used_config = used_values(setup.config, self.resumption)
-        epochs = self.options.total_epochs if self.options.total_training_steps is None else None
+        self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.trainer.max_actor_ckpt_to_keep, in_background=self.options.trainer.async_save
+        )
+        self.resumption = find_resumption(self.options, self.checkpoints, resume_from)
+        self.used_config = used_values(self.options, self.resumption)
+        epochs = self.options.trainer.total_epochs if self.options.trainer.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
         self._told_solved = False
         self._midstep = False  # the weights or `prompts.jsonl` do not match `global_step`
-        self._budget = JudgeBudget(self.setup.roles.reward.budget)
-        self._empty = EmptySteps(setup.data.train_batch_size, ends_run=self.options.on_solved == "stop")
+        self._budget = JudgeBudget(self.options.reward_model.budget)
+        self._empty = EmptySteps(data.train_batch_size, ends_run=self.options.trainer.on_solved == "stop")
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
-        self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
+        self._skipped = SkippedSteps(
+            self.options.trainer.max_skipped_steps, self.options.trainer.max_infra_failure_share
+        )
+        self._alarm = MismatchAlarm(self.options.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
         """Loads the models, from the checkpoint if resuming, and sends the weights to the engine."""
@@ -112,9 +119,9 @@ class PPOTrainer:
         for frozen in (groups.rollout, groups.reward, *groups.teachers.values()):
             if frozen is not None and frozen is not groups.actor:
                 frozen.init_model()
-        self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
-        feed = StreamingFeed if self.options.max_staleness else DirectFeed
-        self.feed = feed(self.setup, self.rollouts, self.prompts)
+        self.rollouts = Rollouts(self.options, groups)
+        feed = StreamingFeed if self.options.trainer.max_staleness else DirectFeed
+        self.feed = feed(self.options, self.rollouts, self.prompts)
         self._state = self._loop_state()
         if self.resumption is not None:
             self._restore_weights(self.resumption)
@@ -125,14 +132,15 @@ class PPOTrainer:
     @property
     def _computes_log_probs(self) -> bool:
         """Whether a forward pass is needed before the update: there are several updates, or something else reads it."""
-        several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
-        own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
+        options, needs = self.options, self.options.needs
+        several = has_several_updates(options.actor, options.data.train_batch_size)
+        own = not self.options.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
 
     @property
     def _critic(self) -> WorkerGroup | None:
         """The group that computes values: a critic, the actor with a value head, or None."""
-        return self.groups.actor if self.setup.roles.value_head else self.groups.critic
+        return self.groups.actor if self.options.value_head else self.groups.critic
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -148,16 +156,16 @@ class PPOTrainer:
         """
         if self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
-        experiment = f"{self.options.project_name}/{self.options.experiment_name}"
-        tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
+        experiment = f"{self.options.trainer.project_name}/{self.options.trainer.experiment_name}"
+        tracking = Tracking(self.options.trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
         done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
-        for dumps in filter(None, (self.options.rollout_data_dir, self.options.validation_data_dir)):
+        for dumps in filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir)):
             set_aside_later(dumps, done)
-        val = self.setup.roles.rollout.val_kwargs
+        val = self.options.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
-                emit(RunStarted(experiment, self.total_steps, self.options, validation))
+                emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
                 self._cost = CostMeter(self.groups.usage)
@@ -175,7 +183,7 @@ class PPOTrainer:
         validated: Metrics = {}
         abandoned = False
         try:
-            if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
+            if self.global_step == 0 and self.options.trainer.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 self._budget.note(validated)
                 tracking.log(validated, 0)
@@ -213,7 +221,7 @@ class PPOTrainer:
                 self._midstep = False
         last = self.global_step == self.total_steps
         try:
-            if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
+            if self.val_set is not None and (last or _due(self.options.trainer.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
             self._budget.note(metrics | validated)
@@ -224,7 +232,7 @@ class PPOTrainer:
         self._skipped.note(metrics)
         self._empty.check()
         self._announce_solved(emit)
-        if last or _due(self.options.save_freq, self.global_step):
+        if last or _due(self.options.trainer.save_freq, self.global_step):
             self.save()
         return validated
 
@@ -261,8 +269,10 @@ class PPOTrainer:
                 self.loader.update(taken.batch.fetch())  # the user's sampler runs on the driver
             batch = self._expand(taken)
             if len(batch):
-                batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
-                batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
+                batch.meta_info.update(temperature=self.options.rollout.temperature, global_step=self.global_step)
+                batch.meta_info["episodes"] = bool(
+                    ADVANTAGE_ESTIMATORS.get(self.options.algorithm.adv_estimator).episodes
+                )
                 with timings("old_log_prob"):
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
@@ -275,7 +285,7 @@ class PPOTrainer:
                     batch, found = self._with_advantages(batch)
                     measured, tokens = self._measure(batch, taken.batch)
                     metrics |= found | measured
-                    if self.options.rollout_data_dir and self.options.rollout_token_values:
+                    if self.options.trainer.rollout_data_dir and self.options.trainer.rollout_token_values:
                         batch, values = self._number_rows(batch)
             with timings("adv"):
                 learned, found = self._filter_groups(batch)
@@ -286,7 +296,7 @@ class PPOTrainer:
                 self._midstep = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                if self._critic is None or self.global_step >= self.options.critic_warmup:
+                if self._critic is None or self.global_step >= self.options.trainer.critic_warmup:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
@@ -303,8 +313,8 @@ class PPOTrainer:
         if self.feed.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
-        if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, taken.batch, self._token_values(values))
+        if self.options.trainer.rollout_data_dir:
+            self._dump(self.options.trainer.rollout_data_dir, taken.batch, self._token_values(values))
         return metrics
 
     def _expand(self, taken: StepRollouts) -> Batch:
@@ -315,7 +325,7 @@ class PPOTrainer:
         return expanded
 
     def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
-        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        given = str(folder), self.global_step, rollouts, self.options.reward_model, list(values)
         self.groups.run(dump, *given, with_chat=True)
 
     def _token_values(self, judged: Batch | None) -> list[Batch]:
@@ -327,21 +337,21 @@ class PPOTrainer:
     def _with_old_log_probs(self, batch: Batch) -> Batch:
         """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them later. With a single update per
         batch and no other reader, they are skipped: the update's own log-probs are the old ones."""
-        bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
+        bypass, computes = self.options.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
-            batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
+            batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.options.needs
             computed = self.groups.actor.compute_log_prob(batch)
             batch = batch.union(computed.restrict(computed.columns - {"old_log_probs"}) if bypass else computed)
         batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
     def _with_ref_log_probs(self, batch: Batch) -> Batch:
-        return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
+        return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.options.needs_ref else batch
 
     def _with_teacher_log_probs(self, batch: Batch) -> Batch:
-        if not self.setup.roles.distillation.teachers:
+        if not self.options.distillation.teachers:
             return batch
-        scored: Any = ask_teachers(self.setup, batch)
+        scored: Any = ask_teachers(self.setup, self.groups, batch)
         return batch.union(scored)
 
     def _with_values(self, batch: Batch) -> Batch:
@@ -350,18 +360,17 @@ class PPOTrainer:
     def _with_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds rewards, advantages and returns, and adapts the KL coefficient. In bypass mode, the engine's log-probs are
         the old ones."""
-        setup = self.setup.plain
-        if self.algorithm.rollout_correction.bypass_mode:
+        if self.options.algorithm.rollout_correction.bypass_mode:
             batch = batch.union(self.groups.run(engine_log_probs, batch))
-        columns = batch.restrict(advantage_columns(setup))
-        found, self.kl_coef, metrics = self.groups.run(compute_advantages, columns, setup, self.kl_coef)
+        columns = batch.restrict(advantage_columns(self.options))
+        found, self.kl_coef, metrics = self.groups.run(compute_advantages, columns, self.options, self.kl_coef)
         return batch.union(found), metrics
 
     def _measure(self, batch: Batch, rollouts: Batch) -> tuple[Metrics, tuple[int, int]]:
         """Metrics of the batch, and its numbers of tokens: see `measure_batch`."""
-        limits = self.setup.data.max_response_length, self.setup.longest_sequence
+        limits = self.options.data.max_response_length, self.options.longest_sequence
         metrics, tokens = self.groups.run(measure_batch, batch, *limits)
-        if self.options.max_staleness:
+        if self.options.trainer.max_staleness:
             metrics |= self.groups.run(measure_staleness, rollouts, self._version)
         return metrics, tokens
 
@@ -372,15 +381,15 @@ class PPOTrainer:
 
     def _filter_groups(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Leaves out groups with equal scores, if the algorithm does."""
-        if not self.algorithm.drops_equal_groups:
+        if not self.options.algorithm.drops_equal_groups:
             return batch, {}
-        columns = batch.restrict(spread_columns(self.algorithm.filter_groups.metric))
-        rows, metrics = self.groups.run(choose_groups, columns, self.setup.plain)
+        columns = batch.restrict(spread_columns(self.options.algorithm.filter_groups.metric))
+        rows, metrics = self.groups.run(choose_groups, columns, self.options)
         return batch.select_idxs(rows) if len(batch) else batch, metrics
 
     def _correct_mismatch(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Weighs and rejects rollouts by what engine and trainer disagree on, before any update."""
-        correction = self.algorithm.rollout_correction
+        correction = self.options.algorithm.rollout_correction
         if not correction.corrects or correction.bypass_mode or not len(batch):
             return batch, {}
         found, rows, metrics = self.groups.run(correct_mismatch, batch, correction, batch.meta_info["episodes"])
@@ -394,19 +403,19 @@ class PPOTrainer:
     def _update_critic(self, batch: Batch) -> Metrics:
         """Fits the critic to the returns, in mini-batches. A critic on the actor's trunk is updated here only during
         warm-up; after that, the actor's update trains it."""
-        critic, roles = self._critic, self.setup.roles
-        if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
+        critic, options = self._critic, self.options
+        if critic is None or (options.value_head and self.global_step >= self.options.trainer.critic_warmup):
             return {}
-        return self._update(batch, roles.critic, critic, "update_critic")
+        return self._update(batch, options.critic, critic, "update_critic")
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
-        return self._update(batch, self.setup.roles.actor, self.groups.actor, "update_actor")
+        return self._update(batch, self.options.actor, self.groups.actor, "update_actor")
 
     def _update(self, batch: Batch, options: ActorOptions | CriticOptions, group: WorkerGroup, method: str) -> Metrics:
         """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the
         columns that the update reads."""
-        order, parts = self.setup.roles.actor, list[MetricParts]()
+        order, parts = self.options.actor, list[MetricParts]()
         if (read := group.columns_of(method)) is not None:
             batch = batch.restrict(read | {"uid", MAIN_SEQUENCE})
         for number in range(count_updates(len(uids_of(batch)), options)):
@@ -422,8 +431,8 @@ class PPOTrainer:
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
             batch, metrics = self.rollouts.validate(validation)
-        if self.options.validation_data_dir:
-            self._dump(self.options.validation_data_dir, batch)
+        if self.options.trainer.validation_data_dir:
+            self._dump(self.options.trainer.validation_data_dir, batch)
         return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -436,7 +445,7 @@ class PPOTrainer:
 
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient is read from the configuration, not from the checkpoint.
-        adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
+        adapted = self.kl_coef if self.options.algorithm.kl_ctrl.type == "adaptive" else None
         own = {"kl_coef": adapted, "empty_steps": self._empty.state(), "val_fingerprints": self._val_fingerprints()}
         return self.feed.state_dict() | own
 
@@ -453,7 +462,7 @@ class PPOTrainer:
 
     def _restore_loop(self, resumption: Resumption) -> None:
         with resumption.restoring(self.loader) as state:
-            if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
+            if self.options.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
             self._budget.spent = float(state.get("judge_cost", 0.0))
@@ -463,10 +472,10 @@ class PPOTrainer:
             logger.warning("data.val_files: rows changed since %s: %s", resumption.folder.name, ", ".join(files))
         if self.prompts.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
-        if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():
+        if "values" in self.options.needs and not (resumption.folder / "critic").is_dir():
             raise ConfigError(
-                f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "
-                "one: set the estimator back, or trainer.default_local_dir for a run of its own"
+                f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.options.algorithm.adv_estimator} "
+                "needs one: set the estimator back, or trainer.default_local_dir for a run of its own"
             )
 
     def _restore_weights(self, resumption: Resumption) -> None:

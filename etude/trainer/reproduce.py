@@ -17,7 +17,7 @@ import etude
 from etude.config import compose_with_sources
 from etude.errors import ConfigError, raise_faults
 from etude.events import Event, EventSink, StepFinished
-from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.run_folder import (
     CONFIG_FILE,
@@ -113,7 +113,7 @@ def _code(state: Mapping[str, Any] | None) -> str:
     return f"commit {str(state.get('commit'))[:12]}{changes}"
 
 
-def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) -> Any:
+def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) -> Options:
     """Returns the run's configuration with its output paths moved from `run_dir` to `target`."""
     tree, root = (TrainOptions, "ppo_trainer") if kind == "train" else (SFTOptions, "sft")
     held = dict(flatten(read_config(run_dir)))
@@ -130,7 +130,7 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
         "config", [*moved, *overrides], run_dir, root=root, command="train" if kind == "train" else "sft", collect=True
     )
     raise_faults(found.faults)
-    return found.config  # remarks are dropped: a resolved configuration sets every key, so each would get one
+    return found.options  # remarks are dropped: a resolved configuration sets every key, so each would get one
 
 
 def _stop_after(steps: int, emit: EventSink) -> EventSink:

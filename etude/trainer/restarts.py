@@ -25,7 +25,7 @@ from etude.errors import (
     is_out_of_memory,
     one_line,
 )
-from etude.options import RunOptions
+from etude.options import Options
 from etude.run_folder import run_lock
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.groups import Groups
@@ -49,7 +49,7 @@ class Trainer(Protocol):
     groups: Groups
 
     @property
-    def options(self) -> RunOptions:
+    def options(self) -> Options:
         """Options of the run."""
 
 
@@ -69,7 +69,7 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
         Exception: any other error of the run.
     """
     trainer = open_trainer(False, None)
-    restarts = Restarts(trainer.options.max_restarts)
+    restarts = Restarts(trainer.options.trainer.max_restarts)
     with ExitStack() as lock:
         with trainer.groups.closed_on_error():
             lock.enter_context(run_lock(trainer.run_dir))

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.data import ResumableLoader
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
-from etude.options import RunOptions
-from etude.options.validate import flatten
+from etude.options import Options
+from etude.options.validate import flatten, plain
 from etude.run_folder import CONFIG_FILE, redact
 from etude.trainer.checkpoints import Checkpoints
 
@@ -68,6 +67,12 @@ def _has_critic(old: Leaves, new: Leaves) -> bool:
     return all(record is not None and "values" in record.needs for record in records)
 
 
+def _other_environments(old: Leaves, new: Leaves) -> bool:
+    named = ("id", "name", "args", "tasks", "weight")
+    one, two = ([[each.get(key) for key in named] for each in leaves.get("env") or ()] for leaves in (old, new))
+    return one != two
+
+
 _LORA_RANK, _CRITICS_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"
 _ORDER = "the order of the rows still to come depends on it"
 RULES = (
@@ -81,6 +86,7 @@ RULES = (
     Rule("critic.*", Effect.HONOURED, when=lambda old, new: not _has_critic(old, new)),
     Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
     Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
+    Rule("env", Effect.REFUSED, "the rows still to come are theirs", _other_environments),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),
@@ -142,24 +148,23 @@ class Resumption:
             logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
 
 
-def find_resumption(
-    options: RunOptions, checkpoints: Checkpoints, config: DictConfig, resume_from: Path | None = None
-) -> Resumption | None:
-    """Finds the checkpoint to resume from (`resume_from`, else as `trainer.resume_mode` says) and compares it with `config`;
-    None for a fresh start.
+def find_resumption(options: Options, checkpoints: Checkpoints, resume_from: Path | None = None) -> Resumption | None:
+    """Finds the checkpoint to resume from (`resume_from`, else as `trainer.resume_mode` says) and compares it with
+    `options`; None for a fresh start.
 
     Raises:
         CheckpointError: the folder is not a checkpoint.
         ConfigError: keys changed that a resumed run cannot honour; names all of them.
     """
-    if resume_from is None and options.resume_mode == "disable":
+    run = options.trainer
+    if resume_from is None and run.resume_mode == "disable":
         return None
-    given = resume_from or (options.resume_from_path if options.resume_mode == "resume_path" else None)
+    given = resume_from or (run.resume_from_path if run.resume_mode == "resume_path" else None)
     folder = Path(given) if given else checkpoints.latest()
     if folder is None:
         return None
     state = Checkpoints.read_state(folder)
-    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), plain_values(config))))
+    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), plain_values(options))))
     if refused := found.having(Effect.REFUSED):
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
@@ -183,9 +188,9 @@ def compare(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[C
             yield Change(key, old, new, rule)
 
 
-def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any]:
+def used_values(options: Options, resumed: Resumption | None) -> dict[str, Any]:
     """Returns the resolved configuration as checkpoints store it, with the values that a resumed run actually uses."""
-    used = plain_values(config)
+    used = plain_values(options)
     for change in resumed.having(Effect.NONE) if resumed else ():
         *sections, name = change.key.split(".")
         functools.reduce(dict.__getitem__, sections, used)[name] = change.old
@@ -198,8 +203,9 @@ def write_config(run_dir: Path, used: Mapping[str, Any]) -> None:
         file.write(yaml.safe_dump(dict(used), sort_keys=False, allow_unicode=True).encode())
 
 
-def plain_values(config: DictConfig) -> dict[str, Any]:
-    values = json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
+def plain_values(options: Options) -> dict[str, Any]:
+    """Returns the configuration as JSON values, without secrets."""
+    values = json.loads(json.dumps(plain(options), default=str))
     assert isinstance(values, dict)
     redacted: dict[str, Any] = redact(values)
     return redacted

@@ -18,18 +18,18 @@ from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
-from etude.distributed import BatchRef, WorkerGroup, reads
+from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.jsonl import JsonValue, json_line
 from etude.metrics import Metrics, add_metrics
-from etude.options import RewardOptions
+from etude.options import RewardOptions, TrainOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
-from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
-from etude.trainer.setup import RunSetup
-from etude.trainer.signal import judge_metrics, loss_metrics
+from etude.trainer.groups import Groups
+from etude.trainer.learning_signal import judge_metrics, loss_metrics
+from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
@@ -40,10 +40,9 @@ MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` e
 class Rollouts:
     """Rolls out and scores rows, for training and validation."""
 
-    def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
-        """`reward`: scores whole batches; None if `policy` scores each trajectory as it ends, or if nothing is scored."""
-        self._setup, self._policy, self._reward = setup, policy, reward
-        self.run = setup.groups.run
+    def __init__(self, options: TrainOptions, groups: Groups) -> None:
+        self._options, self.policy, self._reward = options, groups.rollout, groups.reward
+        self.run = groups.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
         """Repeats each row `rollout.n` times.
@@ -52,11 +51,11 @@ class Rollouts:
             attempt: which batch of the step this is, from 0.
             first: index of the first rollout within that batch.
         """
-        n = self._setup.roles.rollout.n
-        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
+        n = self._options.rollout.n
+        seed = batch_seed(self._options.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False, first=first)
         prompts.meta_info["step"] = step
-        prompts.meta_info["least_group"] = self._setup.min_group
+        prompts.meta_info["least_group"] = self._options.min_group
         return prompts
 
     def baseline_prompts(
@@ -64,7 +63,7 @@ class Rollouts:
     ) -> DataProto:
         """Prompts for one greedy rollout per row; rollout indices start at `first`, after those trained on. `group`: the
         first row's place in the batch; its environment is that of its other rollouts."""
-        seed, label = batch_seed(self._setup.roles.rollout.seed, step, attempt), f"{step}.{attempt}-greedy"
+        seed, label = batch_seed(self._options.rollout.seed, step, attempt), f"{step}.{attempt}-greedy"
         prompts = rollout_batch(rows, n=1, label=label, seed=seed, validate=False, first=first, group=group)
         prompts.meta_info |= {"step": step, "greedy": True}
         return prompts
@@ -88,19 +87,19 @@ class Rollouts:
     def with_baselines(self, batch: Batch, greedy: Batch) -> Batch:
         """Adds the object column `reward_baselines`: the total reward of the prompt's `greedy` rollout, None if that was
         dropped."""
-        found = self.run(baseline_column, greedy, self._setup.roles.rollout.n, self._setup.roles.reward)
+        found = self.run(baseline_column, greedy, self._options.rollout.n, self._options.reward_model)
         return batch.union(found)
 
     def validation(self, dataset: RLDataset) -> Batch:
         """Rolls out all rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not
         depend on the batch size."""
-        size = self._setup.data.val_batch_size or len(dataset)
+        size = self._options.data.val_batch_size or len(dataset)
         numbers = range(len(dataset))
         return self.join([self.validate_rows(dataset, numbers[start : start + size]) for start in numbers[::size]])
 
     def validate_rows(self, dataset: RLDataset, numbers: Sequence[int]) -> Batch:
         """Rolls out the rows with these indices, `val_kwargs.n` times each; results do not depend on the other rows."""
-        rollout = self._setup.roles.rollout
+        rollout = self._options.rollout
         n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
         prompts = rollout_batch([dataset[i] for i in numbers], n=n, label="val", seed=seed, validate=True)
         prompts.non_tensor_batch["uid"] = object_array([f"val-{i}" for i in numbers for _ in range(n)])
@@ -113,13 +112,13 @@ class Rollouts:
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
-        metrics = self.run(metrics_of_validation, batch, self._setup.roles.reward)
+        metrics = self.run(metrics_of_validation, batch, self._options.reward_model)
         return batch, metrics | {"timing_s/testing": timings.seconds["testing"]}
 
     def generate(self, prompts: DataProto) -> tuple[Batch, Metrics]:
         """Rolls out and scores `prompts`; rewards are in `token_level_scores` (batch, response_len). Also returns the
         engine's metrics."""
-        rolled: Batch = self._policy.generate_sequences(prompts)
+        rolled: Batch = self.policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list per name
         engine = add_metrics(engine_metrics({name: metric}) for name, found in gathered.items() for metric in found)
         return self.score(prompts, rolled), engine
@@ -127,7 +126,7 @@ class Rollouts:
     def score(self, prompts: DataProto, rolled: Batch) -> Batch:
         """Returns `prompts` with their rollouts and rewards, in `token_level_scores` (batch, response_len)."""
         rolled = self._even(rolled)
-        asked: Any = self._policy.keep(prompts) if isinstance(rolled, BatchRef) else prompts[:]
+        asked: Any = self.policy.keep(prompts) if isinstance(rolled, BatchRef) else prompts[:]
         batch: Batch = asked.union(rolled)
         if self._reward is not None:  # lock-step: scores the whole batch after it was rolled out
             scored = self._reward.compute_scores(batch.restrict(batch.objects | {"response_mask"}))
@@ -184,6 +183,7 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
     broken = [call for result in results for call in result.broken_calls]
     metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
     metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+    metrics |= environment_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
     metrics |= loss_metrics(results) | judge_metrics(results)
     if not prefix:
         return metrics

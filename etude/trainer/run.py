@@ -10,13 +10,12 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from etude.checks.findings import Finding, Findings, Level
 from etude.checks.resources import slow_dtypes
 from etude.errors import WARNING
 from etude.events import EventSink, ignore_event
 from etude.inference import check_returns_kept_ids, check_trainable
+from etude.options import Options
 from etude.trainer.evaluation import evaluate
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.restarts import restart_on_loss
@@ -28,7 +27,7 @@ __all__ = ["evaluate", "fine_tune", "train"]
 logger = logging.getLogger(__name__)
 
 
-def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
+def train(options: Options, emit: EventSink = ignore_event) -> dict[str, float]:
     """Runs reinforcement learning; returns the metrics of the last validation.
 
     Raises:
@@ -37,11 +36,11 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     """
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> PPOTrainer:
-        setup = prepare(config, restarts=restarts)
-        with setup.groups.closed_on_error():
-            check_trainable(setup.roles.rollout.name)
-            check_returns_kept_ids(setup.roles.rollout)
-            trainer = PPOTrainer(setup, resume_from)
+        setup, groups = prepare(options, restarts=restarts)
+        with groups.closed_on_error():
+            check_trainable(setup.options.rollout.name)
+            check_returns_kept_ids(setup.options.rollout)
+            trainer = PPOTrainer(setup, groups, resume_from)
             _warn(
                 Findings().run_stage("loaded", setup, fix="`etude check` says more").all
             )  # a service may still start, an estimate be wrong
@@ -54,12 +53,12 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     return restart_on_loss(open_trainer, run)
 
 
-def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
+def fine_tune(options: Options, emit: EventSink = ignore_event) -> Path:
     """Runs supervised fine-tuning; returns the folder of the model."""
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> SFTTrainer:
-        trainer = SFTTrainer(config, restarts=restarts, resume_from=resume_from)
-        _warn(slow_dtypes(trainer.roles.device, trainer.model.dtype, "model.dtype"))
+        trainer = SFTTrainer(options, restarts=restarts, resume_from=resume_from)
+        _warn(slow_dtypes(trainer.device, trainer.options.model.dtype, "model.dtype"))
         return trainer
 
     return restart_on_loss(open_trainer, lambda trainer: trainer.fit(emit))

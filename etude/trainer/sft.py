@@ -17,11 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from etude.agents.images import read_image
-from etude.checks.setup import register_names, role_options
-from etude.config.layers import to_container
+from etude.checks.setup import check_placement, register_names, resolve_device
 from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.data.blobs import Blobs
 from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
@@ -31,8 +28,7 @@ from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, 
 from etude.images import ImageInput
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
-from etude.options import ActorOptions, DataOptions, RolloutOptions, SFTOptions
-from etude.options.validate import to_options
+from etude.options import Options, SFTOptions
 from etude.run_folder import run_record
 from etude.scratch import write_whole
 from etude.seeds import trial_seed
@@ -48,8 +44,8 @@ from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, traj
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
-from etude.workers import RoleOptions
 from etude.workers.context import ToolCatalogue
+from etude.workers.role import Placement
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 
@@ -64,35 +60,34 @@ class Trials:
 class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
-    def __init__(self, config: DictConfig, *, restarts: bool = False, resume_from: Path | None = None) -> None:
+    def __init__(self, options: Options, *, restarts: bool = False, resume_from: Path | None = None) -> None:
         """Checks the configuration and reads the data; loads no model. `restarts`, `resume_from`: see `restart_on_loss`.
 
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
         """
-        plain = to_container(config)
-        options = to_options(SFTOptions, plain)
-        register_names(options, options.trainer)
-        self.config, self.options = config, options.trainer
-        self.data, self.target, self.model = options.data, options.target_success, options.model
-        self.multi_turn, self.optim, self.loss = options.multi_turn, options.optim, options.loss
-        if self.model.path is None:
+        if not isinstance(options, SFTOptions):
+            raise ConfigError(
+                "these are not the options of fine-tuning", fix='give etude.config.compose(…, root="sft")'
+            )
+        register_names(options)
+        self.options, self.run, model = options, options.trainer, options.model
+        if model.path is None:
             raise ConfigError("model.path is not set", key="model.path", fix="give the folder of a Hugging Face model")
-        self.roles = self._roles(options.plugins, plain)
-        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs, self.multi_turn)
+        self.device = resolve_device(self.run.device)
+        check_placement(options.for_workers(), self.device)
+        bundle = load_tokenizer_bundle(model, options.data.apply_chat_template_kwargs, options.multi_turn)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
-        rows = model_config(self.model.path).get("vocab_size")  # embedding rows; can exceed the tokenizer's vocabulary
+        rows = model_config(model.path).get("vocab_size")  # embedding rows; can exceed the tokenizer's vocabulary
         self._vocabulary = max(len(self.tokenizer), rows if isinstance(rows, int) else 0)
-        self.run_dir = Path(self.options.default_local_dir)
-        self.checkpoints = Checkpoints(
-            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
-        )
-        self.resumption = find_resumption(self.options, self.checkpoints, config, resume_from)
-        self.used_config = used_values(config, self.resumption)
+        self.run_dir = Path(self.run.default_local_dir)
+        self.checkpoints = Checkpoints(self.run_dir, self.run.max_actor_ckpt_to_keep, in_background=self.run.async_save)
+        self.resumption = find_resumption(options, self.checkpoints, resume_from)
+        self.used_config = used_values(options, self.resumption)
         self.step = 0
         self._trials = Trials()
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
-        self.groups = open_groups(self.roles, options, restarts=restarts)
+        self._skipped = SkippedSteps(self.run.max_skipped_steps)
+        self.groups = open_groups(options, Placement(self.device), restarts=restarts)
         with self.groups.closed_on_error():
             self._read_data()
 
@@ -101,10 +96,9 @@ class SFTTrainer:
         checkpoint."""
         catalogue, *_ = self.groups.rollout.load_tools()
         self.examples = self._read_examples(list(catalogue.schemas.values()))
-        self.loader = ResumableLoader(
-            self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
-        )
-        self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
+        data = self.options.data
+        self.loader = ResumableLoader(self.examples, data.train_batch_size, data.shuffle, data.seed, drop_last=False)
+        self.total_steps = self.run.total_training_steps or self.run.total_epochs * len(self.loader)
         self.trial = self._trial_rows(catalogue)
         if self.resumption is not None:
             with self.resumption.restoring(self.loader) as state:
@@ -118,13 +112,13 @@ class SFTTrainer:
             ConfigError: DPO, and a file is not a rollout dump.
             DataError: an example is invalid or longer than `data.max_length`; names its row.
         """
-        data, dumps = self.data, [file for file in self.data.train_files if is_dump(file)]
+        data, dumps = self.options.data, [file for file in self.options.data.train_files if is_dump(file)]
         talks = [file for file in data.train_files if file not in dumps]
         rollouts = read_dumps(dumps)
         for rollout in rollouts:
             for sequence in rollout.sequences:
                 self._check_sequence(sequence, rollout.place)
-        if self.loss.name == "dpo":
+        if self.options.loss.name == "dpo":
             if talks:
                 raise ConfigError(
                     f"loss.name=dpo learns from rollout dumps (trainer.rollout_data_dir); {talks[0]} is none"
@@ -156,54 +150,34 @@ class SFTTrainer:
 
     def _check_sequence(self, sequence: Demonstration, where: str) -> None:
         length = sum(len(ids) for ids, _ in sequence)
-        if length > self.data.max_length:
+        if length > self.options.data.max_length:
             raise DataError(
-                f"{where} has {length} tokens, more than data.max_length={self.data.max_length}",
+                f"{where} has {length} tokens, more than data.max_length={self.options.data.max_length}",
                 fix="raise data.max_length, or leave the row out",
             )
         if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
-            raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")
+            raise DataError(f"{where} has token ids that the tokenizer of {self.options.model.path} does not have")
 
     def _trial_rows(self, catalogue: ToolCatalogue) -> RLDataset | None:
-        files = self.target.data_files
+        target = self.options.target_success
+        files = target.data_files
         if not files:
             return None
-        options = DataOptions(
-            max_prompt_length=self.data.max_length, max_response_length=self.target.max_response_length
-        )
         rows = RLDataset(
             files,
             chat=self.chat,
             tool_schemas=catalogue.schemas,
             interactions=catalogue.interactions,
-            options=options,
+            options=self.options.for_workers().data,
             images=self.images,
-            max_samples=self.target.samples,
+            max_samples=target.samples,
             scored=True,
         )
-        if len(rows) < self.target.samples:
+        if len(rows) < target.samples:
             raise ConfigError(
-                f"target_success.samples={self.target.samples}, but {', '.join(files)} has only {len(rows)} rows that fit"
+                f"target_success.samples={target.samples}, but {', '.join(files)} has only {len(rows)} rows that fit"
             )
         return rows
-
-    def _roles(self, plugins: Sequence[str], config: dict[str, Any]) -> RoleOptions:
-        rollout = RolloutOptions(
-            prompt_length=self.data.max_length,
-            response_length=self.target.max_response_length,
-            multi_turn=self.multi_turn,
-            seed=self.options.seed,
-        )
-        return role_options(
-            plugins,
-            self.options,
-            config,
-            model=self.model,
-            actor=ActorOptions(optim=self.optim),
-            rollout=rollout,
-            chat_template_kwargs=self.data.apply_chat_template_kwargs,
-            needs_ref=self.loss.name == "dpo",
-        )
 
     def fit(self, emit: EventSink = ignore_event) -> Path:
         """Trains and returns the folder of the resulting model.
@@ -221,11 +195,11 @@ class SFTTrainer:
             self.resumption.announce()
         if self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
-        experiment = f"{self.options.project_name}/{self.options.experiment_name}"
-        tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
+        experiment = f"{self.run.project_name}/{self.run.experiment_name}"
+        tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
-                emit(RunStarted(experiment, self.total_steps, self.options))
+                emit(RunStarted(experiment, self.total_steps, self.run))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
                 self._cost = CostMeter(self.groups.usage)
@@ -252,8 +226,9 @@ class SFTTrainer:
         if self.step < self.total_steps:
             raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
         if self.trial is not None and self._trials.kept is None:
+            target = self.options.target_success
             raise EtudeError(
-                f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
+                f"sampled success never lay within target_success [{target.low}, {target.high}]; measured "
                 f"{', '.join(f'{s:.2f}' for s in self._trials.measured)}: change trainer.total_training_steps, optim.lr or "
                 "the demonstrations"
             )
@@ -272,12 +247,12 @@ class SFTTrainer:
         metrics = self._update(rows)
         self.step += 1
         last = self.step == self.total_steps
-        if self.trial is not None and (last or self.step % self.target.every == 0):
+        if self.trial is not None and (last or self.step % self.options.target_success.every == 0):
             with interrupts.abandonable():
                 tried = self._try_out(self.trial, self.step)
             metrics |= tried
             self._trials.measured.append(tried["reward/success/mean"])
-            if self.target.low <= self._trials.measured[-1] <= self.target.high:
+            if self.options.target_success.low <= self._trials.measured[-1] <= self.options.target_success.high:
                 self._write(result)
                 self._trials.kept = self.step
         metrics |= self._cost.measure()
@@ -288,7 +263,7 @@ class SFTTrainer:
         except TrainingStopped:
             self._save()
             raise
-        due = self.options.save_freq > 0 and self.step % self.options.save_freq == 0
+        due = self.run.save_freq > 0 and self.step % self.run.save_freq == 0
         if last or due or interrupts.stop:
             self._save()
 
@@ -299,9 +274,9 @@ class SFTTrainer:
     def _update(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         timings, actor, pad = Timings(), self.groups.actor, self.tokenizer.pad_token_id or 0
         with timings("step"):
-            if self.loss.name == "dpo":
+            if self.options.loss.name == "dpo":
                 pairs = [row["pair"] for row in rows]
-                metrics = preference_step(actor, pairs, beta=self.loss.beta, pad_token_id=pad, step=self.step)
+                metrics = preference_step(actor, pairs, beta=self.options.loss.beta, pad_token_id=pad, step=self.step)
             else:
                 images = [self._read_images(row) for row in rows]
                 batch = demonstrations_to_batch([row["demonstration"] for row in rows], pad, images)
@@ -318,7 +293,7 @@ class SFTTrainer:
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Rolls out the trial rows with the current weights and returns their reward and tool metrics."""
-        seed = trial_seed(self.options.seed, step)
+        seed = trial_seed(self.run.seed, step)
         prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=seed, validate=False)
         self.groups.rollout.update_weights(step)
         batch = prompts.union(self.groups.rollout.generate_sequences(prompts))

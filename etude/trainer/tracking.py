@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -178,7 +180,7 @@ class JsonlTracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise self._failure(error) from error
+            raise _cannot_write(self._path, error) from error
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Appends one line.
@@ -191,13 +193,14 @@ class JsonlTracker:
             while line:  # an unbuffered write may be partial
                 line = line[self._file.write(line) :]
         except (OSError, ValueError) as error:
-            raise self._failure(error) from error
+            raise _cannot_write(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()
 
-    def _failure(self, error: Exception) -> EtudeError:
-        return EtudeError(f"cannot write {self._path}: {one_line(error)}; check folder and disk space")
+
+def _cannot_write(path: Path, error: Exception) -> EtudeError:
+    return EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space")
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
@@ -221,21 +224,50 @@ def _move_aside(path: Path) -> None:
 
 @TRACKERS.register("tensorboard")
 class TensorboardTracker:
-    """TensorBoard event files in `{run_dir}/tensorboard`; steps repeated after a resume replace their first versions."""
+    """TensorBoard event files in `{run_dir}/tensorboard`; steps repeated after a resume replace their first versions.
+
+    Records are written here, because the thread of TensorBoard's own writer prints a traceback when a disk is full."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # slow to import
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        purge_step = resume_step + 1 if resume_step > 0 else 0
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = run_dir / "tensorboard" / name
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter(self._path.open("wb"))
+            self._write(file_version="brain.Event:2")
+            if resume_step > 0:
+                self._write(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Writes the scalars of one step.
+
+        Raises:
+            EtudeError: they cannot be written; names the file.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        try:
+            self._write(step=step, summary=Summary(value=values))
+            self._records.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._records.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
 
 
 @TRACKERS.register("wandb")

@@ -12,7 +12,7 @@ from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
 
-from etude.checks.steps import find_problems
+from etude.checks.step_warnings import find_problems
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, run_totals

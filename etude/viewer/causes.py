@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.checks.steps import find_problems
+from etude.checks.step_warnings import find_problems
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number
 

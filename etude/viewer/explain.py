@@ -84,7 +84,7 @@ def list_tokens(record: Mapping[str, Any], decode: Callable[[list[int]], str] | 
     """Yields the response tokens, each with its text by `decode`; without one, a segment's text is at its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
-    values = token_values(record)
+    values = token_values({**record, "response_mask": trajectory.response_mask})
     position = 0
     for number, segment in enumerate(trajectory.segments):
         whole = str(record["segments"][number].get("text") or "")
@@ -140,6 +140,7 @@ def check_sequence(
         _log_probs_where_sampled(record, trajectory),
         *([_rewards_add_up(record, trajectory)] if "score" in record else []),
         _log_probs_match(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
+        *([_values_where_sampled(record, trajectory)] if "token_values" in record else []),
     ]
 
 
@@ -221,6 +222,20 @@ def _log_probs_where_sampled(record: Mapping[str, Any], trajectory: Trajectory) 
                 wrong = wrong or f"segment {number} holds {value}, which is not a log-prob"
             lowest = min(lowest, value)
     return _check(statement, wrong, f"the least likely: {lowest:.3f} nats")
+
+
+def _values_where_sampled(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
+    columns = record["token_values"] if isinstance(record["token_values"], Mapping) else {"": None}
+    mask = trajectory.response_mask
+    wrong = None
+    for name, column in columns.items():
+        if not isinstance(column, list):
+            wrong = wrong or f"token_values.{name} is no list"
+        elif len(column) != len(mask):
+            wrong = wrong or f"{len(mask)} segment tokens, {len(column)} in token_values.{name}"
+        elif any(value is not None and not sampled for value, sampled in zip(column, mask)):
+            wrong = wrong or f"token_values.{name} has a value for a token that was not sampled"
+    return _check("the trainer's values are those of sampled tokens", wrong, ", ".join(columns))
 
 
 def _rewards_add_up(record: Mapping[str, Any], trajectory: Trajectory) -> Check:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.checks.steps import count_tool_calls, find_problems
+from etude.checks.step_warnings import count_tool_calls, find_problems
 from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
 from etude.viewer.rows import is_number
 

@@ -2,7 +2,6 @@
 
 from etude.workers.actor import TrainWorker
 from etude.workers.critic import CriticWorker
-from etude.workers.options import RoleOptions
 from etude.workers.policy import ActorRolloutRefWorker
 from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.role import RoleWorker
@@ -14,7 +13,6 @@ __all__ = [
     "ActorRolloutRefWorker",
     "CriticWorker",
     "RewardWorker",
-    "RoleOptions",
     "RoleWorker",
     "RolloutWorker",
     "TeacherWorker",

@@ -62,7 +62,9 @@ class TrainWorker(TrainedWorker):
         device = "cpu" if self.is_spread(actor) else None
         self.model = self.load_policy("float32", device)
         self.prepare_training(self.model, options.model)
-        self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
+        self._optimizer = self.build_optimizer(
+            actor, total_steps, options.trainer.critic_warmup if "values" in options.needs else 0
+        )
         self._actor = PolicyEngine(
             self.model,
             max_tokens=actor.ppo_max_token_len_per_gpu,
@@ -290,7 +292,7 @@ class TrainWorker(TrainedWorker):
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
         """The weights of each token's loss, if any: the driver's importance weights; with `bypass_mode`, importance weights
         and rejection mask at the current policy; and the off-policy sequence mask. A sequence here is a row."""
-        correction, columns = self.options.correction, micro.batch
+        correction, columns = self.options.algorithm.rollout_correction, micro.batch
         mask, engine = columns["response_mask"], columns["rollout_log_probs"]
         weights, metrics = columns.get("rollout_is_weights"), Metrics()
         if correction.bypass_mode and correction.rollout_is is not None:

@@ -11,10 +11,10 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models import load_value_model
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.training import ValueEngine
 from etude.workers.checkpoint import TrainedWorker
-from etude.workers.options import RoleOptions
 from etude.workers.role import TOKENS
 
 CRITIC_COLUMNS = (*TOKENS, "values", "returns")
@@ -58,7 +58,7 @@ class CriticWorker(TrainedWorker):
         return self._engine.update(data, **value_options(self.options))
 
 
-def value_options(options: RoleOptions) -> dict[str, Any]:
+def value_options(options: TrainOptions) -> dict[str, Any]:
     """Arguments of the value loss other than columns and counts."""
     critic, scale = options.critic, options.rollout.response_length
     return {

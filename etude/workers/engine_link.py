@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from etude.agents import RolloutOptions
 from etude.agents.batch import pad_rows
 from etude.chat import ChatTemplate
 from etude.errors import EngineError, EtudeError, is_infrastructure, one_line
@@ -43,11 +42,12 @@ from etude.models.loading import DTYPES
 from etude.models.lora import add_adapters, merged_state, save_adapters
 from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
+from etude.options import RolloutOptions, TrainOptions
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
 from etude.timeouts import within
 from etude.training import PolicyEngine, is_sharded
-from etude.workers.options import RoleOptions
+from etude.workers.role import HERE, Placement
 from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
@@ -56,9 +56,15 @@ _PREFIX = "etude-weights-"
 _ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and a margin
 
 
-def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[int, int] = (0, 1)) -> Engine:
+def build_engine(
+    options: TrainOptions,
+    model: Any,
+    tokenizer: Any,
+    ranks: tuple[int, int] = (0, 1),
+    placement: Placement = HERE,
+) -> Engine:
     """Builds the engine `rollout.name` on the weights of `model`; if that is None or sharded, on its own weights, initially
-    those of `model.path`. `place`: (rank of its worker, number of ranks).
+    those of `model.path`. `ranks`: (rank of its worker, number of ranks).
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or is text-only while the model takes images.
@@ -68,8 +74,8 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
     if own_weights:
         assert path is not None
         dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
-        model = load_causal_lm(path, dtype=dtype, device=options.device, trust_remote_code=trust)
-        if options.standalone and keeps_adapters(options.model):
+        model = load_causal_lm(path, dtype=dtype, device=placement.device, trust_remote_code=trust)
+        if placement.trains and options.has_rollout_group and keeps_adapters(options.model):
             add_adapters(model, options.model)
     if model is not None and Vision.of(model.config) is not None:
         check_takes_images(options.rollout.name)
@@ -90,8 +96,8 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
         seed=rollout.seed,
         server_urls=rollout.server_urls,
         server_command=rollout.server_command,
-        rank=place[0],
-        ranks=place[1],
+        rank=ranks[0],
+        ranks=ranks[1],
         server_model=rollout.server_model,
         server_api_key_env=rollout.server_api_key_env,
         server_timeout=rollout.server_timeout,
@@ -103,7 +109,7 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any, place: tuple[
 
 
 def _native_options(
-    options: RoleOptions, longest: int, tokenizer: Any, own_weights: bool = False
+    options: TrainOptions, longest: int, tokenizer: Any, own_weights: bool = False
 ) -> NativeEngineOptions:
     rollout = options.rollout
     return NativeEngineOptions(
@@ -114,7 +120,7 @@ def _native_options(
         enable_prefix_caching=rollout.enable_prefix_caching,
         enable_rollout_routing_replay=rollout.enable_rollout_routing_replay,
         dtype=rollout.dtype,
-        deterministic=options.deterministic,
+        deterministic=options.trainer.deterministic,
         tokenizer=tokenizer,
         own_weights=own_weights,
     )

@@ -1,7 +1,7 @@
 """`RoleWorker`: the base class of the workers of all roles.
 
-Invariant: a worker is built from its `RoleOptions` alone: it imports the user's plugins, sets up its process and loads what
-it needs, each once.
+Invariant: a worker is built from the run's options and its `Placement` alone: it imports the user's plugins, sets up its
+process and loads what it needs, each once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from etude.agents.base import register_agent_loops
 from etude.distributed import Dispatch, Worker, register
@@ -22,24 +24,41 @@ from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.footprint import checkpoint_layers
 from etude.models.lora import add_adapters
 from etude.models.packable import enable_packing
-from etude.options import ActorOptions, CriticOptions, TrainedModelOptions
+from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelOptions, TrainOptions
+from etude.options.validate import plain
 from etude.registry import load_plugins
 from etude.training import build_mesh, mesh_shape, shard_model
-from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 TOKENS = ("input_ids", "attention_mask", "response_mask")
 """The columns that every forward pass reads, apart from images."""
 
 
-def start_process(
-    plugins: Sequence[str],
-    agent_loop_config_path: str | None,
-    *,
-    num_threads: int | None,
-    seed: int | None,
-    deterministic: bool,
-) -> None:
+@dataclass(frozen=True)
+class Placement:
+    """Where a worker runs and what its group is for, beside the run's options.
+
+    `device`: torch's name of it. `trains`: whether the run has an actor. `teacher`: the folder or server with which a
+    `TeacherWorker` scores.
+    """
+
+    device: str = "cpu"
+    trains: bool = True
+    teacher: str | None = None
+
+
+HERE = Placement()
+"""The CPU of this process."""
+
+
+def user_config(options: TrainOptions) -> DictConfig:
+    """The whole configuration for user code, with attribute access; unknown keys raise."""
+    config = OmegaConf.create(plain(options))
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_path: str | None = None) -> None:
     """Imports the user's plugins in this process and sets threads, seed and determinism; idempotent.
 
     Raises:
@@ -48,11 +67,10 @@ def start_process(
     load_plugins(plugins)
     if agent_loop_config_path is not None:
         register_agent_loops(agent_loop_config_path)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    if seed is not None:
-        torch.manual_seed(seed)
-    if deterministic and torch.cuda.is_available():
+    if run.num_threads is not None:
+        torch.set_num_threads(run.num_threads)
+    torch.manual_seed(run.seed)
+    if run.deterministic and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -67,16 +85,10 @@ def trim_heap() -> None:
 class RoleWorker(Worker):
     """Base class of the roles; `bundle` (tokenizer, chat template, image processor) is loaded on first use."""
 
-    def __init__(self, options: RoleOptions, **place: Any) -> None:
-        start_process(
-            options.plugins,
-            options.rollout.agent.agent_loop_config_path,
-            num_threads=options.num_threads,
-            seed=options.seed,
-            deterministic=options.deterministic,
-        )
-        super().__init__(device=options.device, **place)
-        self.options = options
+    def __init__(self, options: TrainOptions, placement: Placement = HERE, **place: Any) -> None:
+        start_process(options.plugins, options.trainer, options.rollout.agent.agent_loop_config_path)
+        super().__init__(device=placement.device, **place)
+        self.options, self.placement = options, placement
 
     @cached_property
     def bundle(self) -> TokenizerBundle:
@@ -86,7 +98,7 @@ class RoleWorker(Worker):
             ConfigError: the model's folder is not set, or something in it is missing or broken.
         """
         options = self.options
-        return load_tokenizer_bundle(options.model, options.chat_template_kwargs, options.rollout.multi_turn)
+        return load_tokenizer_bundle(options.model, options.data.apply_chat_template_kwargs, options.rollout.multi_turn)
 
     @property
     def tokenizer(self) -> Any:
@@ -160,6 +172,6 @@ class RoleWorker(Worker):
                 raise MissingExtraError("model.use_liger", "liger") from error
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
-            add_adapters(network, options, self.options.seed or 0)
+            add_adapters(network, options, self.options.trainer.seed)
         if options.enable_gradient_checkpointing:
             checkpoint_layers(network)

@@ -18,6 +18,7 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.inference import ProbeDraws, evaluates_only
 from etude.metrics import Metrics
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
 from etude.rewards.reward_model import RewardModel
@@ -27,9 +28,8 @@ from etude.trajectory import Rollout
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
-from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer, open_reward_model
-from etude.workers.role import RoleWorker, trim_heap
+from etude.workers.role import HERE, Placement, RoleWorker, trim_heap
 from etude.workers.stream import RolloutStream, Submission
 
 ROLLOUT_MESH = "rollout"  # every rank has its own engine, even if ranks share a model in training
@@ -38,14 +38,16 @@ _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop onc
 
 class RolloutWorker(RoleWorker):
     """Rolls out rows. Without a trainer, for instance in an evaluation, it samples from the model in its folder; in a
-    separate group (`standalone`), from the weights that the training group sends.
+    separate group (`hybrid_engine=false`), from the weights that the training group sends.
 
-    With `options.streams`, its event loop runs in a separate thread: submitted groups roll out while the caller trains, on
-    weights that change only in `update_weights`.
+    With `trainer.max_staleness`, its event loop runs in a separate thread: submitted groups roll out while the caller
+    trains, on weights that change only in `update_weights`.
     """
 
-    def __init__(self, options: RoleOptions, **place: Any) -> None:
-        super().__init__(options, **place)
+    def __init__(self, options: TrainOptions, placement: Placement = HERE, **place: Any) -> None:
+        super().__init__(options, placement, **place)
+        self._standalone = placement.trains and options.has_rollout_group
+        self._streams = placement.trains and options.trainer.max_staleness > 0
         self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may hold connections bound to it
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
@@ -59,18 +61,18 @@ class RolloutWorker(RoleWorker):
             ConfigError: one of them cannot be loaded, or an environment's judge is not a language model.
         """
         judge = self.reward_model if isinstance(self.reward_model, GenerativeRewardModel) else None
-        if self.reward_model is not None and judge is None and not self.options.reward.enable:
+        if self.reward_model is not None and judge is None and not self.options.scores:
             raise ConfigError(
-                f"reward_model.model.path={self.options.reward.model.path}: an environment's judge is a language model, and "
-                "this is a classifier, which scores with another reward_manager than parallel"
+                f"reward_model.model.path={self.options.reward_model.model.path}: an environment's judge is a language "
+                "model, and this is a classifier, which scores with another reward_manager than parallel"
             )
         return replace(load_context(self.options, self.bundle), reward_model=judge)
 
     @cached_property
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
         """The model that scores here, or judges for an environment; its weights are loaded together with the policy's."""
-        own = self.options.rollout.mode == "async" and self.options.reward.enable
-        return open_reward_model(self.options, self.device) if own or self.options.env.chosen else None
+        own = self.options.rollout.mode == "async" and self.options.scores
+        return open_reward_model(self.options, self.device) if own or self.options.actor_rollout_ref.env.chosen else None
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:
@@ -97,21 +99,25 @@ class RolloutWorker(RoleWorker):
             ConfigError: the model's folder, or a name in the rollout section, is wrong.
         """
         actor = None
-        if not (self.options.standalone or evaluates_only(self.options.rollout.name)):
+        if not (self._standalone or evaluates_only(self.options.rollout.name)):
             self.model = self.load_policy(self.options.model.dtype)
             actor = PolicyEngine(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """Builds the engine and the manager. `actor` holds the weights to sample from; with `streams`, the engine copies
-        them in `update_weights`. None: the engine has its own."""
+        """Builds the engine and the manager. `actor` holds the weights to sample from; with `max_staleness`, the engine
+        copies them in `update_weights`. None: the engine has its own."""
         options, context = self.options, self.context
         if self.reward_model is not None:
             self.reward_model.load()
-        shared = None if actor is None or options.streams else actor.model
-        engine = build_engine(options, shared, self.tokenizer, (self.rank, self.world_size))
+        shared = None if actor is None or self._streams else actor.model
+        engine = build_engine(options, shared, self.tokenizer, (self.rank, self.world_size), self.placement)
         self._manager = AgentLoopManager(
-            context, engine, self.scorer, deterministic=options.deterministic, stall_timeout=options.stall_timeout
+            context,
+            engine,
+            self.scorer,
+            deterministic=options.trainer.deterministic,
+            stall_timeout=options.trainer.stall_timeout,
         )
         self._link = EngineLink(
             engine,
@@ -119,11 +125,11 @@ class RolloutWorker(RoleWorker):
             context.chat,
             actor,
             options.model.dtype,
-            options.adapter_versions,
-            streams=options.streams,
-            receives=options.standalone and actor is None,
+            options.trainer.max_staleness + 1,
+            streams=self._streams,
+            receives=self._standalone and actor is None,
         )
-        if options.streams:
+        if self._streams:
             self._stream = RolloutStream(self._manager, self._loop)
             self._thread = threading.Thread(target=self._serve, name="etude-rollout", daemon=True)
             self._thread.start()
@@ -190,8 +196,8 @@ class RolloutWorker(RoleWorker):
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; optionally
         `least_group`, the minimum number of survivors per `uid` (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in row order, and `token_level_scores` (see `place_scores`); dropped rows have an
-        all-zero mask. The engine's metrics are in `meta_info["metrics"]`, except with `streams`, where `collect` returns
-        them.
+        all-zero mask. The engine's metrics are in `meta_info["metrics"]`, except with `max_staleness`, where `collect`
+        returns them.
         """
         if not len(data):
             return DataProto()
@@ -222,8 +228,8 @@ class RolloutWorker(RoleWorker):
     def _to_batch(self, work: Submission, results: list[Rollout]) -> DataProto:
         """Builds the batch of finished rollouts, with their rewards unless `RewardWorker` still has to score them."""
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
-        if self.options.rollout.mode == "async" or not self.options.reward.enable:
-            place_scores(batch, self.options.reward, work.rows)
+        if self.options.rollout.mode == "async" or not self.options.scores:
+            place_scores(batch, self.options.reward_model, work.rows)
         return batch
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)

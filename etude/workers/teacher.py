@@ -45,7 +45,7 @@ def teacher_columns(engine: PolicyEngine, data: DataProto, topk: int, vocabulary
 
 
 class TeacherWorker(RoleWorker):
-    """Scores with the model or server `options.teacher`."""
+    """Scores with the model or server `placement.teacher`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -55,7 +55,7 @@ class TeacherWorker(RoleWorker):
             ConfigError: the model's folder is wrong, or the model has fewer embedding rows than the policy has tokens.
             EngineError: the server does not answer, or returns no prompt log-probs.
         """
-        options, teacher = self.options, self.options.teacher
+        options, teacher = self.options, self.placement.teacher
         if teacher is None:
             raise ConfigError("distillation.teachers names no teacher for this worker")
         if is_address(teacher):
@@ -75,8 +75,8 @@ class TeacherWorker(RoleWorker):
         Raises:
             EngineError: the server failed.
         """
-        assert self.options.teacher is not None
-        if is_address(self.options.teacher):
+        assert self.placement.teacher is not None
+        if is_address(self.placement.teacher):
             return asyncio.run(self._score_on_server(data))
         return teacher_columns(self._engine, data, self.options.distillation.topk, len(self.tokenizer))
 

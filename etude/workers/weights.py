@@ -23,10 +23,9 @@ from etude.metrics import Max, Metrics
 from etude.models import torch_dtype
 from etude.models.lora import adapter_config, peft_name
 from etude.models.named_weights import Chunk, check_sent, full_state, own_weights, pack_chunk, unpack_chunk
-from etude.options import ModelOptions
+from etude.options import ModelOptions, TrainOptions
 from etude.protocol import DataProto
 from etude.training import is_sharded
-from etude.workers.options import RoleOptions
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS, _TENSORS, _CONFIG, _BYTES = "weights", "tensors", "config", "bytes"
@@ -40,7 +39,7 @@ def keeps_adapters(model: ModelOptions) -> bool:
 class WeightSender:
     """Produces the chunks of an actor's weights; the ranks of a sharded model produce them together."""
 
-    def __init__(self, model: Any, options: RoleOptions, rank: int) -> None:
+    def __init__(self, model: Any, options: TrainOptions, rank: int) -> None:
         self._model, self._options, self._rank = model, options, rank
         self._frozen_sent = False
         self._chunks: Iterator[tuple[Chunk, dict[str, Any]]] = iter(())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from options_stage import changed
 from turn_templates import HARMONY, HARMONY_TOKENS, ROLES, ROLES_TOKENS
 
 from etude.agents import MultiTurnOptions, RolloutOptions
@@ -14,12 +15,17 @@ from etude.agents.interactions import BaseInteraction
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
+from etude.options import (
+    ActorOptions,
+    ModelOptions,
+    RewardOptions,
+    TrainOptions,
+)
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema
 from etude.training import OptimOptions
-from etude.workers import ActorRolloutRefWorker, RoleOptions
+from etude.workers import ActorRolloutRefWorker
 
 TEXTS = ["What is 2 + 3? The answer is 5. user assistant tool system value country capital"] * 4
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, initializer_range=0.2, seed=3)
@@ -97,19 +103,16 @@ class Policy:
         tokenizer.chat_template = template or tokenizer.chat_template
         save_pretrained(build_tiny_model(SPEC, tokenizer), tokenizer, folder)
         self.tool, self.user = Say(), Ask({"name": "ask"})
-        options = RoleOptions(
+        options = changed(
+            TrainOptions(),
             model=ModelOptions(path=str(folder)),
             actor=ActorOptions(
                 ppo_mini_batch_size=2, use_kl_loss=True, entropy_coeff=0.01, optim=OptimOptions(lr=1e-2)
             ),
-            ref=RefOptions(),
             rollout=RolloutOptions(
                 prompt_length=400, response_length=BUDGET, multi_turn=MultiTurnOptions(format="exact_stage")
             ),
-            critic=CriticOptions(),
-            reward=RewardOptions(enable=False),
-            custom_reward=CustomRewardOptions(),
-            needs_ref=True,
+            reward_model=RewardOptions(enable=False),
         )
         self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options)
         self.worker = self.group._workers[0]
@@ -135,7 +138,7 @@ class Policy:
         self.tool.words, self.tool.count, self.user.words = tuple(words), 0, user_words
         self.asked.clear()
         manager = self.worker._manager
-        self.worker.options = replace(
+        self.worker.options = changed(
             self.worker.options,
             rollout=replace(self.worker.options.rollout, temperature=temperature, top_k=top_k),
         )

@@ -547,14 +547,14 @@ def test_a_resumed_or_a_divided_batch_plays_the_games_of_the_whole(seed, step, n
 
 def test_no_name_is_no_environment_and_a_tool_manager_alone_means_base():
     assert load_environment(EnvOptions(), {}, lockstep=False) is None
-    assert type(load_environment(EnvOptions(tool_manager="qwen3"), {}, lockstep=False).target) is Env
+    assert list(load_environment(EnvOptions(tool_manager="qwen3"), {}, lockstep=False).entries) == ["base"]
 
 
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
         (Env, {"tool_manager": "qwen4"}, "unknown tool manager 'qwen4'.*did you mean 'qwen3'"),
-        (type("Nothing", (), {}), {}, "environment 'mine' is neither an Env"),
+        (type("Nothing", (), {}), {}, "environment 'mine' is neither an Environment"),
         (type("Fails", (Env,), {"__init__": lambda self, config: 1 / 0}), {}, "environment 'mine': ZeroDivisionError"),
     ],
 )
@@ -686,7 +686,7 @@ def test_a_manager_may_hold_tools_in_qwen_agents_shape():
         ({"reset": lambda self, **_: (None, {})}, r"reset must return \(observation, info\)"),
         ({"step": lambda self, action: ("x", 1.0, True, False, "info")}, "step must return observation, reward"),
         ({"step": lambda self, action: ("x", 1.0, True, {})}, "step must return observation, reward"),
-        ({"step": lambda self, action: ("x", "1.0", True, False, {})}, "the environment returned a str"),
+        ({"step": lambda self, action: ("x", "1.0", True, False, {})}, "environment 'mine' returned a str"),
         ({"step": lambda self, action: ("x", float("inf"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ("x", float("nan"), True, False, {})}, "not finite"),
         ({"step": lambda self, action: ({"text": "x"}, 1.0, False, False, {})}, "must observe text or messages"),
@@ -707,7 +707,7 @@ def test_a_text_environment_that_returns_something_else_is_named(methods, messag
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [([], "get_step_reward must return one reward a response"), (["a"], "the environment returned a str")],
+    [([], "get_step_reward must return one reward a response"), (["a"], "environment 'mine' returned a str")],
 )
 def test_a_process_reward_that_is_none_is_named(returned, message):
     cls = type("Odd", (Env,), {"get_step_reward": lambda self, responses, format_score=0.1: returned})

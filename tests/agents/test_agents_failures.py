@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etude.agents import AgentLoopManager, AgentState
 from etude.agents.environments import ENVIRONMENTS, EnvOptions, TextEnv, load_environment, register_env
-from etude.agents.manager import Groups
+from etude.agents.manager import SurvivingGroups
 from etude.sandbox import RunRequest, SandboxUnavailableError
 from etude.tools.builtin.code_interpreter import SandboxFusionTool
 from etude.trajectory import Provenance, StopReason
@@ -73,7 +73,7 @@ def test_cancellation_in_any_state_leaves_nothing(point, engine):
     world.assert_nothing_is_left()
     assert world.scored == []
     judged = world.tool.log["calc_reward"]  # by the session, of trajectories that had ended before
-    assert judged == (3 if point in ("release", "score") else 0)
+    assert judged == (3 if point in ("release", "finalize_interaction", "score") else 0)
 
 
 @pytest.mark.parametrize("engine", ["native", "deterministic"])
@@ -367,7 +367,7 @@ def test_the_death_of_a_sandbox_server_is_no_reward(interpreter, processes):
     least=st.integers(1, 3),
 )
 def test_a_group_is_given_up_when_too_few_can_survive_and_only_then(uids, order, least):
-    groups, lost, given_up = Groups(uids, least), set(), set()
+    groups, lost, given_up = SurvivingGroups(uids, least), set(), set()
     for row in [row for row in order if row < len(uids)]:
         rest = {other for other in range(len(uids)) if uids[other] == uids[row]} - lost - {row}
         named = groups.lost(row)

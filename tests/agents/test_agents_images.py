@@ -17,6 +17,7 @@ from etude.agents import (
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
+    EnvAgentLoop,
     Rollout,
     Sampling,
     SingleTurnAgentLoop,
@@ -25,12 +26,13 @@ from etude.agents import (
     to_batch,
 )
 from etude.agents import images as agent_images
-from etude.agents.environments.loop import EnvAgentLoop, Environment
 from etude.agents.images import append_notes
 from etude.agents.interactions.simulated_user import _seen_by_the_user
 from etude.agents.tool_messages import UNWRITABLE
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
+from etude.environments import EnvironmentEntry, Environments
+from etude.environments.text_env import TextEnvironment
 from etude.errors import ConfigError, DataError, EngineError, EtudeError, InfrastructureError
 from etude.inference import ScriptedEngine
 from etude.models import ImageReader
@@ -570,8 +572,9 @@ class Guess:
 
 
 def test_an_environment_of_a_row_with_an_image():
-    environment = Environment("guess", Guess)
-    trajectory, engine, _ = roll([says("x"), says("y")], loop_class=EnvAgentLoop, environment=environment)
+    environment = Environments.of([EnvironmentEntry("guess", lambda: TextEnvironment(Guess), TextEnvironment)])
+    script, row = [says("x"), says("y")], {"group_seed": 7}
+    trajectory, engine, _ = roll(script, row=row, loop_class=EnvAgentLoop, environment=environment)
     shown = [{"role": "user", "content": [*QUESTION[0]["content"], {"type": "text", "text": "\nGuess."}]}]
     assert engine.asked[0] == (by_processor(shown, [A]), digests(A))
     assert engine.asked[1][1] == digests(A)

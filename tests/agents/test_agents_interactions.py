@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections import Counter
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
@@ -12,11 +14,12 @@ from etude.agents import AGENT_LOOPS, AgentLoopManager, Sampling
 from etude.agents.interactions import (
     BaseInteraction,
     Gsm8kInteraction,
-    InteractionSession,
     SimulatedUser,
     load_interactions,
 )
+from etude.agents.interactions.base import entry_of
 from etude.chat import ToolParser
+from etude.environments import EnvironmentSession
 from etude.errors import ConfigError, InfrastructureError
 from etude.timeouts import within
 from etude.trajectory import Provenance, StopReason
@@ -55,6 +58,15 @@ class Patient(BaseInteraction):
 
 
 ROW = {"interaction_kwargs": {"name": "patient", "topic": "sums"}}
+
+
+@asynccontextmanager
+async def opened(user, kwargs, messages):
+    """A session with the user, who is shown `messages`."""
+    row = {"interaction_kwargs": kwargs, "request_id": "r", "group_seed": 0}
+    async with EnvironmentSession(entry_of(user), row) as session:
+        session.bind(SimpleNamespace(messages_for_user=lambda: messages))
+        yield session
 
 
 def talk(script, user, *, row=ROW, tools=(), **given):
@@ -168,8 +180,8 @@ def test_cancellation_finalizes_once(method):
 
     async def main():
         async def converse():
-            async with InteractionSession(user, ROW["interaction_kwargs"], request_id="r") as session:
-                await session.answer([{"role": "assistant", "content": "4"}])
+            async with opened(user, ROW["interaction_kwargs"], [{"role": "assistant", "content": "4"}]) as session:
+                await session.step("4")
 
         with pytest.raises((TimeoutError, asyncio.TimeoutError)):
             await within(0.05, converse)
@@ -247,8 +259,11 @@ def converse(answers, turns, **config):
         runner, url = await endpoint(answers, asked)
         try:
             user = SimulatedUser({"name": "u", "base_url": url, "model": "m", **config})
-            async with InteractionSession(user, {"name": "u", "order": "A7"}, request_id="r") as session:
-                return [await session.answer(messages) for messages in turns]
+            made = []
+            async with opened(user, {"name": "u", "order": "A7"}, messages := []) as session:
+                for messages[:] in turns:
+                    made.append((await session.step(""))[0])
+            return made
         finally:
             await runner.cleanup()
 
@@ -266,7 +281,7 @@ def test_a_simulated_user_sees_words_not_thoughts_and_ends_the_conversation():
     turns, asked = converse(
         [said("Thanks"), said("###STOP###")], [messages, messages], system_prompt="Order {order}.", api_key="k"
     )
-    assert [(t.over, t.text, t.reward) for t in turns] == [(False, "Thanks", 0.0), (True, "", 0.0)]
+    assert [(t.done, t.observation, t.reward) for t in turns] == [(False, "Thanks", 0.0), (True, "", 0.0)]
     headers, body = asked[0]
     assert headers["Authorization"] == "Bearer k"
     assert body["messages"] == [

@@ -18,8 +18,8 @@ from etude.chat import ToolParser
 from etude.config import compose
 from etude.errors import ConfigError
 from etude.models import TinyModelSpec, build_tiny_model, save_pretrained
-from etude.options import ModelOptions, RolloutOptions
-from etude.options.validate import to_options
+from etude.options import ModelOptions
+from etude.options.validate import plain
 from etude.trajectory import StopReason
 from etude.workers.context import collect_tools
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle
@@ -33,8 +33,7 @@ THREE_TURNS = [says(call(text="a")), says(call(text="b")), says("5")]
 
 def rollout_options(*overrides):
     """What the trainer makes of command-line settings below `rollout`."""
-    section = compose("ppo_trainer", [f"{ROLLOUT}.{each}" for each in overrides]).actor_rollout_ref.rollout
-    return to_options(RolloutOptions, section, ROLLOUT)
+    return compose("ppo_trainer", [f"{ROLLOUT}.{each}" for each in overrides]).rollout
 
 
 def played(*overrides, script=THREE_TURNS, row=None, respond=None, tools=None, interactions=()):
@@ -308,6 +307,6 @@ def test_a_key_that_would_do_nothing_is_refused_with_the_reason(setting, tmp_pat
 
 
 def test_no_key_is_left_out():
-    rollout = compose("ppo_trainer").actor_rollout_ref.rollout
-    ours = {f"{section}.{name}" for section in ("multi_turn", "agent") for name in rollout[section]}
+    rollout = compose("ppo_trainer").rollout
+    ours = {f"{section}.{name}" for section in ("multi_turn", "agent") for name in plain(getattr(rollout, section))}
     assert ours == set(WORKS)

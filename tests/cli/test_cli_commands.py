@@ -70,7 +70,7 @@ def test_the_documents_command_with_a_file_of_the_users(started, monkeypatch, tm
     assert through_module(monkeypatch, "etude.trainer.main_grpo", *line) == 0
     [config] = started
     assert config.algorithm.adv_estimator == "grpo"
-    assert config.data.train_files == ["/data/mine.parquet"]
+    assert config.data.train_files == ("/data/mine.parquet",)
     assert config.actor_rollout_ref.rollout.multi_turn.tool_config_path == ["config/tool_config/geo3k_tool_config.yaml"]
 
 

@@ -1,10 +1,10 @@
 """`etude config`: the tree, its sources, and plain YAML."""
 
 import yaml
-from omegaconf import OmegaConf
 
 from etude.cli.main import cli, run
 from etude.config import compose
+from etude.options.validate import plain
 
 
 def shown(capsys, *arguments: str) -> str:
@@ -14,7 +14,7 @@ def shown(capsys, *arguments: str) -> str:
 
 def test_plain_yaml_is_the_configuration(capsys):
     printed = yaml.safe_load(shown(capsys, "--yaml", "-cn", "sft", "trainer.seed=3"))
-    assert printed == OmegaConf.to_container(compose("sft", ["trainer.seed=3"]))
+    assert printed == plain(compose("sft", ["trainer.seed=3"]))
 
 
 def test_the_tree_says_where_each_value_came_from(tmp_path, capsys):

@@ -49,12 +49,12 @@ def test_a_real_trajectory_holds_every_check(run_dir):
     for record in read_rollouts(run_dir / "rollouts" / "2.jsonl"):
         assert record["sampling"] == {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
         checks = check_sequence(record, weights)
-        assert [check.verdict for check in checks] == [Verdict.HOLDS] * 5, checks
+        assert [check.verdict for check in checks] == [Verdict.HOLDS] * 6, checks
 
 
 def test_other_weights_are_told_apart(run_dir):
     record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
-    check = check_sequence(record, run_dir / "global_step_2" / "actor" / "huggingface")[-1]
+    check = check_sequence(record, run_dir / "global_step_2" / "actor" / "huggingface")[4]
     assert check.verdict is Verdict.FAILS
     assert "does the folder hold weights 1?" in check.evidence
 
@@ -72,6 +72,11 @@ def test_other_weights_are_told_apart(run_dir):
         (3, lambda r: r.__setitem__("score", 7.5)),
         (4, lambda r: [each.__setitem__(0, -9.0) for each in (r["segments"][0]["log_probs"], r["response_log_probs"])]),
         (4, lambda r: r.__setitem__("sampling", {})),
+        (5, lambda r: r["token_values"]["advantages"].pop()),
+        (5, lambda r: r["token_values"]["entropys"].append(0.5)),
+        (5, lambda r: r["token_values"]["log_probs"].__setitem__(r["response_mask"].index(0), -1.0)),
+        (5, lambda r: r["token_values"].__setitem__("advantages", 0.5)),
+        (5, lambda r: r.__setitem__("token_values", [])),
     ],
     ids=[
         "id",
@@ -84,6 +89,11 @@ def test_other_weights_are_told_apart(run_dir):
         "score",
         "other-log-prob",
         "temperature",
+        "short-values",
+        "long-values",
+        "unsampled-value",
+        "no-list",
+        "no-columns",
     ],
 )
 def test_a_doctored_record_fails_the_check_that_names_it(run_dir, failing, change):
@@ -91,8 +101,22 @@ def test_a_doctored_record_fails_the_check_that_names_it(run_dir, failing, chang
     weights = run_dir / "global_step_1" / "actor" / "huggingface"
     found = verdicts(record, model=weights)
     assert found[failing] is Verdict.FAILS
-    if failing < 4:
+    if failing != 4:
         assert found[:failing] == [Verdict.HOLDS] * failing
+
+
+def test_lists_that_are_too_short_are_one_line(run_dir, tmp_path, capsys):
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
+    for change in (
+        lambda r: r["segments"][0]["weight_versions"].pop(),
+        lambda r: r["segments"][0]["log_probs"].pop(),
+    ):
+        (tmp_path / "1.jsonl").write_bytes(json_line(doctored(record, change)))
+        assert run(cli, ["explain", str(tmp_path / "1.jsonl")]) == 2
+        assert "'segments' is malformed" in capsys.readouterr().err
+    short = doctored(record, lambda r: [each.pop() for each in (r["response_mask"], *r["token_values"].values())])
+    (tmp_path / "1.jsonl").write_bytes(json_line(short))
+    assert run(cli, ["explain", str(tmp_path / "1.jsonl")]) == 1
 
 
 def test_tokens_carry_mask_turn_log_prob_and_reward(run_dir):
@@ -111,7 +135,7 @@ def test_the_command_prints_tokens_and_finds_the_weights_by_itself(run_dir, caps
     out = capsys.readouterr().out
     record = read_row(run_dir / "rollouts" / "2.jsonl", 1)
     assert out.count("sampled\n") + out.count("sampled ") >= sum(record["response_mask"])
-    assert out.count("✓") == 5
+    assert out.count("✓") == 6
     assert all(name in out for name in ("advantage", "in update", "entropy"))
     assert "global_step_1" in out.replace("\n", "")
 

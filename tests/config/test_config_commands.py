@@ -6,7 +6,7 @@ import pytest
 from commands_stage import COMMANDS, arguments_of, corrected
 from omegaconf import ListConfig, OmegaConf
 
-from etude.config import compose
+from etude.config import compose, compose_with_sources
 from etude.config.other_frameworks import ALIASES
 from etude.errors import ConfigError
 
@@ -30,7 +30,7 @@ def test_one_message_lists_all_that_must_change(name, tmp_path):
 def test_a_corrected_command_composes_and_names_what_has_no_effect(name, tmp_path, caplog):
     place, arguments = arguments_of(name, tmp_path)
     with caplog.at_level(logging.WARNING, "etude"):
-        config = compose(overrides=corrected(name, arguments), **place)
+        config = compose_with_sources(overrides=corrected(name, arguments), **place).config
     [line] = [message for message in caplog.messages if message.startswith("no effect here: ")]
     for argument in corrected(name, arguments):
         key, _, value = argument.lstrip("+").partition("=")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from etude.config import compose, compose_with_sources, package_roots
+from etude.config.groups import stored
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
+from etude.options.validate import plain, value_of
 
 ROLLOUT, OPTIM = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 
@@ -40,7 +43,7 @@ def refusal(*arguments, **keywords) -> str:
 
 @pytest.mark.parametrize("root", package_roots())
 def test_every_root_composes_with_everything_filled_in(root):
-    config = compose(root)
+    config = compose_with_sources(root).config
     assert "${" not in OmegaConf.to_yaml(config)
     assert OmegaConf.is_struct(config)
 
@@ -48,7 +51,7 @@ def test_every_root_composes_with_everything_filled_in(root):
 @pytest.mark.parametrize("root", package_roots())
 def test_the_layers_merge_to_what_hydra_composes(root):
     merged = OmegaConf.merge(*(layer.values for layer in file_layers(root, TREE)))
-    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
+    with stored(), hydra.initialize_config_dir(str(TREE), version_base="1.3"):
         composed = hydra.compose(root)
     assert OmegaConf.to_container(merged, resolve=False) == OmegaConf.to_container(composed, resolve=False)
 
@@ -88,12 +91,17 @@ def test_an_unknown_builtin_tool_is_one_line():
     assert "calculater" in text
 
 
-def test_composing_leaves_hydra_as_it_was():
+def test_composing_leaves_hydra_as_it_was(tmp_path):
     compose("ppo_trainer")
     assert not GlobalHydra.instance().is_initialized()
-    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
-        compose("sft")
-        assert hydra.compose("grpo_trainer").algorithm.adv_estimator == "grpo"
+    store = ConfigStore.instance().repo
+    store["optim"] = own = {}  # a program may have a group of the same name
+    write(tmp_path, "mine.yaml", "lr: 3\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        file_layers("sft", TREE)  # `compose` keeps the layers of a root
+        assert hydra.compose("mine").lr == 3
+    assert store.pop("optim") is own
+    assert not {"actor", "data", "ppo_trainer.yaml"} & store.keys()
 
 
 # The user's YAML and the command line
@@ -151,7 +159,7 @@ def test_a_group_is_chosen_on_the_command_line(tmp_path):
 
 def test_a_yaml_that_was_printed_composes_to_itself(tmp_path):
     config = compose("quickstart", ["trainer.seed=9"])
-    write(tmp_path, "again.yaml", OmegaConf.to_yaml(config))
+    write(tmp_path, "again.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
     assert compose("again", [], tmp_path) == config
 
 
@@ -309,10 +317,10 @@ def test_values_take_the_type_of_their_key():
     )
     assert repr(config.actor_rollout_ref.actor.optim.lr) == "1.0"
     assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
-    assert config.data.train_files == ["/data/train.parquet"]
-    assert config.trainer.logger == ["console"]
-    assert config.plugins == ["agent.py"]
-    assert config.actor_rollout_ref.rollout.multi_turn.function_tool_path == ["tools.py"]
+    assert config.data.train_files == ("/data/train.parquet",)
+    assert config.trainer.logger == ("console",)
+    assert config.plugins == ("agent.py",)
+    assert config.actor_rollout_ref.rollout.multi_turn.function_tool_path == ("tools.py",)
 
 
 def test_interpolations_follow_their_target_through_every_layer():
@@ -356,7 +364,7 @@ ALIAS = f"{ROLLOUT}.tool_config"
 def both(config):
     rollout = config.actor_rollout_ref.rollout
     assert rollout.tool_config == rollout.multi_turn.tool_config_path
-    return rollout.tool_config
+    return rollout.tool_config and list(rollout.tool_config)
 
 
 def test_a_key_and_its_alias_are_one():
@@ -433,12 +441,12 @@ def test_paths_in_a_yaml_are_relative_to_it(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(elsewhere)
     config = compose("run", ["critic.model.path=model"], mine)
-    assert config.data.train_files == [f"{mine}/rows.parquet"]
-    assert config.data.val_files == ["test.parquet", f"{mine}/rows.parquet"]
-    assert config.plugins == [f"{mine}/agent.py", f"{mine}/json"]
+    assert config.data.train_files == (f"{mine}/rows.parquet",)
+    assert config.data.val_files == ("test.parquet", f"{mine}/rows.parquet")
+    assert config.plugins == (f"{mine}/agent.py", f"{mine}/json")
     assert config.custom_reward_function.path == f"{mine}/sub/reward.py"
     rollout = config.actor_rollout_ref.rollout
-    assert rollout.multi_turn.tool_config_path == rollout.tool_config == [f"{mine}/tools.yaml"]
+    assert rollout.multi_turn.tool_config_path == rollout.tool_config == (f"{mine}/tools.yaml",)
     assert rollout.agent.openai_agent.function == f"{mine}/agent.py:run"
     assert config.actor_rollout_ref.model.path == f"{mine}/model"
     assert config.critic.model.path == "model"  # from the command line
@@ -486,8 +494,8 @@ def test_each_experiment_has_a_folder_and_the_same_one_its_own():
 def test_one_seed_reaches_everything_random_that_has_none_of_its_own():
     seeds = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
     config = compose("grpo_trainer", ["trainer.seed=7"])
-    assert [OmegaConf.select(config, key) for key in seeds] == [7, 7, 7]
+    assert [value_of(config, key) for key in seeds] == [7, 7, 7]
     for key in seeds:
         config = compose("grpo_trainer", ["trainer.seed=7", f"{key}=3"])
-        assert sorted(OmegaConf.select(config, each) for each in seeds) == [3, 7, 7]
-        assert OmegaConf.select(config, key) == 3
+        assert sorted(value_of(config, each) for each in seeds) == [3, 7, 7]
+        assert value_of(config, key) == 3

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from etude.config import compose
+from etude.config import compose, compose_with_sources
 from etude.config.layers import file_layers
 
 
@@ -24,7 +24,7 @@ def compose_command(command: str):
     while arguments and arguments[0] in options:
         option, value, *arguments = arguments
         options[option] = value
-    return compose(options["--config-name"], arguments, options["--config-path"], root=root)
+    return compose_with_sources(options["--config-name"], arguments, options["--config-path"], root=root).config
 
 
 def test_the_first_command_of_the_source_reading():
@@ -83,7 +83,7 @@ def test_the_agent_command_of_the_source_reading():
 
 
 def test_every_key_that_the_agent_loop_reads_is_there():
-    rollout = compose("ppo_trainer").actor_rollout_ref.rollout
+    rollout = compose_with_sources("ppo_trainer").config.actor_rollout_ref.rollout
     assert {
         "max_user_turns",
         "max_assistant_turns",

@@ -8,7 +8,7 @@ import pytest
 
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
-from etude.config import compose
+from etude.config import compose, compose_with_sources
 from etude.config.other_frameworks import ALIASES, INERT, REFUSED_VALUES, REPLACED
 from etude.config.translation import KeyTable
 from etude.errors import ConfigError
@@ -62,7 +62,7 @@ def test_a_key_that_must_change_is_refused_with_what_to_write(setting):
 
 
 def test_what_is_said_to_write_instead_exists():
-    tree = compose("ppo_trainer")
+    tree = compose_with_sources("ppo_trainer").config
     assert {"max_prompt_length", "apply_chat_template_kwargs", "train_batch_size"} <= set(tree.data)
     assert {"max_tool_response_length", "format"} <= set(tree.actor_rollout_ref.rollout.multi_turn)
     assert {"response_length", "stop", "engine_kwargs"} <= set(tree.actor_rollout_ref.rollout)

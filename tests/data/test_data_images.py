@@ -20,7 +20,7 @@ from etude.data import DataOptions, RLDataset, SFTDataset, write_parquet
 from etude.data import files as data_files
 from etude.data.blobs import SMALLEST, BlobReference, Blobs
 from etude.data.images import place_images
-from etude.data.rlhf import custom_rows
+from etude.data.verl_dataset import custom_rows
 from etude.errors import DataError
 from etude.models import ImageReader
 from etude.options.data import CustomClassOptions

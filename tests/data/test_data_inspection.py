@@ -21,6 +21,12 @@ def invoke(*arguments):
     return CliRunner().invoke(data, [str(argument) for argument in arguments], standalone_mode=False)
 
 
+WITHOUT_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if no_thoughts %}no thoughts\n{% endif %}{% endif %}"
+)
+
+
 @pytest.fixture
 def rows(tmp_path):
     return write_parquet(make_rows(40, 1, "train"), tmp_path / "train.parquet")
@@ -56,10 +62,7 @@ def test_lengths_are_those_of_the_run(rows, tmp_path):
 
 def test_lengths_say_whether_they_have_the_tools(rows, tmp_path):
     tokenizer = build_tiny_tokenizer(["Use the calculator tool. Compute 1 + 2."], 300)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    tokenizer.chat_template = WITHOUT_TOOLS
     model, tools = tmp_path / "model", tmp_path / "tools.yaml"
     tokenizer.save_pretrained(model)
     tools.write_text("tools:\n  - class_name: etude.tools.builtin.calculator.Calculator\n    config: {type: native}\n")
@@ -78,6 +81,18 @@ def test_lengths_say_whether_they_have_the_tools(rows, tmp_path):
     schemas = [tool.get_openai_tool_schema().to_openai() for tool in load_tools(str(tools))]
     assert found.lengths == [len(chat.initial_ids(row["prompt"], schemas)) for row in make_rows(40, 1, "train")]
     assert min(found.lengths) > max(hidden.lengths)
+
+
+def test_lengths_are_those_of_the_runs_template_arguments(rows, tmp_path):
+    tokenizer = build_tiny_tokenizer(["Use the calculator tool. Compute 1 + 2."], 300)
+    tokenizer.chat_template = WITHOUT_TOOLS
+    tokenizer.save_pretrained(tmp_path)
+    added = len(tokenizer.encode("no thoughts\n"))
+    shortest = min(inspect_file(rows, model=str(tmp_path)).lengths)
+    for value, expected in (("true", shortest + added), ("false", shortest)):
+        result = invoke("inspect", rows, "--model", tmp_path, "--set", f"no_thoughts={value}")
+        assert f"  min {expected}, median" in result.output
+    assert "--set needs --model" in str(invoke("inspect", rows, "--set", "no_thoughts=true").exception)
 
 
 def test_every_problem_names_its_row(tmp_path):

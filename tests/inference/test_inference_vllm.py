@@ -14,6 +14,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
+from options_stage import changed
 from serving_stage import serving
 
 from etude.errors import ConfigError, EngineError
@@ -32,6 +33,7 @@ from etude.inference.sampling import restrict
 from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 from etude.inference.vllm.server import COMPLETIONS, GENERATE
 from etude.models.named_weights import checksum
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 
 PROMPT = [3, 1, 4]
@@ -677,18 +679,15 @@ def trained(stage, rollout, bound=1e-3):
 
     from etude.agents import RolloutOptions
     from etude.distributed import InProcessWorkerGroup
-    from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
+    from etude.options import ActorOptions, ModelOptions
     from etude.training import OptimOptions
-    from etude.workers import ActorRolloutRefWorker, RoleOptions
+    from etude.workers import ActorRolloutRefWorker
 
-    options = RoleOptions(
+    options = changed(
+        TrainOptions(),
         model=ModelOptions(path=str(stage[0][0])),
         actor=ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
-        ref=RefOptions(),
         rollout=RolloutOptions(prompt_length=64, response_length=48, **rollout),
-        critic=CriticOptions(),
-        reward=RewardOptions(),
-        custom_reward=CustomRewardOptions(),
     )
     group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options)
     group.init_model()

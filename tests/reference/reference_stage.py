@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-from omegaconf import OmegaConf
 from plain_rollouts import Rollout, Sequence
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import rms_norm
@@ -25,6 +24,7 @@ from etude.config import compose
 from etude.data.files import write_parquet
 from etude.errors import InfrastructureError, TrainingStopped
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, loading, save_pretrained
+from etude.options.validate import plain
 from etude.trainer.run import train
 from etude.trajectory import Provenance, Trajectory
 from etude.workers.checkpoint import read_state
@@ -237,7 +237,7 @@ def run_product(folder, run, shape, overrides):
     steps = [each["step"] for each in figures if each["step"]]
     last = run / f"global_step_{steps[-1]}"
     weights = {part.name: load_weights(part) for part in last.iterdir() if part.is_dir()}
-    resolved = OmegaConf.to_container(config, resolve=True)
+    resolved = plain(config)
     return Outcome(
         resolved, [rollouts_of(step, resolved) for step in steps], figures, LEDGER.advantages, weights, stopped
     )
@@ -288,6 +288,8 @@ def fill(rollout, sequences):
         rollout.step_rewards, rollout.final_rewards = main.rewards.steps, main.rewards.final
         rollout.score, rollout.accuracy = main.rewards.score, main.rewards.score_info.get("acc")
         rollout.stop_reason = main.stop_reason.value
+        environment = main.extra_fields.get("environment") or {"name": "", "metrics": {}}
+        rollout.environment, rollout.reported = environment["name"], environment["metrics"]
         rollout.num_turns = main.user_turns + main.assistant_turns + 1
 
 

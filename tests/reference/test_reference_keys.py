@@ -21,6 +21,7 @@ from witnesses import UNSEEN, WITNESSES
 from etude.config import compose
 from etude.inference import ENGINES
 from etude.options import TrainOptions, declarations
+from etude.options.validate import plain
 from etude.trainer.setup import prepare
 from etude.workers.engine_link import build_engine
 
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def keys_of(root):
-    config = OmegaConf.to_container(compose(root, [], root=root), resolve=False)
+    config = plain(compose(root, [], root=root))
 
     def leaves(section, prefix):
         for name, value in section.items():
@@ -114,7 +115,7 @@ def put(config, key, value):
 
 @pytest.mark.parametrize("key", DRAWN)
 def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
-    usual = compose("ppo_trainer", arguments(folder, folder))
+    usual = OmegaConf.create(plain(compose("ppo_trainer", arguments(folder, folder))))
     settings = BUSY | NEEDS.get(key, {})
     if key in ("algorithm.filter_groups.enable", "algorithm.zero_variance"):
         settings["reward_model.tool_reward_weight"] = 0  # few scores, so that some groups have equal ones
@@ -251,8 +252,8 @@ def test_a_key_reaches_the_engine(folder, name, key):
     made = []
     for given in ([], [moved]):
         config = compose("grpo_trainer", [*base, f"{ROLLOUT}.name=reference_{name}", *given])
-        setup = prepare(config)
-        made.append(vars(build_engine(setup.roles, None, None)))
+        setup, _ = prepare(config)
+        made.append(vars(build_engine(setup.options, None, None)))
     assert made[0] != made[1]
 
 

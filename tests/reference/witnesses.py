@@ -56,6 +56,9 @@ WITNESSES = {
         "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
         "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
     },
+    "trainer/test_trainer_acting.py": {
+        "env": "test_an_environments_tasks_are_the_rows_and_its_score_the_reward",
+    },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
     },
@@ -67,7 +70,7 @@ WITNESSES = {
     "trainer/test_trainer_failures.py": {
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
     },
-    "trainer/test_trainer_signal.py": {
+    "trainer/test_trainer_learning_signal.py": {
         "trainer.max_infra_failure_share": "test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint",
     },
     "trainer/test_trainer_images.py": {

@@ -93,7 +93,8 @@ def test_a_scorer_that_fails_is_no_score(type_in, agent):
     agent.write("reward.py", "def compute_score(**given):\n    return 1 / 0\n")
     status, said, record = type_in("1")
     assert status == 1
-    assert "dropped: scoring: compute_score for the data source 'tests/guess' failed: ZeroDivisionError" in said
+    assert "dropped: scoring: 'compute_score' of " in said
+    assert "reward.py for the data source 'tests/guess' failed: ZeroDivisionError" in said
     assert record is None
 
 

@@ -19,11 +19,21 @@ def schema(*names):
     return read_schema({"type": "function", "function": function}, "here")
 
 
+PAGES = [
+    "<!DOCTYPE html>\n<html><title>Sign in</title></html>",
+    "\n <!-- proxy -->\n<HTML lang=en><body>Sign in</body></HTML>",
+    "The page begins with <html>.",
+    "<htmlish/>",
+]
+
+
 async def answer(request):
     """Echoes the request, or does what its path says."""
     path = request.rel_url.raw_path
     if path.startswith("/status/"):
         return web.Response(status=int(path.rsplit("/", 1)[1]), text="because\n  of this")
+    if path.startswith("/page/"):
+        return web.Response(text=PAGES[int(path.rsplit("/", 1)[1])], content_type="text/html")
     if path == "/large":
         return web.Response(body=b"x" * 5000)
     if path == "/slow":
@@ -105,9 +115,27 @@ def test_a_part_of_the_answer():
 
 @pytest.mark.parametrize("status", [400, 404, 409, 422])
 def test_what_the_model_did_wrong_is_told(status):
-    [error] = run([{}], url=f"/status/{status}")
-    assert isinstance(error, ToolError)
-    assert str(error) == f"Error: HTTP {status}: because of this"
+    in_the_path = run([{"id": f"{status}"}], url="/status/{id}")
+    in_the_query = run([{"a": "x"}], url=f"/status/{status}", send="query")
+    for error in in_the_path + in_the_query:
+        assert isinstance(error, ToolError)
+        assert str(error) == f"Error: HTTP {status}: because of this"
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_an_address_that_is_not_there_is_no_mistake_of_the_models(status):
+    [posted] = run([{"a": "x"}], url=f"/status/{status}")
+    [got] = run([{}], url=f"/status/{status}", method="GET")
+    for error in (posted, got):
+        assert isinstance(error, InfrastructureError)
+        assert "config.url of tool 'service'" in str(error)
+
+
+@pytest.mark.parametrize("page", range(len(PAGES)))
+def test_a_web_page_is_an_answer_only_where_it_is_asked_for(page):
+    [answered] = run([{}], url=f"/page/{page}")
+    assert isinstance(answered, InfrastructureError) if page < 2 else answered == PAGES[page]
+    assert run([{}], url=f"/page/{page}", headers={"accept": "text/html"}) == [PAGES[page]]
 
 
 @pytest.mark.parametrize("status", [401, 403, 405, 406, 411, 415, 429, 500, 503])

@@ -128,7 +128,7 @@ def test_the_lifecycle_holds_in_every_interleaving(toolbox, trajectories):
                 await asyncio.sleep(plan["thinks"])
                 asked = [FunctionCall(name=f"t{tool}", arguments=json.dumps({"q": q})) for tool, q in calls]
                 outcomes = await session.execute(asked, turn)
-                assert [outcome.call for outcome in outcomes] == asked
+                assert [outcome.requested for outcome in outcomes] == asked
             if plan["breaks"]:
                 raise KeyError("the loop's own mistake")
             if plan["scored"]:

@@ -82,7 +82,7 @@ def test_lifecycle_holds_in_every_ending(tools, named, turns, asks_rewards, canc
         assert not task.cancelled()
         error = task.exception()
         wrong = any(value in ("nonsense", ["nonsense"]) for tool in tools for value in tool.script.values())
-        wrong |= any(isinstance(tool.script["create"], float) for tool in tools)
+        wrong |= any(isinstance(tool.script[name], float) for tool in tools for name in ("create", "execute"))
         assert error is None or isinstance(error, (InfrastructureError, *[ConfigError] * wrong))  # for the user to mend
         if error is None and asks_rewards:
             assert all(tool.count("calc_reward") == tool.count("create done") for tool in tools)
@@ -143,7 +143,7 @@ def test_outcomes_keep_the_order_of_the_calls_and_calls_overlap():
             return outcomes, asyncio.get_running_loop().time()
 
     outcomes, seconds = run(main())
-    assert [outcome.call.name for outcome in outcomes] == ["slow", "fast", "slow"]
+    assert [outcome.requested.name for outcome in outcomes] == ["slow", "fast", "slow"]
     assert {outcome.turn for outcome in outcomes} == {2}
     assert seconds == pytest.approx(0.3)  # of virtual time: the two slow ones ran together
 

@@ -57,7 +57,7 @@ def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp
         gate = tmp_path / f"gate-{partial}"
         wait = f"while not pathlib.Path({str(gate)!r}).exists(): await asyncio.sleep(0.01)"
         tool = Moody(tmp_path / f"tool-{partial}", wait, good=0)
-        setup = prepare(
+        prepared = prepare(
             tiny.config(
                 tmp_path / f"run-{partial}",
                 *ASYNC,
@@ -66,7 +66,7 @@ def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp
                 tool.override,
             )
         )
-        trainer = PPOTrainer(setup)
+        trainer = PPOTrainer(*prepared)
         try:
             trainer.init_workers()
             trainer.feed.end_step(0, 6)
@@ -88,7 +88,7 @@ def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp
                 [(groups, _)] = trainer.groups.rollout.collect(1.0)
                 rolled += [rollout for _, batch in groups for rollout in rollouts_of(batch)]
         finally:
-            setup.groups.close()
+            trainer.groups.close()
         held = [r.trajectory for r in rolled if len(r.trajectory.tool_calls)]
         drawn = [[v for s in each.segments for v in s.weight_versions or ()] for each in held]
         assert all(each == sorted(each) for each in drawn)
@@ -134,18 +134,17 @@ def test_groups_of_equal_scores_are_replaced_and_accounted_for(tiny, tmp_path):
 def test_groups_are_trained_on_at_their_deadline_and_not_a_step_later(tiny, tmp_path, step, too_old):
     """They start under version 0, so with a staleness of 1 the second step is the last that may train on them. (A step that
     finds too few groups with spread leaves more groups for the next ones than these may train on.)"""
-    setup = prepare(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1"))
-    trainer = PPOTrainer(setup)
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1")))
     try:
         trainer.init_workers()
         trainer.feed.end_step(0, 6)
         taken = trainer.feed.take(step, 6)
     finally:
-        setup.groups.close()
+        trainer.groups.close()
     uids = {uid for uid, *_ in taken.rolled}
     assert len(uids) == 2
     assert taken.stale == (uids if too_old else set())
-    assert len(rollouts_of(taken.batch)) == (0 if too_old else 2 * setup.roles.rollout.n)
+    assert len(rollouts_of(taken.batch)) == (0 if too_old else 2 * trainer.options.rollout.n)
 
 
 def test_an_estimator_with_greedy_baselines_streams_too(tiny, tmp_path):

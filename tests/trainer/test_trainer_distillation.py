@@ -11,7 +11,6 @@ from house_stage import ACTOR, ROLLOUT
 from serving_stage import serving_in_a_thread
 
 from etude.algorithms.distillation import ABSENT
-from etude.checks.setup import check_config
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import (
@@ -31,6 +30,7 @@ from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trajectory import RoutedExperts
 from etude.workers import TeacherWorker
+from etude.workers.role import Placement
 from etude.workers.teacher import _read_token, teacher_columns
 
 HINTED = "distillation.teachers={default:self}"
@@ -65,7 +65,7 @@ def by_hand(model, batch, prompt_of=None):
 
 def stepped(config):
     """A trainer after one step, and the batch it learned from."""
-    trainer, seen = PPOTrainer(prepare(config)), []
+    trainer, seen = PPOTrainer(*prepare(config)), []
     trainer.init_workers()
     update = trainer._update_actor
     trainer._update_actor = lambda batch: seen.append(batch) or update(batch)
@@ -157,7 +157,7 @@ def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teache
     trainer, batch, _ = stepped(config)
     setup = trainer.setup
     batch.non_tensor_batch["data_source"][:] = [sources[row % 2] for row in range(len(batch))]
-    found = ask_teachers(setup, batch).batch["teacher_log_probs"]
+    found = ask_teachers(trainer.setup, trainer.groups, batch).batch["teacher_log_probs"]
 
     def hinted(row):
         columns = batch.non_tensor_batch
@@ -178,7 +178,7 @@ def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teache
 
 def test_a_hint_that_cannot_be_filled_in_names_the_row(tiny, teacher, tmp_path):
     config = tiny.config(tmp_path, DISTILL[0] % teacher, "distillation.hint='{secret}'")
-    trainer = PPOTrainer(prepare(config))
+    trainer = PPOTrainer(*prepare(config))
     trainer.init_workers()
     with pytest.raises(DataError, match=r"distillation.hint: row \d+ of data_source .*secret"):
         trainer.training_step(Interrupts(lambda text: None))
@@ -229,7 +229,7 @@ def test_a_server_scores_as_the_same_model_here_does(tiny, teacher, tmp_path):
 def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_path):
     model = load_causal_lm(teacher, dtype="float32")
     with serving_in_a_thread(vllm_like(model, faults=[{"choices": [{}]}] * 9)) as address:
-        trainer = PPOTrainer(prepare(tiny.config(tmp_path, DISTILL[0] % address)))
+        trainer = PPOTrainer(*prepare(tiny.config(tmp_path, DISTILL[0] % address)))
         with pytest.raises(EngineError, match="prompt_logprobs"):
             trainer.init_workers()
         trainer.groups.close()
@@ -257,14 +257,14 @@ def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_pa
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(tiny, tmp_path, overrides, text):
     with pytest.raises(ConfigError, match=text):
-        PPOTrainer(prepare(tiny.config(tmp_path, *overrides)))
+        PPOTrainer(*prepare(tiny.config(tmp_path, *overrides)))
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tiny, tmp_path):
     tokenizer = build_tiny_tokenizer(["quite another text"], 300)
     save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), tokenizer, tmp_path / "t")
     with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
-        PPOTrainer(prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "t"))))
+        PPOTrainer(*prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "t"))))
 
 
 def test_the_policy_approaches_its_teacher(tiny, tmp_path):
@@ -303,7 +303,7 @@ def test_a_row_that_is_longer_than_its_teacher_reads_is_named(tiny, tmp_path):
     tokenizer = load_tokenizer(tiny.model)
     spec = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=48, max_position_embeddings=32)
     save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, tmp_path / "short")
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "short"))))
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "short"))))
     trainer.init_workers()
     with pytest.raises(DataError, match=r"row \d+ of data_source '.*' has \d+ tokens .*short reads 32"):
         trainer.training_step(Interrupts(lambda text: None))
@@ -313,8 +313,8 @@ def test_a_row_that_is_longer_than_its_teacher_reads_is_named(tiny, tmp_path):
 def test_a_teacher_without_embeddings_for_all_tokens_is_refused(tiny, tmp_path):
     tokenizer = build_tiny_tokenizer(["quite another text"], 270)
     save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), None, tmp_path / "few")
-    _, roles, _ = check_config(tiny.config(tmp_path / "run"))
-    group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path / "few")))
+    options = tiny.config(tmp_path / "run")
+    group = InProcessWorkerGroup(TeacherWorker, 1, options, Placement(teacher=str(tmp_path / "few")))
     with pytest.raises(ConfigError, match=r"few: the tokenizer has .* tokens but the model's embedding only"):
         group.init_model()
     group.close()
@@ -336,9 +336,9 @@ def test_requests_to_a_server_are_bounded(tiny, teacher):
         flying -= 1
 
     with serving_in_a_thread(app) as address:
-        _, roles, _ = check_config(tiny.config(tiny.folder / "bounded"))
+        usual = tiny.config(tiny.folder / "bounded")
         options = DistillationOptions(teachers={"default": address}, max_concurrent_requests=3)
-        group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, distillation=options, teacher=address))
+        group = InProcessWorkerGroup(TeacherWorker, 1, replace(usual, distillation=options), Placement(teacher=address))
         group.init_model()
         rows = {"input_ids": torch.ones(12, 3).long(), "attention_mask": torch.ones(12, 3).long()}
         scored = group.compute_teacher_log_prob(DataProto.from_single_dict(rows | {"response_mask": torch.ones(12, 2)}))
@@ -352,8 +352,8 @@ def test_a_teachers_routers_choose_its_experts_themselves(tiny, tmp_path):
     tokenizer = load_tokenizer(tiny.model)
     spec = TinyModelSpec(hidden_size=32, num_layers=3, intermediate_size=48, seed=7, architecture="qwen3_moe")
     save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, tmp_path)
-    _, roles, _ = check_config(tiny.config(tmp_path / "run"))
-    group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path)))
+    options = tiny.config(tmp_path / "run")
+    group = InProcessWorkerGroup(TeacherWorker, 1, options, Placement(teacher=str(tmp_path)))
     group.init_model()
     ids = torch.arange(24).view(2, 12) + 5
     rows = {"input_ids": ids, "attention_mask": torch.ones(2, 12).long(), "response_mask": torch.ones(2, 6).long()}
@@ -372,7 +372,7 @@ def test_a_server_that_hangs_is_one_line(tiny, tmp_path):
 
     with serving_in_a_thread(hangs) as address:
         config = tiny.config(tmp_path, DISTILL[0] % address, "distillation.server_timeout=0.1")
-        trainer = PPOTrainer(prepare(config))
+        trainer = PPOTrainer(*prepare(config))
         with pytest.raises(EngineError, match=rf"{address}/v1/completions.*0\.1 s"):
             trainer.init_workers()
         trainer.groups.close()

@@ -60,6 +60,16 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     assert same(weights(tmp_path / "elsewhere", 6), weights(tmp_path / "whole", 6))
 
 
+@pytest.mark.parametrize("small_disk", [28, 200], indirect=True)
+def test_every_line_of_a_full_disk_names_a_file_or_folder(tiny, tmp_path, small_disk):
+    run = small_disk / "run"
+    launched = Launched(["train", *tiny.arguments(run, "trainer.logger=[tensorboard,jsonl]")], tmp_path / "log")
+    assert launched.wait() == 2
+    *warnings, last = launched.text().splitlines()
+    assert all(line.startswith("WARNING etude.") and str(small_disk) in line for line in warnings), warnings
+    assert last.startswith(f"error: cannot write {run}/")
+
+
 @pytest.mark.parametrize("small_disk", [100], indirect=True)
 def test_no_room_for_a_dump_is_one_line_and_every_prompt_is_accounted_for(tiny, tmp_path, small_disk, capsys):
     run, dumps = tmp_path / "run", "trainer.rollout_data_dir"
@@ -200,12 +210,19 @@ def test_an_evaluation_with_too_few_survivors_has_no_figures(tiny, tmp_path):
     assert (result["samples"], result["dropped"], result["success"]) == (1, 2, 1.0)
 
 
-def test_a_bug_in_a_users_reward_is_one_line_with_its_file_and_line(tiny, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ("extra_info['anser']", "failed: KeyError: 'anser' ({}:2)"),
+        ("'yes'", "returned a str"),
+        ("{}", "returned no score"),
+    ],
+)
+def test_a_bug_in_a_users_reward_is_one_line_with_its_function_and_file(tiny, tmp_path, capsys, returned, why):
     reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['anser']\n"
-    )
-    arguments = tiny.arguments(tmp_path / "run", f"custom_reward_function.path={reward}", f"{RETRIES}=0")
+    reward.write_text(f"def mine(data_source, solution_str, ground_truth, extra_info):\n    return {returned}\n")
+    custom = (f"custom_reward_function.path={reward}", "custom_reward_function.name=mine")
+    arguments = tiny.arguments(tmp_path / "run", *custom, f"{RETRIES}=0")
     error = one_line_error(capsys, ["train", *arguments])
-    assert f"compute_score for the data source 'etude/arithmetic' failed: KeyError: 'anser' ({reward}:2)" in error
+    assert f"'mine' of {reward} for the data source 'etude/arithmetic' {why.format(reward)}" in error
     assert "Traceback" not in error

@@ -18,14 +18,14 @@ from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
+from etude.options import RewardOptions
 from etude.trainer.estimates import validation_metrics
+from etude.trainer.learning_signal import EmptySteps
 from etude.trainer.metrics import SkippedSteps
 from etude.trainer.rollouts import failure_metrics, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
-from etude.trainer.signal import EmptySteps
 from etude.trajectory import Provenance, Rewards, Trajectory
-from etude.workers.options import RewardOptions
 
 LINEAR = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.lr=1e-3")
 
@@ -209,9 +209,8 @@ def test_how_validation_is_cut_into_batches_changes_no_draw(tiny, tmp_path):
     trainer = ready(tiny, tmp_path, f"data.val_files={tiny.folder}/data/val.parquet", *sampled)
     drawn = []
     for size in (None, 1, 2):
-        trainer.rollouts._setup = dataclasses.replace(
-            trainer.setup, data=dataclasses.replace(trainer.setup.data, val_batch_size=size)
-        )
+        data = dataclasses.replace(trainer.options.data, val_batch_size=size)
+        trainer.rollouts._options = dataclasses.replace(trainer.options, data=data)
         batch = trainer.rollouts.validation(trainer.val_set)
         answers = [tuple(result.trajectory.response_ids) for result in rollouts_of(batch)]
         drawn.append(list(zip(batch.non_tensor_batch["uid"].tolist(), answers)))

@@ -253,7 +253,7 @@ def test_a_text_model_refuses_rows_with_images_before_it_is_loaded(stage, tiny, 
     with pytest.raises(DataError, match=r"row 0: the row has images, and the model reads text only") as raised:
         train(config)
     assert "\n" not in str(raised.value)
-    setup = prepare(stage.config(tmp_path, f"actor_rollout_ref.model.path={tiny.model}", "data.image_key=null"))
+    setup, _ = prepare(stage.config(tmp_path, f"actor_rollout_ref.model.path={tiny.model}", "data.image_key=null"))
     item = setup.dataset([str(stage.rows)])[0]
     assert item["raw_prompt"][1]["content"].startswith("<image>\n")  # as any other text
 

@@ -179,7 +179,7 @@ def test_a_template_that_cannot_be_continued_names_the_model(refused, with_templ
 def test_a_template_without_tools_does_where_it_is_asked_for_none(tiny, tmp_path, with_template, format_override):
     from etude.trainer.setup import prepare
 
-    setup = prepare(tiny.config(tmp_path, with_template(ALTERNATING), format_override))
+    setup, _ = prepare(tiny.config(tmp_path, with_template(ALTERNATING), format_override))
     assert not setup.chat.answers_tools
 
 

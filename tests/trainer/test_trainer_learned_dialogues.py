@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.agents.interactions.loader import load_interactions
+from etude.agents.interactions import load_interactions
 from etude.data import SFTDataset, read_rows
 from etude.quickstart.example import find_example
 from etude.quickstart.prepare import write_tables

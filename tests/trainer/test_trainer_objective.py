@@ -24,7 +24,7 @@ class Step:
     """One training step: its figures, the batches learned from, and each optimizer step's weights and gradients."""
 
     def __init__(self, tiny, folder, *overrides, drift=0.02, engine_error=0.0):
-        self.trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
+        self.trainer = PPOTrainer(*prepare(tiny.config(folder, *overrides)))
         self.trainer.init_workers()
         worker = self.trainer.groups.actor._workers[0]
         self.reference = plain(worker.model)

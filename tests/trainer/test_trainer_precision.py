@@ -21,7 +21,7 @@ def half(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, half(dtype), f"{ACTOR}.optim.lr=1e-6")))
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path, half(dtype), f"{ACTOR}.optim.lr=1e-6")))
     trainer.init_workers()
     worker = trainer.groups.actor._workers[0]
     start = [p.detach().clone() for p in worker._optimizer._parameters]
@@ -39,7 +39,7 @@ def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
 
 
 def test_what_learns_starts_from_the_saved_weights_and_computes_with_rounded_ones(tiny, tmp_path):
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, half("bfloat16"), GAE)))
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path, half("bfloat16"), GAE)))
     trainer.init_workers()
     saved = load_file(tiny.model / "model.safetensors")
     actor, critic = trainer.groups.actor._workers[0], trainer.groups.critic._workers[0]

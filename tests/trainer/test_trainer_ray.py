@@ -21,7 +21,6 @@ from wait_stage import until
 import etude
 from etude.checks import nodes as checks_nodes
 from etude.checks.nodes import node_problems, versions
-from etude.checks.setup import check_config
 from etude.config import compose
 from etude.data.files import read_rows, write_parquet
 from etude.distributed import RayWorkerGroup
@@ -72,7 +71,7 @@ OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOU
 @pytest.mark.parametrize("held", [(), (*TEAM, *OWN)], ids=["replicated", "in parts, with a rollout group of its own"])
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray.call_timeout=500", *held)
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
@@ -108,7 +107,7 @@ ONE_EACH = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
 
 def test_batches_may_stay_in_transfer_queue(tiny, tmp_path, alone, cluster):
     keys = (*CRITIC, VALUES, *cluster, *ONE_EACH, "ray.data_plane=transferqueue")
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *keys)))
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path, *keys)))
     with closing(trainer.groups):
         assert isinstance(trainer.groups.actor.store, QueueStore)
         trainer.init_workers()
@@ -177,7 +176,7 @@ def test_rows_some_of_which_have_images_are_learned_by_reference(tmp_path, clust
 
     train(config(tmp_path / "one"))
     monkeypatch.setattr(RayWorkerGroup, "places", [])
-    trainer = PPOTrainer(prepare(config(tmp_path / "two", *cluster, *ONE_EACH)))
+    trainer = PPOTrainer(*prepare(config(tmp_path / "two", *cluster, *ONE_EACH)))
     with closing(trainer.groups), counted_bytes() as counts:
         trainer.init_workers()
         trainer.fit()
@@ -323,11 +322,11 @@ def test_nodes_that_lack_something_are_named_before_a_worker_starts(tiny, tmp_pa
 
 
 def test_what_a_node_may_lack(tiny, tmp_path, monkeypatch):
-    options, *_ = check_config(tiny.config(tmp_path))
+    options = tiny.config(tmp_path)
     (tmp_path / "marker").touch()
     assert node_problems(options, os.getcwd(), [], versions(), str(tmp_path / "marker"), False) == []
     monkeypatch.setattr("etude.checks.nodes.versions", lambda: versions() | {"torch": "2.0+cpu", "ray": ""})
-    options, *_ = check_config(tiny.config(tmp_path, f"custom_reward_function.path={tmp_path}/scores.py"))
+    options = tiny.config(tmp_path, f"custom_reward_function.path={tmp_path}/scores.py")
     lines = node_problems(options, "/nowhere", [], versions(), str(tmp_path / "elsewhere"), True)
     assert [str(line).split(": ", 1)[1].split(" ")[0] for line in lines] == [
         "torch",

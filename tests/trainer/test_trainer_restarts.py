@@ -21,10 +21,10 @@ from etude.distributed.plane import LostSamplesError
 from etude.errors import ConfigError, InfrastructureError, WorkerLost, is_out_of_memory
 from etude.trainer import restarts, run
 from etude.trainer.interrupts import Interrupted
+from etude.trainer.learning_signal import JudgeBudget
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import fine_tune, train
 from etude.trainer.sft import SFTTrainer
-from etude.trainer.signal import JudgeBudget
 
 SFT = (f"multi_turn.tool_config_path={TOOLS}", "trainer.total_training_steps=4", "data.train_batch_size=4")
 SFT = (

@@ -7,12 +7,12 @@ import pytest
 import yaml
 from house_stage import ACTOR, Launched, metrics, one_line_error, same, steps, weights
 from kills_stage import SAVES, Whole
-from omegaconf import OmegaConf
 from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError
+from etude.options.validate import plain
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train
@@ -297,7 +297,7 @@ def test_a_changed_key_is_honoured_and_named(tiny, tmp_path, caplog, what):
     assert not same(weights(tmp_path / "same", 4), weights(tmp_path / "changed", 4))
     asked = tiny.config(tmp_path / "changed", *penalty, "trainer.total_training_steps=4", *changed)
     stored = yaml.safe_load((tmp_path / "changed" / "config.yaml").read_text())
-    assert stored == OmegaConf.to_container(asked, resolve=True)
+    assert stored == plain(asked)
 
 
 def test_a_scorer_edited_since_the_run_began_is_named(tiny, tmp_path, caplog):

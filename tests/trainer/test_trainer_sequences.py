@@ -346,7 +346,7 @@ def run_dir(configured, tmp_path_factory):
 
 
 def ready(config):
-    trainer = PPOTrainer(prepare(config))
+    trainer = PPOTrainer(*prepare(config))
     trainer.init_workers()
     return trainer
 
@@ -470,7 +470,7 @@ def test_every_column_is_there_for_every_sequence(configured, tmp_path, override
 def test_ranks_share_the_rows_of_sequences_with_padding(configured, tmp_path):
     trainer = ready(configured(tmp_path))
     _, (learned,) = step(trainer)
-    one, three = (InProcessWorkerGroup(ActorRolloutRefWorker, size, trainer.setup.roles) for size in (1, 3))
+    one, three = (InProcessWorkerGroup(ActorRolloutRefWorker, size, trainer.options) for size in (1, 3))
     for group in (one, three):
         group.init_model()
     batch = learned.select_idxs(list(range(11)))  # 4 + 4 + 3 rows

@@ -22,7 +22,6 @@ from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_p
 from etude.options import SFTOptions, declarations
 from etude.options.validate import value_of
 from etude.trainer.run import fine_tune
-from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Provenance, StopReason, Trajectory
 
 FUNCTION = '''
@@ -141,7 +140,7 @@ def test_a_moved_key_changes_what_a_run_leaves(stage, key):
 # key → (its value, where it arrives among the options of the roles)
 HANDED_ON = {
     "model.trust_remote_code": ("true", "model.trust_remote_code"),
-    "trainer.deterministic": ("true", "deterministic"),
+    "trainer.deterministic": ("true", "trainer.deterministic"),
     **{
         f"model.{name}": (value, f"model.{name}")
         for name, value in {
@@ -180,7 +179,7 @@ HANDED_ON = {
 def test_a_key_that_both_kinds_of_run_share_is_handed_on(stage, key):
     value, place = HANDED_ON[key]
     made = [
-        value_of(SFTTrainer(compose("sft", stage.settings(given, stage.folder), root="sft")).roles, place)
+        value_of(compose("sft", stage.settings(given, stage.folder), root="sft").for_workers(), place)
         for given in ([], [f"{key}={value}"])
     ]
     assert made[0] != made[1]

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import pickle
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ CALLS = (*BELOW, "update_critic", "update_actor", "update_weights")
 
 def ready(tiny, folder, *overrides):
     """A trainer that has loaded its models, without having begun."""
-    trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
+    trainer = PPOTrainer(*prepare(tiny.config(folder, *overrides)))
     trainer.init_workers()
     return trainer
 
@@ -99,6 +100,16 @@ def test_a_run_has_its_figures_step_by_step(grpo):
     assert validated == [0, 3, 6]
 
 
+def test_every_process_reads_the_options_that_were_composed(tiny, tmp_path):
+    config = tiny.config(tmp_path)
+    trainer = PPOTrainer(*prepare(config))
+    assert trainer.options is config is trainer.groups.actor._workers[0].options
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.seed = 3
+    trainer.groups.close()
+
+
 def test_a_run_changes_the_weights_and_leaves_a_checkpoint_of_the_last_step(tiny, grpo):
     assert not same(weights(grpo, 6), load_file(tiny.model / "model.safetensors"))
     assert (grpo / "latest_checkpointed_iteration.txt").read_text() == "6"
@@ -107,8 +118,8 @@ def test_a_run_changes_the_weights_and_leaves_a_checkpoint_of_the_last_step(tiny
 
 def test_a_dump_is_enough_to_score_again(tiny, grpo):
     """From the dump alone, without the model: masks, totals on tokens, and the manager's own score."""
-    setup = prepare(tiny.config(grpo))
-    scorer = build_scorer(setup.roles, setup.tokenizer)
+    setup, _ = prepare(tiny.config(grpo))
+    scorer = build_scorer(setup.options, setup.tokenizer)
     assert isinstance(scorer, TrajectoryScorer)
     seen = 0
     for step in range(1, 7):
@@ -434,7 +445,7 @@ def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, 
     (tmp_path / "agent.py").write_text("")
     given = ["plugins=[]", f"{ROLLOUT}.multi_turn.format=hermes", "custom_reward_function.path=null", *settings]
     with caplog.at_level(logging.WARNING, logger="etude"):
-        PPOTrainer(prepare(tiny.config(tmp_path, *(each.format(folder=tmp_path) for each in given))))
+        PPOTrainer(*prepare(tiny.config(tmp_path, *(each.format(folder=tmp_path) for each in given))))
     lines = [r.getMessage() for r in caplog.records if "every answer earns 0" in r.getMessage()]
     assert len(lines) == warned
     assert all("no tool (calculator) has a calc_reward" in line for line in lines)
@@ -449,7 +460,7 @@ def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):
         row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {"ground_truth": truth}}}
     path = write_parquet(rows, tmp_path / "twice.parquet")
     with caplog.at_level(logging.WARNING, logger="etude"):
-        PPOTrainer(prepare(tiny.config(tmp_path, f"data.train_files={path}")))
+        PPOTrainer(*prepare(tiny.config(tmp_path, f"data.train_files={path}")))
     assert sum("counts twice" in record.getMessage() for record in caplog.records) == 1
 
 

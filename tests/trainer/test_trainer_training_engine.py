@@ -17,7 +17,7 @@ LORA = ("actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.optim.lr=1e-2")
 def test_three_steps_with_adapters_and_their_base_as_reference(tiny, tmp_path):
     pytest.importorskip("peft")
     config = tiny.config(tmp_path, *LORA, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.ppo_epochs=2")
-    trainer = PPOTrainer(prepare(config))
+    trainer = PPOTrainer(*prepare(config))
     trainer.init_workers()
     worker = trainer.groups.actor._workers[0]
     distances = []

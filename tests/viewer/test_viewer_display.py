@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.checks.steps import find_problems
+from etude.checks.step_warnings import find_problems
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
 from etude.viewer import display as module

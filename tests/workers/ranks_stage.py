@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from batches_stage import update_batches
+from options_stage import changed
 from workers_stage import objects
 
 from etude.metrics import add_metrics, finish_metrics
@@ -83,7 +84,7 @@ class Meeting:
 def shortened(options, **given):
     """Options with micro-batches so small that a rank has several."""
     short = {"ppo_max_token_len_per_gpu": MAX_TOKENS, "optim": OptimOptions(lr=1e-2, clip_grad=0.05), **given}
-    return replace(options, actor=replace(options.actor, **short), critic=replace(options.critic, **short))
+    return changed(options, actor=replace(options.actor, **short), critic=replace(options.critic, **short))
 
 
 class World:
@@ -161,8 +162,8 @@ class Case:
 
     def options(self, options):
         if self.correction is not None:
-            options = replace(options, correction=RolloutCorrectionOptions(**self.correction))
-        return replace(options, **{self.role: replace(getattr(options, self.role), **self.changed)})
+            options = changed(options, correction=RolloutCorrectionOptions(**self.correction))
+        return changed(options, **{self.role: replace(getattr(options, self.role), **self.changed)})
 
 
 def doubled(model):

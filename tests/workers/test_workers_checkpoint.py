@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks_stage import run_ranks, shortened, uneven_batch, updates, whole_weights
 from safetensors.torch import load_file
-from workers_stage import learnable, policy, prompts, roles, save_model, update, weights_of
+from workers_stage import learnable, policy, prompts, save_model, tiny_options, update, weights_of
 
 from etude.distributed.dispatch import registered_methods
 from etude.errors import CheckpointError
@@ -83,7 +83,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp_path, dtype):
-    group, worker = policy(model_path, model=replace(roles(model_path).model, dtype=dtype))
+    group, worker = policy(model_path, model=replace(tiny_options(model_path).model, dtype=dtype))
     update(group, learnable(group, prompts()))
     group.save_checkpoint(str(tmp_path / "now"))
     group.copy_state()
@@ -103,8 +103,8 @@ def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp
 
 
 def test_a_copied_state_has_the_critic_on_the_policys_trunk(model_path, tmp_path):
-    critic = replace(roles(model_path).critic, share_trunk=True)
-    group, _ = policy(model_path, value_head=True, critic=critic)
+    critic = replace(tiny_options(model_path).critic, share_trunk=True)
+    group, _ = policy(model_path, critic=critic)
 
     def train(seed):
         batch = learnable(group, prompts(seed=seed))
@@ -160,7 +160,7 @@ def train_as_a_rank(rank, ranks, options, batch, load, save):
 def test_another_number_of_ranks_resumes(tmp_path):
     """Four ranks save, two go on, then one, and two again, with parts of the model or with all of it: each with the very
     tensors that were saved."""
-    options = shortened(roles(save_model(tmp_path / "model")))
+    options = shortened(tiny_options(save_model(tmp_path / "model")))
     load = None
     for ranks, strategy in ((4, "fsdp2"), (2, "ddp"), (1, "ddp"), (2, "fsdp2")):
         save = tmp_path / f"of-{ranks}-{strategy}"
@@ -176,7 +176,7 @@ def test_another_number_of_ranks_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_shards_that_does_not_fit_changes_nothing(tmp_path):
-    options = shortened(roles(save_model(tmp_path / "model")), strategy="fsdp2")
+    options = shortened(tiny_options(save_model(tmp_path / "model")), strategy="fsdp2")
     worker = TrainWorker(options, rank=0, world_size=1)
     worker.init_model()
     state = worker._optimizer.state_dict()

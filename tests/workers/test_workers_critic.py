@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from workers_stage import learn, learnable, policy, prompts, roles, weights_of
+from workers_stage import learn, learnable, policy, prompts, tiny_options, weights_of
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
@@ -21,7 +21,7 @@ def batch(model_path):
 
 
 def critic(model_path, **given):
-    group = InProcessWorkerGroup(CriticWorker, 1, roles(model_path, **given))
+    group = InProcessWorkerGroup(CriticWorker, 1, tiny_options(model_path, **given))
     group.init_model()
     return group, group._workers[0]
 

@@ -11,8 +11,9 @@ import torch
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
 from vision_stage import build_vision_stage
-from workers_stage import learnable, policy, prompts, roles, started, update
+from workers_stage import learnable, policy, prompts, started, tiny_options, update
 
+from etude.checks.setup import check_placement
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, Router, WeightMismatch
 from etude.models import load_causal_lm
@@ -141,11 +142,11 @@ def test_an_engine_with_its_own_weights_gets_the_actors_by_name(model_path, dtyp
 def test_a_replica_that_comes_back_is_not_probed_by_an_actor_that_learns_meanwhile(model_path, monkeypatch, streams):
     """Its weights are those of the last sync, and the actor's are in motion."""
 
-    def build(options, _, tokenizer, place):
+    def build(options, _, tokenizer, *place):
         return Router({"one": build_engine(options, load_causal_lm(model_path, dtype="float32"), tokenizer)})
 
     monkeypatch.setattr("etude.workers.rollout.build_engine", build)
-    _, worker = policy(model_path, streams=streams)
+    _, worker = policy(model_path, max_staleness=int(streams))
     worker._actor.model.train()  # as in an update
     router = worker._link.engine
     if router.admit is not None:
@@ -235,7 +236,7 @@ def test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use(m
         "response_length": 16,
     }
     actor = ActorOptions(ppo_mini_batch_size=1, optim=OptimOptions(lr=3e-2))
-    group, worker = policy(model_path, model=model, actor=actor, rollout=rollout, adapter_versions=2)
+    group, worker = policy(model_path, model=model, actor=actor, rollout=rollout, max_staleness=1)
     first = learnable(group, prompts(count=1, seed=9))
     for step in range(2):
         batch = learnable(group, prompts(count=1, seed=step))
@@ -362,7 +363,7 @@ def test_a_dead_server_at_the_first_sync_is_one_line(model_path):
 
 def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
     served = {"name": "openai", "server_urls": ["http://127.0.0.1:9"], "infrastructure_retries": 0}
-    group, worker = started(roles(model_path, rollout=served), worker_cls=RolloutWorker)
+    group, worker = started(tiny_options(model_path, rollout=served), worker_cls=RolloutWorker)
     assert isinstance(worker._manager.engine, OpenAIEngine)
     assert not hasattr(worker, "model")
     results = group.generate_sequences(prompts(count=1)).non_tensor_batch["rollout"]
@@ -371,18 +372,18 @@ def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
 
 def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
     with pytest.raises(ConfigError, match=r"rollout\.name: needs actor_rollout_ref\.rollout\.server_urls"):
-        roles("nowhere", rollout={"name": "sglang"})
+        check_placement(tiny_options("nowhere", rollout={"name": "sglang"}), "cpu")
     with pytest.raises(ConfigError, match="weight_transfer=cuda_ipc needs a GPU"):
-        roles("nowhere", rollout={"weight_transfer": "cuda_ipc"})
+        check_placement(tiny_options("nowhere", rollout={"weight_transfer": "cuda_ipc"}), "cpu")
     with pytest.raises(ConfigError, match="weight_transfer must be one of folder, adapter, cuda_ipc"):
-        roles("nowhere", rollout={"weight_transfer": "pigeon"})
+        tiny_options("nowhere", rollout={"weight_transfer": "pigeon"})
     for name in ("server_timeout", "weight_sync_timeout", "weight_probe_tolerance"):
         with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):
-            roles("nowhere", rollout={name: 0.0})
+            tiny_options("nowhere", rollout={name: 0.0})
 
 
 def test_a_vision_model_and_an_engine_that_takes_text_only_are_refused_together():
     model, processor = build_vision_stage("qwen3_vl")
-    options = roles("unused", rollout={"name": "sglang", "server_urls": ["http://127.0.0.1:9"]})
+    options = tiny_options("unused", rollout={"name": "sglang", "server_urls": ["http://127.0.0.1:9"]})
     with pytest.raises(ConfigError, match="name=sglang takes text only"):
         build_engine(options, model, processor.tokenizer)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from batches_stage import update_batches
 from ranks_stage import run_ranks, uneven_batch
-from workers_stage import SPEC, TEXTS, learnable, policy, prompts, roles, update
+from workers_stage import SPEC, TEXTS, WITH_REF, learnable, policy, prompts, tiny_options, update
 
+from etude.checks.setup import check_placement
 from etude.errors import ConfigError
 from etude.metrics import add_metrics, finish_metrics
 from etude.models import build_tiny_model, build_tiny_tokenizer, save_pretrained
@@ -66,7 +67,7 @@ def test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it(path, a
 
 
 def test_the_references_routers_choose_for_themselves(path):
-    group, worker = policy(path, needs_ref=True, **REPLAY)
+    group, worker = policy(path, algorithm=WITH_REF, **REPLAY)
     hooks = round_otherwise(worker.model)
     rolled = prompts().union(group.generate_sequences(prompts()))
     for hook in hooks:
@@ -93,7 +94,7 @@ def test_other_engines_and_dense_models_are_refused(path, model_path):
     with pytest.raises(ConfigError, match="'qwen3' has no routers to replay"):
         policy(model_path, **REPLAY)
     with pytest.raises(ConfigError, match=r"needs rollout\.name=native"):
-        policy(path, rollout={"enable_rollout_routing_replay": True, "name": "scripted"})
+        check_placement(tiny_options(path, rollout={**REPLAY["rollout"], "name": "scripted"}), "cpu")
 
 
 def test_the_routers_loss_evens_out_what_the_experts_get(path):
@@ -125,7 +126,7 @@ def learn_evenly(rank, ranks, options, batch):
 @pytest.mark.slow
 def test_the_routers_loss_is_the_same_however_many_ranks_share_a_mini_batch(path, tmp_path):
     actor = ActorOptions(ppo_mini_batch_size=2, router_aux_loss_coef=0.5, ppo_max_token_len_per_gpu=60)
-    options, found = roles(path, actor=actor), []
+    options, found = tiny_options(path, actor=actor), []
     for ranks in (1, 2):
         said = run_ranks(ranks, learn_evenly, options, uneven_batch(), folder=tmp_path)
         found.append((finish_metrics(add_metrics(m for metrics, _ in said for m in metrics)), said[0][1]))

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from options_stage import changed
 from ranks_stage import Case, World, assert_alike
 from vision_stage import picture, plain_log_probs, save_vision_model
-from workers_stage import learnable, objects, roles, started, update, weights_of
+from workers_stage import learnable, objects, started, tiny_options, update, weights_of
 
 from etude.chat import ParsedResponse, ToolParser
 from etude.images import ImageInput
@@ -47,11 +48,11 @@ class Zooming(ToolParser):
 def policy(folder, kind, **model):
     """(group, its only worker) with a vision model and the zoom tool."""
     path = str(save_vision_model(kind, folder))
-    options = replace(roles(path), model=ModelOptions(path=path, **model))
+    options = changed(tiny_options(path), model=ModelOptions(path=path, **model))
     multi_turn = replace(options.rollout.multi_turn, format="zooming", max_assistant_turns=4)
     rollout = replace(options.rollout, prompt_length=600, response_length=300, multi_turn=multi_turn)
     tool = ImageZoomInTool({"min_dimension": 8})
-    return started(replace(options, rollout=rollout), {tool.name: tool})
+    return started(changed(options, rollout=rollout), {tool.name: tool})
 
 
 def row(number, pictures):

@@ -6,9 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from options_stage import changed
 from ranks_stage import Case, World, assert_alike, uneven_batch
 from safetensors.torch import load_file
-from workers_stage import SPEC, TEXTS, learn, learnable, policy, prompts, roles, save_model, update, weights_of
+from workers_stage import (
+    SPEC,
+    TEXTS,
+    WITH_REF,
+    learn,
+    learnable,
+    policy,
+    prompts,
+    save_model,
+    tiny_options,
+    update,
+    weights_of,
+)
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, MissingExtraError
@@ -71,8 +84,8 @@ def test_only_adapters_learn(path):
     group, worker = adapted(path)
     before = weights_of(worker.model)
     learn_a_little(group, 2)
-    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if ".lora_" in name}
+    moved = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if ".lora_" in name}
     assert set(worker._optimizer._parameters) == {p for name, p in worker.model.named_parameters() if ".lora_" in name}
 
 
@@ -82,7 +95,7 @@ def test_the_reference_is_the_base_bit_for_bit_and_no_second_model(path, monkeyp
     monkeypatch.setattr(
         TrainWorker, "load_policy", lambda self, dtype, *place: loaded.append(dtype) or load(self, dtype)
     )
-    group, worker = adapted(path, needs_ref=True, ref=RefOptions())
+    group, worker = adapted(path, algorithm=WITH_REF, ref=RefOptions())
     assert loaded == ["float32"]
     learn_a_little(group)
     rows = learnable(group, prompts(seed=4))
@@ -127,8 +140,8 @@ def test_a_restored_run_goes_on_bit_for_bit(path, tmp_path):
 
 
 def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
-    options = roles(path)
-    options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
+    options = tiny_options(path)
+    options = changed(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
     group = InProcessWorkerGroup(CriticWorker, 1, options)
     group.init_model()
     worker = group._workers[0]
@@ -136,8 +149,8 @@ def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
     batch = uneven_batch()
     for _ in range(2):
         learn(group, batch, "critic")
-    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if ".lora_" in name or name.startswith("head.")}
+    moved = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if ".lora_" in name or name.startswith("head.")}
     expected = group.compute_values(batch).batch["values"]
     group.save_checkpoint(str(tmp_path))
     other = InProcessWorkerGroup(CriticWorker, 1, options)
@@ -151,8 +164,8 @@ def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_two_ranks_learn_as_one(path, role, monkeypatch):
-    options = replace(roles(path), model=ModelOptions(path=path, **LORA))
-    options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
+    options = changed(tiny_options(path), model=ModelOptions(path=path, **LORA))
+    options = changed(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
     worker_cls = {"actor": TrainWorker, "critic": CriticWorker}[role]
     one, two = (
         World(worker_cls, options, ranks).learn(monkeypatch, Case({}, role=worker_cls.role)) for ranks in (1, 2)
@@ -182,8 +195,8 @@ def test_the_critics_keys_are_its_own(path):
     model = ValueModelOptions(
         lora_rank=2, lora_alpha=6.0, target_modules=("q_proj",), exclude_modules=r".*layers\.1\..*"
     )
-    options = roles(path)
-    group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=replace(options.critic, model=model)))
+    options = tiny_options(path)
+    group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=replace(options.critic, model=model)))
     group.init_model()
     layers = {n: part for n, part in group._workers[0].model.named_modules() if hasattr(part, "lora_A")}
     assert list(layers) == ["backbone.layers.0.self_attn.q_proj"]
@@ -241,13 +254,13 @@ def plain_twin(worker, folder):
 
 
 def test_a_base_in_four_bits_computes_and_learns_as_the_same_weights_in_floats(path, tmp_path):
-    group, worker = quantised(path, needs_ref=True, ref=RefOptions())
+    group, worker = quantised(path, algorithm=WITH_REF, ref=RefOptions())
     layers = dict(quantized_layers(worker.model))
     assert len(layers) == 14  # all but the head
     assert all(layer.weight.dtype == torch.uint8 for layer in layers.values())
     assert {p.dtype for p in worker.model.parameters() if p.requires_grad} == {torch.float32}
     twin_path = plain_twin(worker, tmp_path)
-    other, twin = adapted(twin_path, needs_ref=True, ref=RefOptions())
+    other, twin = adapted(twin_path, algorithm=WITH_REF, ref=RefOptions())
     original = load_file(Path(path) / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     rounded = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert 0.02 < float((rounded - original).norm() / original.norm()) < 0.2  # 4 bits are coarse
@@ -294,30 +307,30 @@ def test_what_was_learned_over_four_bits_is_sampled_saved_and_restored(path, tmp
 
 def test_a_critic_over_four_bits_learns_with_adapters_and_its_head(path):
     pytest.importorskip("bitsandbytes")
-    options = roles(path)
+    options = tiny_options(path)
     model = ValueModelOptions(**LORA, quantization="nf4")
-    group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=replace(options.critic, model=model)))
+    group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=replace(options.critic, model=model)))
     group.init_model()
     worker = group._workers[0]
     assert len(list(quantized_layers(worker.model))) == 14
     before = weights_of(worker.model)
     for _ in range(2):
         learn(group, uneven_batch(), "critic")
-    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if ".lora_" in name or name.startswith("head.")}
+    moved = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if ".lora_" in name or name.startswith("head.")}
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_weights_that_cannot_be_quantised_are_one_line(path, monkeypatch, role):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    options = roles(path)
+    options = tiny_options(path)
     if role == "actor":
         group = InProcessWorkerGroup(
-            TrainWorker, 1, replace(options, model=ModelOptions(path=path, **LORA, quantization="nf4"))
+            TrainWorker, 1, changed(options, model=ModelOptions(path=path, **LORA, quantization="nf4"))
         )
     else:
         critic = replace(options.critic, model=ValueModelOptions(**LORA, quantization="nf4"))
-        group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=critic))
+        group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=critic))
     with pytest.raises(MissingExtraError, match=r"model.quantization=nf4.*pip install 'etude\[bitsandbytes\]'"):
         group.init_model()
 

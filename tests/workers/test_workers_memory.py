@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from options_stage import changed
 from ranks_stage import uneven_batch
-from workers_stage import learn, roles, save_model
+from workers_stage import learn, save_model, tiny_options
 
+from etude.checks.setup import check_placement
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.options.training import ModelOptions, ValueModelOptions
@@ -45,12 +47,12 @@ def update(role, options):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_checkpointing_keeps_less_and_changes_no_gradient(path, role):
-    usual = roles(path)
+    usual = tiny_options(path)
     if role == "actor":
-        frugal = replace(usual, model=ModelOptions(path=path, enable_gradient_checkpointing=True))
+        frugal = changed(usual, model=ModelOptions(path=path, enable_gradient_checkpointing=True))
     else:
         model = ValueModelOptions(enable_gradient_checkpointing=True)
-        frugal = replace(usual, critic=replace(usual.critic, model=model))
+        frugal = changed(usual, critic=replace(usual.critic, model=model))
     plain, expected = update(role, usual)
     less, gradients = update(role, frugal)
     assert less < plain / 2
@@ -61,7 +63,7 @@ def test_checkpointing_keeps_less_and_changes_no_gradient(path, role):
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model", "critic.model"])
 def test_ligers_kernels_need_a_gpu(path, key):
-    usual = roles(path)
+    usual = tiny_options(path)
     actor, critic = ModelOptions(path=path, use_liger=key[0] == "a"), ValueModelOptions(use_liger=key[0] == "c")
     with pytest.raises(ConfigError, match=rf"{key}.use_liger=true needs a GPU"):
-        replace(usual, model=actor, critic=replace(usual.critic, model=critic))
+        check_placement(changed(usual, model=actor, critic=replace(usual.critic, model=critic)), "cpu")

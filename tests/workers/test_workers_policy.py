@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from workers_stage import Echo, learnable, policy, prompts, roles, started, update, weights_of
+from workers_stage import WITH_REF, Echo, learnable, policy, prompts, started, tiny_options, update, weights_of
 
 from etude.agents import ValSamplingOptions
 from etude.agents.batch import rows_of
@@ -20,7 +20,7 @@ from etude.trajectory import Provenance, StopReason
 def rolled(model_path):
     """(worker, a batch rolled out with tools and made ready for an update, the tool)."""
     tool = Echo()
-    group, worker = policy(model_path, {"echo": tool}, needs_ref=True)
+    group, worker = policy(model_path, {"echo": tool}, algorithm=WITH_REF)
     return group, worker, learnable(group, prompts(count=6, n=2)), tool
 
 
@@ -67,7 +67,7 @@ def test_log_probs_at_another_temperature_are_others(rolled):
 
 
 def test_an_update_changes_the_weights_and_the_engine_samples_from_the_new_ones(model_path):
-    group, worker = policy(model_path, {"echo": Echo()}, needs_ref=True)
+    group, worker = policy(model_path, {"echo": Echo()}, algorithm=WITH_REF)
     before = weights_of(worker.model)
     batch = learnable(group, prompts())
     ref = group.compute_ref_log_prob(batch).batch["ref_log_prob"]
@@ -177,7 +177,7 @@ def test_a_group_that_ends_leaves_nothing_running(model_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_restored_worker_goes_on_bit_for_bit(model_path, tmp_path, optimizer):
-    actor = roles(model_path).actor
+    actor = tiny_options(model_path).actor
     given = {"actor": replace(actor, optim=replace(actor.optim, name=optimizer)), "deterministic": True}
 
     def step(group, seed):
@@ -211,7 +211,7 @@ def test_a_restored_worker_goes_on_bit_for_bit(model_path, tmp_path, optimizer):
 
 def test_wrong_settings_are_named(model_path, rolled):
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path is not set"):
-        started(roles(None))
+        started(tiny_options(None))
     plain, _ = policy(model_path)
     with pytest.raises(ConfigError, match="no reference policy was loaded"):
         plain.compute_ref_log_prob(rolled[2])

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from options_stage import changed
 from ranks_stage import Meeting
 from record_trl_dpo import CONFIG, fill
 from torch.nn.functional import log_softmax
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from workers_stage import roles
+from workers_stage import WITH_REF, tiny_options
 
 from etude.distributed import InProcessWorkerGroup
 from etude.trainer.preference import preference_step
@@ -47,9 +48,9 @@ class Frozen(TrainWorker):
 
 
 def options(max_tokens=4096):
-    made = roles("none", needs_ref=True)
+    made = tiny_options("none", algorithm=WITH_REF)
     optim = OptimOptions(lr=1e-3, clip_grad=None)
-    return replace(made, actor=replace(made.actor, optim=optim, ppo_max_token_len_per_gpu=max_tokens))
+    return changed(made, actor=replace(made.actor, optim=optim, ppo_max_token_len_per_gpu=max_tokens))
 
 
 def test_a_step_is_that_of_trl_on_the_same_batch():
@@ -105,7 +106,7 @@ def test_pairs_are_weighed_where_their_gradient_is_taken():
     pytest.importorskip("schedulefree")
     made = options()
     optim = OptimOptions(name="adamw_schedule_free", lr=1e-2, clip_grad=None)
-    group = InProcessWorkerGroup(Frozen, 1, replace(made, actor=replace(made.actor, optim=optim)))
+    group = InProcessWorkerGroup(Frozen, 1, changed(made, actor=replace(made.actor, optim=optim)))
     worker, seen = group._workers[0].ready(), []
     forward = worker._actor._forward
 

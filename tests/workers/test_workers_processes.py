@@ -7,7 +7,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 from tensordict import TensorDict
-from workers_stage import prompts, roles, save_model
+from workers_stage import WITH_REF, prompts, save_model, tiny_options
 
 from etude.agents import MultiTurnOptions
 from etude.options import CustomRewardOptions
@@ -77,14 +77,14 @@ def spawned(tmp_path_factory):
 
     def start(worker_cls, **rollout):
         multi_turn = MultiTurnOptions(format="spawned_stage", function_tool_path=(str(plugin),), max_assistant_turns=2)
-        options = roles(
+        options = tiny_options(
             path,
             plugins=(str(plugin),),
-            custom_reward=CustomRewardOptions(path=str(plugin)),
+            custom_reward_function=CustomRewardOptions(path=str(plugin)),
             num_threads=1,
             seed=1,
-            config={"trainer": {"project_name": "spawned"}},
-            needs_ref=True,
+            project_name="spawned",
+            algorithm=WITH_REF,
             rollout={"multi_turn": multi_turn, "prompt_length": 400, **rollout},
         )
         number = ask(worker_cls, options)

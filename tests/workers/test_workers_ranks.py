@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from batches_stage import update_batches
+from options_stage import changed
 from ranks_stage import Case, World, assert_alike, learn_in_shards, run_ranks, shortened, uneven_batch
-from workers_stage import roles, save_model
+from workers_stage import save_model, tiny_options
 
 from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
@@ -88,7 +89,7 @@ def cases(beginning):
 def worlds(model_path):
     """Worlds of one, two and three ranks, by role."""
     return {
-        role: [World(worker, roles(model_path), ranks) for ranks in (1, 2, 3)]
+        role: [World(worker, tiny_options(model_path), ranks) for ranks in (1, 2, 3)]
         for role, worker in {"actor": TrainWorker, "critic": CriticWorker}.items()
     }
 
@@ -96,7 +97,7 @@ def worlds(model_path):
 @pytest.fixture(scope="module")
 def shards(model_path, tmp_path_factory):
     """What two and three ranks make of all cases with a model of which each has a part."""
-    options, folder = shortened(roles(model_path), strategy="fsdp2"), tmp_path_factory.mktemp("shards")
+    options, folder = shortened(tiny_options(model_path), strategy="fsdp2"), tmp_path_factory.mktemp("shards")
     return [learn_in_shards(ranks, options, given, folder) for ranks, given in SHARDED.items()]
 
 
@@ -148,12 +149,12 @@ def test_ranks_make_one_update_of_the_critic(monkeypatch, worlds, shards, name):
 
 
 def test_ranks_make_one_update_of_actor_and_critic_on_one_trunk(monkeypatch, model_path):
-    options = roles(model_path)
+    options = tiny_options(model_path)
     batch, found = uneven_batch(5), {}
     batch.batch["old_values"], batch.batch["value_targets"] = batch.batch["values"], batch.batch["returns"]
     for ranks, weight in ((1, 0.5), (2, 0.5), (3, 0.5), (1, 0.0)):
         critic = replace(options.critic, share_trunk=True, vf_coef=weight)
-        world = World(TrainWorker, replace(options, value_head=True, critic=critic), ranks)
+        world = World(TrainWorker, changed(options, critic=critic), ranks)
         heads = [worker._actor.critic.model.double() for worker in world.workers]
         made = world.learn(monkeypatch, Case({"ppo_mini_batch_size": 2, "ppo_epochs": 2}), batch)
         assert all(torch.equal(heads[0].head.weight, head.head.weight) for head in heads)
@@ -209,7 +210,7 @@ def learn_as_a_rank(rank, ranks, options, batch):
 
 @pytest.mark.slow
 def test_processes_make_one_update(tmp_path):
-    options = roles(save_model(tmp_path / "model"))
+    options = tiny_options(save_model(tmp_path / "model"))
     found = {}
     for ranks in (1, 2, 3):
         said = run_ranks(ranks, learn_as_a_rank, options, uneven_batch(), folder=tmp_path)

@@ -8,7 +8,7 @@ import torch
 from house_stage import metrics
 from judge_stage import as_classifier, rig_judge
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from workers_stage import Echo, policy, prompts, roles
+from workers_stage import Echo, policy, prompts, tiny_options
 
 from etude.agents.environments import Env, register_env
 from etude.distributed import InProcessWorkerGroup
@@ -86,14 +86,14 @@ def test_a_run_is_scored_by_the_model_and_by_functions_with_weights(model_path, 
     (tmp_path / "length.py").write_text(LENGTH)
     options = {
         "rollout": {"mode": mode},
-        "reward": RewardOptions(model=RewardModelOptions(path=classifiers["pad"], weight=0.5)),
-        "custom_reward": CustomRewardOptions(rewards=({"path": f"{tmp_path}/length.py", "weight": 2.0},)),
+        "reward_model": RewardOptions(model=RewardModelOptions(path=classifiers["pad"], weight=0.5)),
+        "custom_reward_function": CustomRewardOptions(rewards=({"path": f"{tmp_path}/length.py", "weight": 2.0},)),
     }
     group, _ = policy(model_path, {"echo": Echo()}, **options)
     batch = prompts()
     batch = batch.union(group.generate_sequences(batch))
     if mode == "sync":
-        reward = InProcessWorkerGroup(RewardWorker, 1, roles(model_path, **options))
+        reward = InProcessWorkerGroup(RewardWorker, 1, tiny_options(model_path, **options))
         reward.init_model()
         batch = reward.compute_scores(batch)
     judge = RewardModel(classifiers["pad"])
@@ -110,11 +110,11 @@ def test_a_runs_reward_model_reads_the_end_of_long_conversations_a_few_at_a_time
     read = []
     monkeypatch.setattr(RewardModel, "forward", lambda _, rows: read.append([*map(len, rows)]) or [0.0] * len(rows))
     reward = RewardOptions(model=RewardModelOptions(path=classifiers["pad"]), max_length=11, micro_batch_size_per_gpu=2)
-    options = {"rollout": {"mode": "sync"}, "reward": reward}
+    options = {"rollout": {"mode": "sync"}, "reward_model": reward}
     group, _ = policy(model_path, **options)
     batch = prompts()
     batch = batch.union(group.generate_sequences(batch))
-    InProcessWorkerGroup(RewardWorker, 1, roles(model_path, **options)).compute_scores(batch)
+    InProcessWorkerGroup(RewardWorker, 1, tiny_options(model_path, **options)).compute_scores(batch)
     assert {length for rows in read for length in rows} == {11}
     assert max(map(len, read)) == 2
 
@@ -135,7 +135,7 @@ def test_folders_that_are_no_reward_model_are_refused(model_path, classifiers, t
 def test_a_reward_model_that_cannot_be_used_is_refused_before_models_load(model_path, classifiers, reward, words):
     path = classifiers["pad"] if reward else model_path
     with pytest.raises(ConfigError, match=words):
-        policy(model_path, reward=RewardOptions(model=RewardModelOptions(path=path), **reward))
+        policy(model_path, reward_model=RewardOptions(model=RewardModelOptions(path=path), **reward))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def judge_path(model_path, tmp_path_factory):
 
 def judged(model_path, judge_path, custom, **rollout):
     reward = RewardOptions(model=RewardModelOptions(path=judge_path), response_length=5)
-    group, _ = policy(model_path, {"echo": Echo()}, custom_reward=custom, reward=reward, rollout=rollout)
+    group, _ = policy(model_path, {"echo": Echo()}, custom_reward_function=custom, reward_model=reward, rollout=rollout)
     return group.generate_sequences(prompts(count=2, n=2)).non_tensor_batch["rollout"]
 
 
@@ -188,7 +188,7 @@ def test_rl_factorys_judge_hooks_run_as_they_are_documented(model_path, judge_pa
     register_env("reward_rollout_test")(RewardRolloutEnv)
     options = {
         "env": EnvOptions("reward_rollout_test"),
-        "reward": RewardOptions(enable=False, model=RewardModelOptions(path=judge_path)),
+        "reward_model": RewardOptions(enable=False, model=RewardModelOptions(path=judge_path)),
     }
     group, _ = policy(model_path, **options)
     for row, rollout in enumerate(group.generate_sequences(prompts(count=2, n=1)).non_tensor_batch["rollout"]):
@@ -200,7 +200,7 @@ def test_rl_factorys_judge_hooks_run_as_they_are_documented(model_path, judge_pa
 def test_an_environments_judge_is_a_language_model(model_path, classifiers):
     reward = RewardOptions(enable=False, model=RewardModelOptions(path=classifiers["pad"]))
     with pytest.raises(ConfigError, match="is a language model, and this is a classifier"):
-        policy(model_path, env=EnvOptions("base"), reward=reward)
+        policy(model_path, env=EnvOptions("base"), reward_model=reward)
 
 
 def test_a_prompt_that_fills_the_judges_context_is_broken_not_wrong(model_path, judge_path):

@@ -9,10 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from options_stage import changed
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
 from wait_stage import until
-from workers_stage import Echo, learnable, prompts, roles, started, update
+from workers_stage import Echo, learnable, prompts, started, tiny_options, update
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import EngineError, EtudeError
@@ -34,7 +35,7 @@ def small_chunks(monkeypatch):
 
 def groups(options, ranks=2, tools=None):
     """(actor, rollouts) with models, which have not been given weights."""
-    options = replace(options, standalone=True)
+    options = changed(options, backend="ray", hybrid_engine=False)
     actor, rollout = InProcessWorkerGroup(TrainWorker, 1, options), InProcessWorkerGroup(RolloutWorker, ranks, options)
     for worker in rollout._workers:
         worker.context = replace(worker.context, tools=tools or {})
@@ -68,8 +69,8 @@ def test_two_groups_sample_and_learn_what_one_does(model_path, model):
         "actor": ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
         "deterministic": True,
     }
-    alone, _ = started(roles(model_path, **given))
-    actor, rollout = groups(roles(model_path, **given))
+    alone, _ = started(tiny_options(model_path, **given))
+    actor, rollout = groups(tiny_options(model_path, **given))
     both, sizes = Both(actor, rollout), []
     load = rollout.load_weights
     rollout.load_weights = lambda chunk: sizes.append(chunk.batch["weights"].nbytes) or load(chunk)
@@ -97,7 +98,7 @@ def test_two_groups_sample_and_learn_what_one_does(model_path, model):
 
 
 def test_a_tensor_that_arrives_changed_or_not_at_all_is_named(model_path, monkeypatch):
-    actor, rollout = groups(roles(model_path))
+    actor, rollout = groups(tiny_options(model_path))
     load = rollout.load_weights
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -124,7 +125,7 @@ def test_a_tensor_that_arrives_changed_or_not_at_all_is_named(model_path, monkey
 
 
 def test_an_engine_that_samples_from_other_weights_than_it_was_given_is_caught(model_path, monkeypatch):
-    actor, rollout = groups(roles(model_path), ranks=1)
+    actor, rollout = groups(tiny_options(model_path), ranks=1)
     sync_weights(actor, rollout, 0)
     engine = rollout._workers[0]._manager.engine
     with torch.no_grad():
@@ -140,7 +141,7 @@ def test_an_engine_that_samples_from_other_weights_than_it_was_given_is_caught(m
 def test_new_weights_reach_what_streams_or_wait_for_its_end(model_path, partial):
     """A sync of several chunks, begun while trajectories are at their tool."""
     echo = Gated()
-    options = roles(model_path, streams=True, rollout={"partial_rollout": partial, "response_length": 200})
+    options = tiny_options(model_path, max_staleness=1, rollout={"partial_rollout": partial, "response_length": 200})
     actor, rollout = groups(options, ranks=1, tools={"echo": echo})
     sync_weights(actor, rollout, 0)
     rollout.direct("submit")("mine", prompts(count=1, n=4))
@@ -163,7 +164,7 @@ def test_new_weights_reach_what_streams_or_wait_for_its_end(model_path, partial)
 
 def test_what_stands_still_between_two_chunks_is_no_stall(model_path):
     echo = Gated()
-    options = roles(model_path, streams=True, rollout={"response_length": 200}, stall_timeout=0.5)
+    options = tiny_options(model_path, max_staleness=1, rollout={"response_length": 200}, stall_timeout=0.5)
     actor, rollout = groups(options, ranks=1, tools={"echo": echo})
     sync_weights(actor, rollout, 0)
     chunks = []
@@ -218,8 +219,8 @@ def test_a_server_of_the_rollout_group_gets_the_chunks_as_files(model_path, tran
             "weight_transfer": transfer,
             "free_cache_engine": True,
         }
-        actor = ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=3e-2))
-        options = roles(model_path, model=model, actor=actor, rollout=rollout, adapter_versions=2)
+        actor, versions = ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=3e-2)), 1 + (transfer == "adapter")
+        options = tiny_options(model_path, model=model, actor=actor, rollout=rollout, max_staleness=versions - 1)
         both = Both(*groups(options, ranks=1))
         both.update_weights(0)
         link = both.rollout._workers[0]._link
@@ -229,7 +230,7 @@ def test_a_server_of_the_rollout_group_gets_the_chunks_as_files(model_path, tran
             assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
             assert update(both, batch, step + 1)["weight_sync/largest_difference"] < 1e-4
         folders = sorted(link._folder.folder.glob("version-*"))
-        assert len(folders) == (2 if transfer == "adapter" else 1)
+        assert len(folders) == versions
         names = {file.name for file in folders[-1].iterdir()}
         if transfer == "adapter":
             assert names == {"adapter_config.json", "adapter_model.safetensors"}
@@ -249,7 +250,7 @@ def test_a_server_that_comes_back_draws_what_the_others_draw_or_stays_out(model_
     states = [State(Network(model_path), 0.0) for _ in range(2)]
     with serving_in_a_thread(build_app(states[0])) as first, serving_in_a_thread(build_app(states[1])) as second:
         rollout = {"name": "sglang", "server_urls": [first, second], "server_timeout": 30.0}
-        both = Both(*groups(roles(model_path, rollout=rollout), ranks=1))
+        both = Both(*groups(tiny_options(model_path, rollout=rollout), ranks=1))
         both.update_weights(0)
         worker = both.rollout._workers[0]
         router = worker._link.engine
@@ -287,8 +288,8 @@ def test_a_packed_chunk_has_the_tensors_bit_for_bit():
 
 
 def test_metrics_of_two_groups_add_up(model_path):
-    actor, rollout = groups(roles(model_path))
+    actor, rollout = groups(tiny_options(model_path))
     figures = finish_metrics(add_metrics(sync_weights(actor, rollout, 0)))
     assert figures["weight_sync/seconds"] > 0
-    silent = groups(roles(model_path, rollout={"weight_probe": False}))
+    silent = groups(tiny_options(model_path, rollout={"weight_probe": False}))
     assert "weight_sync/largest_difference" not in finish_metrics(add_metrics(sync_weights(*silent, 0)))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from options_stage import changed
 from ranks_stage import (
     Case,
     World,
@@ -18,15 +19,15 @@ from ranks_stage import (
 )
 from safetensors.torch import load_file
 from vision_stage import build_vision_stage
-from workers_stage import SPEC, TEXTS, prompts, roles, save_model
+from workers_stage import SPEC, TEXTS, WITH_REF, prompts, save_model, tiny_options
 
 from etude.errors import ConfigError
 from etude.metrics import add_metrics, finish_metrics
 from etude.models import build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.options import FSDPOptions, ModelOptions, OptimOptions
+from etude.options import FSDPOptions, ModelOptions, OptimOptions, TrainOptions
 from etude.options.training import ValueModelOptions
 from etude.training import build_mesh, is_sharded, shard_model
-from etude.workers import ActorRolloutRefWorker, CriticWorker, RoleOptions, TrainWorker
+from etude.workers import ActorRolloutRefWorker, CriticWorker, TrainWorker
 
 LORA = {"lora_rank": 4, "target_modules": ("q_proj", "v_proj")}
 WORKERS = {"actor": TrainWorker, "critic": CriticWorker}
@@ -47,13 +48,16 @@ def paths(tmp_path_factory):
     return made
 
 
-def options_of(paths, path="tied", model=None, optim=None, fsdp=None, strategy="fsdp2", **given) -> RoleOptions:
+def options_of(paths, path="tied", model=None, optim=None, fsdp=None, strategy="fsdp2", **given) -> TrainOptions:
     optim = OptimOptions(**{"lr": 1e-2, "clip_grad": 0.05, **(optim or {})})
     options = shortened(
-        replace(roles(paths[path]), **given), strategy=strategy, optim=optim, fsdp_config=FSDPOptions(**(fsdp or {}))
+        changed(tiny_options(paths[path]), **given),
+        strategy=strategy,
+        optim=optim,
+        fsdp_config=FSDPOptions(**(fsdp or {})),
     )
     model = model or {}
-    return replace(
+    return changed(
         options,
         model=ModelOptions(path=paths[path], **model),
         critic=replace(options.critic, model=ValueModelOptions(path=paths[path], **model)),
@@ -63,7 +67,7 @@ def options_of(paths, path="tied", model=None, optim=None, fsdp=None, strategy="
 TWO = {
     "untied": {"path": "untied"},
     "mixture": {"path": "mixture"},
-    "lora": {"model": LORA, "needs_ref": True},
+    "lora": {"model": LORA, "algorithm": WITH_REF},
     "critic lora": {"model": LORA},
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
     "muon": {"optim": {"name": "muon"}},
@@ -172,7 +176,7 @@ def roll_out_and_learn(rank, ranks, options):
 def test_the_engine_of_a_sharded_actor_samples_from_its_weights(paths, tmp_path):
     """In bfloat16, too, where the shards that learn are float32."""
     exact = options_of(paths)
-    for options, tolerance in ((exact, 1e-4), (replace(exact, model=replace(exact.model, dtype="bfloat16")), 0.3)):
+    for options, tolerance in ((exact, 1e-4), (changed(exact, model=replace(exact.model, dtype="bfloat16")), 0.3)):
         ranks = run_ranks(2, roll_out_and_learn, options, folder=tmp_path)
         [alone] = run_ranks(1, roll_out_and_learn, options, folder=tmp_path)
         for rolled, differences, shares, kinds in ranks:

@@ -64,7 +64,9 @@ def test_loss_and_gradients_are_trls(recorded, ranks):
     options, columns = options_of(recorded["given"]), batch()
     worker = object.__new__(TrainWorker)  # without a model of its own
     lengths, correction = SimpleNamespace(response_length=WIDTH), RolloutCorrectionOptions()
-    worker.options = SimpleNamespace(actor=options, rollout=lengths, correction=correction)
+    worker.options = SimpleNamespace(
+        actor=options, rollout=lengths, algorithm=SimpleNamespace(rollout_correction=correction)
+    )
     with mock.patch.object(Qwen3RMSNorm, "forward", norm_in_float64):
         policy = model()
         with torch.no_grad():

@@ -35,9 +35,12 @@ def small_model(tmp_path_factory):
 
 def worker_for(config):
     """(worker, the training rows as a batch)."""
-    setup = prepare(config)
-    rows = [row | {"uid": f"u{i}", "rollout_index": i} for i, row in enumerate(setup.dataset(setup.data.train_files))]
-    group = setup.groups.rollout
+    setup, groups = prepare(config)
+    rows = [
+        row | {"uid": f"u{i}", "rollout_index": i}
+        for i, row in enumerate(setup.dataset(setup.options.data.train_files))
+    ]
+    group = groups.rollout
     group.init_model()
     group.update_weights(0)
     batch = DataProto.from_single_dict({key: objects([row.get(key) for row in rows]) for key in rows[0]})

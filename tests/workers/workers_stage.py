@@ -8,20 +8,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 from batches_stage import update_batches
+from options_stage import changed
 
 from etude.agents import MultiTurnOptions, RolloutOptions
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
 from etude.metrics import add_metrics, finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
+from etude.options import ActorOptions, AlgorithmOptions, CriticOptions, ModelOptions, TrainOptions
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from etude.training import OptimOptions
-from etude.workers import ActorRolloutRefWorker, RoleOptions
+from etude.workers import ActorRolloutRefWorker
 
 TEXTS = ["What is 2 + 3? The answer is 5. tool call name arguments text value country capital"] * 4
+WITH_REF = AlgorithmOptions(use_kl_in_reward=True)
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, seed=3)
 
 
@@ -64,22 +66,22 @@ def save_model(folder):
     return str(folder)
 
 
-def roles(path, **given):
-    """Options of a tiny run; keywords replace fields of RoleOptions, `rollout` those of its rollout section."""
+def tiny_options(path, **given):
+    """Options of a tiny run, with other ones as `changed` takes them; `rollout` are those of its rollout section."""
     multi_turn = MultiTurnOptions(format="workers_stage")
     rollout = RolloutOptions(
         **{"prompt_length": 64, "response_length": 64, "multi_turn": multi_turn, **given.pop("rollout", {})}
     )
-    made = RoleOptions(
-        model=ModelOptions(path=path),
-        actor=ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
-        ref=RefOptions(),
-        rollout=rollout,
-        critic=CriticOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
-        reward=RewardOptions(),
-        custom_reward=CustomRewardOptions(),
+    return changed(
+        TrainOptions(),
+        **{
+            "model": ModelOptions(path=path),
+            "actor": ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
+            "rollout": rollout,
+            "critic": CriticOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
+            **given,
+        },
     )
-    return replace(made, **given)
 
 
 def objects(values):
@@ -112,7 +114,7 @@ def prompts(count=4, n=2, seed=1, validate=False, **columns):
 
 def policy(path, tools=None, **given):
     """(group, its only worker), with the model loaded."""
-    return started(roles(path, **given), tools)
+    return started(tiny_options(path, **given), tools)
 
 
 def started(options, tools=None, worker_cls=ActorRolloutRefWorker):

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, RenderedPrompt, ToolManager
+from etude.environments import ENVIRONMENTS, TextEnv
 from etude.errors import ConfigError
-from etude.registry import Registry
 from etude.tools import BaseTool
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto, DataProtoItem
+
+__all__ = ["ENVIRONMENTS", "Env", "Step", "TextEnv", "register_env"]
 
 Step = tuple[list[Any], list[bool], list[int], list[int]]
 """(observations, whether each trajectory is over, whether its action was valid, whether it called a tool)."""
@@ -204,37 +206,5 @@ def _judge_fields(data: DataProto) -> Iterator[tuple[str, Any, Any]]:
         yield source, (rule or {}).get("ground_truth"), info
 
 
-ENVIRONMENTS: Registry[Any] = Registry("environment")
 register_env = ENVIRONMENTS.register
 register_env("base")(Env)
-
-
-class TextEnv:
-    """A Gymnasium-style environment with text observations and actions, one object per trajectory.
-
-        class Guess(TextEnv):
-            def reset(self, *, seed=None, options=None): ...     -> (observation, info)
-            def step(self, action): ...                          -> (observation, reward, terminated, truncated, info)
-            def close(self): ...
-
-    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`; `seed` is
-    the same for all rollouts of a prompt, and for retries of one. `action` is the model's text. Methods may be async or sync
-    (those run in a thread); any class with `reset` and `step` works, also a Gymnasium environment that uses text. `reset` is
-    called once, then `step` until the episode ends, and `close`, if there is one, however it ends.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode; a non-empty observation is appended to the prompt's last user message."""
-        return "", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Steps with the model's text; returns observation, reward of the turn, terminated, truncated, info."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Releases the episode's resources."""
-
-
-def is_gym_shaped(environment: object) -> bool:
-    """Whether `environment` is a class (or factory function) with `reset` and `step`, and not an `Env`."""
-    return callable(getattr(environment, "reset", None)) and callable(getattr(environment, "step", None))

@@ -13,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import importlib.util
 import inspect
 import json
 import os
 import shutil
 import signal
-import stat
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -39,9 +38,10 @@ MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
 REWARD_FILE = "ETUDE_REWARD_FILE"
-"""The environment variable that names the file into which a command writes its reward."""
+"""The environment variable that names the file, without a name on disk, into which a command writes its reward."""
 _MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
 _LONGEST_NUMBER = 100  # bytes of a reward file
+_FIRST_DESCRIPTOR = 100  # of reward files: where a program without the descriptor would have none of its own
 _OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
@@ -145,7 +145,8 @@ class CommandAgent:
     """An agent written as a program.
 
     It gets the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY in its environment. The number that it writes into the file ETUDE_REWARD_FILE is the reward. Its child
+    ANTHROPIC_API_KEY in its environment. The number that it writes into the file ETUDE_REWARD_FILE is the reward. Only
+    programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. Its child
     processes are killed when it exits, before the file is read.
 
     Raises:
@@ -170,22 +171,29 @@ class CommandAgent:
             CommandFailed: it exits with a nonzero status.
             WrongReward: what it wrote into its reward file is not a finite number.
         """
-        with tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True) as folder:
-            return await self._run(endpoint, row, Path(folder) / "reward")
+        with _reward_file() as descriptor:
+            return await self._run(endpoint, row, descriptor)
 
-    async def _run(self, endpoint: Endpoint, row: Mapping[str, Any], reward_file: Path) -> float | None:
+    async def _run(self, endpoint: Endpoint, row: Mapping[str, Any], descriptor: int) -> float | None:
+        reward_file = f"/dev/fd/{descriptor}"
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
         environment |= {
             "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": endpoint.api_key,
-            REWARD_FILE: str(reward_file),
+            REWARD_FILE: reward_file,
         }
         text = json.dumps(dict(row), default=repr).encode()
         pipe, out_too = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, stderr=out_too, env=environment, start_new_session=True
+                *self._command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=out_too,
+                env=environment,
+                pass_fds=(descriptor,),
+                start_new_session=True,
             )
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
@@ -197,7 +205,7 @@ class CommandAgent:
             status = await _wait_for_exit(process)
         finally:
             await uninterrupted(_terminate(process, pipes))
-        reward = _read_reward(reward_file, f"agent '{self.name}': {REWARD_FILE} ({reward_file})")
+        reward = _read_reward(descriptor, f"agent '{self.name}': {REWARD_FILE} ({reward_file})")
         if status != 0:
             tail = " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
             raise CommandFailed(f"agent '{self.name}' ended with status {status}: {tail or '(no output)'}", reward)
@@ -247,22 +255,26 @@ async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Tas
         process._transport.close()  # type: ignore[attr-defined]  # the only way to close pipes that others hold too
 
 
-def _read_reward(path: Path, source: str) -> float | None:
-    """Returns the number in a command's reward file; None if there is no file.
-
-    Raises:
-        WrongReward: it is not a regular file that holds one finite number.
-    """
+@contextlib.contextmanager
+def _reward_file() -> Iterator[int]:
+    """Opens an empty file that has no name, for one program; yields its descriptor."""
+    with tempfile.TemporaryFile() as file:
+        descriptor = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise WrongReward(f"{source} cannot be read: {error.strerror}") from error
-    try:
-        text = os.read(descriptor, _LONGEST_NUMBER + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _read_reward(descriptor: int, source: str) -> float | None:
+    """Returns the number in a command's reward file; None if it is empty.
+
+    Raises:
+        WrongReward: it does not hold one finite number.
+    """
+    text = os.pread(descriptor, _LONGEST_NUMBER + 1, 0)
+    if not text:
+        return None
     try:
         number = float(text) if len(text) <= _LONGEST_NUMBER else None
     except ValueError:

@@ -58,13 +58,7 @@ def test_a_commands_reward_is_the_number_in_its_file(loop_of, written, reward):
 
 @pytest.mark.parametrize(
     "writes",
-    [
-        *map(as_file, [b"nan", b"inf", b"1e400", b"1e31", b"", b"yes", b"1 2", b"\xff", b"1\n" + b"0" * 200, b"[1]"]),
-        "os.mkdir(os.environ['ETUDE_REWARD_FILE'])",
-        "os.mkfifo(os.environ['ETUDE_REWARD_FILE'])",
-        "os.symlink('/proc/self/stat', os.environ['ETUDE_REWARD_FILE'])",
-        "os.symlink('/dev/zero', os.environ['ETUDE_REWARD_FILE'])",
-    ],
+    map(as_file, [b"nan", b"inf", b"1e400", b"1e31", b"\n", b"yes", b"1 2", b"\xff", b"1\n" + b"0" * 200, b"[1]"]),
 )
 def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, writes):
     [result], _ = roll(loop_of(command=command(PROGRAM + writes)), scored=False)
@@ -72,9 +66,27 @@ def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, writes):
     assert "ETUDE_REWARD_FILE (/" in result.cause
 
 
-def test_the_file_goes_with_its_rollout(loop_of, tmp_path, monkeypatch):
+INTRUDER = """
+import os
+for folder, _, files in os.walk(os.environ["TMPDIR"]):
+    for file in files:
+        open(os.path.join(folder, file), "w").write("99")
+for number in range(3, 1000):
+    try:
+        open(f"/dev/fd/{number}", "w").write("99")
+    except OSError:
+        pass
+"""
+
+
+def test_what_a_model_wrote_finds_no_reward_file(loop_of, tmp_path, monkeypatch):
+    """It searches what its user can read, `/proc` of other programs aside; every rollout runs one, while all others run."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    roll(loop_of(command=command(PROGRAM + REWARD.format(0.5))), rows=3)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    intrude = f"import subprocess; subprocess.run([sys.executable, '-c', {INTRUDER!r}], check=True)\n"
+    program = PROGRAM + REWARD.format(0.5) + "import time; time.sleep(1)\n" + intrude
+    results, _ = roll(loop_of(command=command(program)), rows=3, scored=False)
+    assert [result.trajectory.rewards.score for result in results] == [0.5] * 3
     assert not list(tmp_path.iterdir())
 
 

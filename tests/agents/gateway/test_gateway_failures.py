@@ -98,6 +98,39 @@ async def post_reward(base_url, api_key, reward):
             assert answered.status == 200
 
 
+def test_only_numbers_with_the_key_of_a_running_rollout_are_rewards(loop_of):
+    bodies = [b'{"reward": %s}' % value for value in (b"NaN", b"1e400", b'"1"', b'"' + b"1" * 5_000_000 + b'"', b"")]
+    statuses, ended = [], []
+
+    async def post(url, key, body):
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http,
+            http.post(url, data=body) as answered,
+        ):
+            return answered.status
+
+    async def run(client, row, base_url, api_key):
+        url = base_url.removesuffix("/v1") + "/reward"
+        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        statuses.extend([await post(url, api_key, body) for body in bodies])
+        statuses.append(await post(url, "wrong", b'{"reward": 9}'))
+        for _ in range(2):
+            assert await post(url, api_key, b'{"reward": 0.25}') == 200
+        if row["extra_info"]["index"] == 1:
+            while not ended:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            statuses.append(await post(*ended[0], b'{"reward": 9}'))
+            statuses.append(await post(url, ended[0][1], b'{"reward": 9}'))
+        elif not ended:
+            ended.append((url, api_key))
+
+    results, _ = roll(loop_of(run), rows=2, scored=False)
+    assert [result.trajectory.rewards.total() for result in results] == [0.5, 0.5]
+    assert len(statuses) == 2 * 6 + 2
+    assert all(400 <= status < 500 for status in statuses), statuses
+
+
 @pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("posts", [True, False])
 def test_an_agents_own_exception_ends_its_rollout_and_no_other(loop_of, caplog, scored, posts):

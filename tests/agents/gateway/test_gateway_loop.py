@@ -9,13 +9,12 @@ import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, context, says
 from gateway_stage import USER, answer, native, roll
 
-from etude.agents import AgentLoopManager, AgentOptions, RolloutOptions
+from etude.agents import AgentLoopManager, AgentOptions
 from etude.agents.base import register_agent_loops
 from etude.agents.gateway import check_openai_agent, openai_agent
 from etude.config import compose
 from etude.errors import ConfigError, EtudeError
 from etude.options import OpenAIAgentOptions
-from etude.options.validate import to_options
 from etude.registry import load_plugins
 from etude.trajectory import StopReason
 
@@ -222,7 +221,7 @@ def test_the_configuration_names_an_agent_that_knows_nothing_of_this(tmp_path):
             "actor_rollout_ref.rollout.agent.default_agent_loop=openai_agent",
         ],
     )
-    options = to_options(RolloutOptions, config.actor_rollout_ref.rollout, "")
+    options = config.rollout
     check_openai_agent(options.agent.openai_agent)
     [result], _ = roll(None, agent=options.agent)
     assert result.trajectory.response_ids == says("5")
@@ -230,8 +229,7 @@ def test_the_configuration_names_an_agent_that_knows_nothing_of_this(tmp_path):
 
 def test_a_command_in_the_configuration():
     command = compose(None, ["actor_rollout_ref.rollout.agent.openai_agent.command=[python,agent.py]"])
-    options = to_options(OpenAIAgentOptions, command.actor_rollout_ref.rollout.agent.openai_agent)
-    assert options.command == ("python", "agent.py")
+    assert command.rollout.agent.openai_agent.command == ("python", "agent.py")
 
 
 def test_a_loops_file_names_agents_too(loop_of, tmp_path):

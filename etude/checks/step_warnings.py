@@ -1,0 +1,108 @@
+"""Warnings about problems in a step that are easy to overlook in its metrics; for the display and the report.
+
+Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from etude.trajectory import StopReason
+
+_CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
+    StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
+    StopReason.CONTEXT_LENGTH: "cut at rollout.max_model_len",
+    StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
+    StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
+    StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
+    StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
+    StopReason.MALFORMED_CALL: "ended by a malformed call",
+    StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
+}
+_CUT_SHARE = 0.1  # share of trajectories; no warning below it
+_FAILED_SHARE = 0.1  # share of a tool's calls, likewise
+_DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
+_STANDING = 1e-7  # relative change of weights; 1e-5 to 1e-3 is usual
+_SHARES = {  # metric → (threshold, sentence)
+    "rollout/equal_groups_share": (
+        0.9,
+        "of groups have equal rewards: a group-relative estimator learns nothing from them",
+    ),
+    "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
+}
+_COUNTS = {  # metric → sentence, where it is above 0
+    "actor/skipped_steps": "actor update skipped: its gradient is not finite",
+    "critic/skipped_steps": "critic update skipped: its gradient is not finite",
+    "sft/skipped_steps": "update skipped: its gradient is not finite",
+    "rollout/dropped": "{:,.0f} trajectories dropped: infrastructure failed repeatedly",
+    "rollout/infrastructure_failures": "{:,.0f} infrastructure failures, retried or dropped",
+    "rollout/agent_errors": "{:,.0f} rollouts in which the agent raised an error",
+    "rollout/prompt_too_long": "{:,.0f} prompts too long",
+    "rollout/nothing_sampled": "{:,.0f} rollouts without a sampled token",
+    "rollout/context_refused": "{:,.0f} trajectories that the chat template does not write",
+    "rollout/unwritable_answers": "{:,.0f} answers that the chat template does not write",
+    "rollout/malformed_calls": "{:,.0f} malformed calls",
+    "rollout/unknown_tool_calls": "{:,.0f} calls of unknown tools",
+}
+
+
+def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns kind → sentence, most serious first."""
+    problems = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+    if low is not None and low == high and math.isfinite(low):
+        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
+    elif metrics.get("training/filter_groups/kept") == 0.0:
+        if low is None:
+            problems["nothing left"] = "no trajectory was left to train on"
+        else:
+            problems["equal rewards"] = "all groups filtered out: nothing is learned"
+    for ending, words in _CUT.items():
+        share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
+        if share >= _CUT_SHARE:
+            problems[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
+    for name, (threshold, words) in _SHARES.items():
+        if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
+            problems[name] = f"{100 * share:.0f} % {words}"
+    return problems | _unmoved_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
+
+
+def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {
+        name: f"{name}={change:.1g}: the gradient is not 0, but weights hardly move: look at optim.lr and clip_grad"
+        for role in ("actor", "critic", "sft", "dpo")
+        if (change := metrics.get(name := f"{role}/weight_change", 1.0)) < _STANDING
+        and metrics.get(f"{role}/grad_norm", 0.0) > 0
+    }
+
+
+def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
+    prefix = "reward/spread/"
+    parts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {
+        f"{prefix}{name}": f"{100 * value:.0f} % of the spread of rewards comes from '{name}' alone: see what it rewards"
+        for name, value in parts.items()
+        if value > _DOMINANT
+    }
+
+
+def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Maps each tool to its number of calls."""
+    return {
+        name.split("/")[1]: calls
+        for name, calls in metrics.items()
+        if name.startswith("tool/") and name.endswith("/calls") and name.count("/") == 2
+    }
+
+
+def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+    problems = {}
+    for tool, calls in count_tool_calls(metrics).items():
+        failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
+        if calls and (failed / calls >= _FAILED_SHARE or late):
+            timed_out = f", {late:,.0f} timed out" if late else ""
+            problems[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+    return problems

@@ -1,0 +1,324 @@
+"""`EnvironmentSession`: one trajectory's conversation with its environment, whoever that is (a game, a user, a server).
+
+Invariant: a place within `limit` is taken before the environment is made, and given back after its `close`, which is called
+exactly once on every ending: finish, cut, cancellation, an exception in `reset`. Calls of one session run one at a time, in
+the order of the model's calls, each within `timeout`. A failure is infrastructure (retried from fresh state, then dropped),
+an `InvalidAction` (told), or the end of the run; it never becomes a reward, and neither does a reward that is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import Any
+
+from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
+from etude.environments.entry import EnvironmentEntry, seed_of, task_of
+from etude.errors import EtudeError, InfrastructureError, ToolError, describe_error, is_infrastructure, one_line
+from etude.limits import Permit
+from etude.rewards.number import as_flag, as_reward
+from etude.schemas import ToolResponse
+from etude.timeouts import BlockingCalls, uninterrupted, within
+from etude.tools import BaseTool
+from etude.tools.function_tool import normalize_result
+
+MAX_OBSERVATION_CHARS = 100_000
+_FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0  # seconds between two tries of a server that is full
+_FULL_TRIES = 100
+
+logger = logging.getLogger(__name__)
+_threads = BlockingCalls("etude-env", limit=64)
+
+
+async def call_method(
+    label: str, method: str, seconds: float, threads: BlockingCalls, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Calls a user's method within `seconds`: in a thread, or here if it is async.
+
+    Raises:
+        InfrastructureError: it failed because of infrastructure, or timed out.
+        ToolError: it raised one, for the model.
+        EtudeError: it raised anything else; names the method.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await within(seconds, function, *args)
+        returned = await threads.run_within(seconds, function, *args)
+        return await within(seconds, _identity, returned) if inspect.isawaitable(returned) else returned
+    except ToolError:
+        raise
+    except Exception as error:
+        line = f"{label}: {method} failed: {describe_error(error)}"
+        if is_infrastructure(error):
+            kind = EnvironmentFull if isinstance(error, EnvironmentFull) else InfrastructureError
+            raise kind(line) from error
+        if isinstance(error, EtudeError):
+            raise error.at(label) from error
+        raise EtudeError(line) from error
+
+
+async def _identity(awaitable: Any) -> Any:
+    return await awaitable
+
+
+class EnvironmentSession:
+    """An async context manager, entered once; `observation` is then what `reset` returned.
+
+    Attributes:
+        tools: the tools of this episode by name: those of the environment and, of the run's, those that `run_tools` has and
+            that `reset` left.
+        done: whether the episode is over.
+        metrics: the last value of each metric that a step reported.
+    """
+
+    def __init__(
+        self,
+        entry: EnvironmentEntry,
+        row: Mapping[str, Any],
+        *,
+        run_tools: Mapping[str, BaseTool] | None = None,
+    ) -> None:
+        """`row`: as a loop's `run` gets it; see `task_of` and `seed_of`."""
+        self.entry, self._row = entry, row
+        self.environment: Environment | None = None
+        self.observation: list[dict[str, Any]] | str = ""
+        self.tools: dict[str, BaseTool] = dict(run_tools or {})
+        self.done = False
+        self.metrics: dict[str, Any] = {}
+        self._rewarded, self._turns = False, 0
+        self._made: list[Environment] = []  # the one to close: whoever pops it closes it
+        self._closing = False
+        self._permit: Permit | None = None
+        self._lock = asyncio.Lock()
+        self._own_thread = entry.kind.thread == "own"
+        self._threads = BlockingCalls(f"etude-env-{entry.name}", limit=1) if self._own_thread else _threads
+
+    async def __aenter__(self) -> EnvironmentSession:
+        """Makes the environment and resets it.
+
+        Raises:
+            InfrastructureError: it failed because of infrastructure.
+            EtudeError: it raised anything else, or `reset` returned no observation.
+        """
+        try:
+            if (limiter := self.entry.limiter) is not None:
+                self._permit = await limiter.acquire()
+            if self.entry.kind.times_itself:
+                self._make()
+            else:
+                await self._call("__init__", self._make)
+            self._begin(await self._reset())
+        except BaseException:
+            await uninterrupted(self._close())
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the environment; raises only cancellation."""
+        await uninterrupted(self._close())
+
+    def bind(self, conversation: Any) -> None:
+        """Gives the environment the loop's state."""
+        self._environment.conversation = conversation
+
+    # -- the episode -----------------------------------------------------------------------------------------------
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls stand in the text of `step`."""
+        reads = self.entry.kind.reads_calls
+        return not self.tools if reads is None else reads
+
+    async def step(self, text: str) -> tuple[Step, list[dict[str, Any]]]:
+        """Acts with a turn; also returns the observation as messages, none if the episode is over.
+
+        Raises:
+            InfrastructureError, EtudeError: see `call_method`; or the environment returned something else than it may.
+        """
+        self._turns += 1
+        try:
+            returned = await self._call("step", self._environment.step, text)
+        except ToolError as error:
+            returned = Step(str(error), getattr(error, "reward", None), metrics=_invalid(self.metrics))
+        step = returned if isinstance(returned, Step) else Step(returned)
+        self._take(step)
+        return step, [] if self.done else as_messages(step.observation, self.label)
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Runs a call of one of the environment's tools; returns what a tool's `execute` does.
+
+        Raises:
+            ToolError: the model is told.
+            InfrastructureError, EtudeError: see `call_method`.
+        """
+        self._turns += 1
+        environment = self._environment
+        if name in self.entry.tools:
+            function: Callable[..., Any] = partial(getattr(environment, name), **arguments)
+        else:
+            function = partial(environment.call_tool, name, arguments)
+        try:
+            returned = await self._call(name, function)
+        except InvalidAction as error:
+            _invalid(self.metrics)
+            if error.reward is None:
+                raise
+            returned = Step(str(error), error.reward)
+        if isinstance(returned, Step):
+            if not isinstance(returned.observation, str):
+                raise self._wrong(f"{name} must observe text, not {type(returned.observation).__name__}")
+            self._take(returned)
+            response = ToolResponse(text=returned.observation[:MAX_OBSERVATION_CHARS])
+            return response, returned.reward or 0.0, dict(returned.metrics)
+        self._rewarded |= isinstance(returned, tuple) and len(returned) > 1 and returned[1] is not None
+        try:
+            return normalize_result(returned)
+        except TypeError as error:
+            raise self._wrong(f"{name} {one_line(error)}") from error
+
+    async def score(self, *, completed: bool) -> tuple[float | None, dict[str, Any]]:
+        """Returns the episode's score, None if there are only rewards of steps, and what is reported beside it.
+        `completed`: the episode was not cut by a limit.
+
+        Raises:
+            EtudeError: there is no reward at all, or the score is no finite number.
+        """
+        returned = await self._call("score", self._environment.score)
+        value, info = returned, dict[str, Any]()
+        if isinstance(returned, Mapping):
+            info = dict(returned)
+            value = info.pop("score", None)
+        if value is None:
+            # A policy whose first turn was cut did nothing that a step could have rewarded.
+            if self.entry.kind.must_reward and not self._rewarded and (self._turns or completed or info):
+                raise self._wrong("it gave no reward: no Step has one, and score() returned none")
+            return None, info
+        try:
+            return as_reward(value, self.label), info
+        except InfrastructureError as error:
+            raise EtudeError(str(error)) from error
+
+    # -- within ------------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """`environment 'name'`, for errors."""
+        return self.entry.label
+
+    @property
+    def _environment(self) -> Environment:
+        assert self.environment is not None
+        return self.environment
+
+    def _make(self) -> None:
+        self.environment = self.entry.make()
+        self.environment.row = self._row
+        self._made.append(self.environment)
+        if self._closing and (late := _pop(self._made)):  # nobody waits for it any more
+            late.close()
+
+    async def _reset(self) -> Any:
+        wait, task, seed = _FIRST_WAIT, task_of(self._row), seed_of(self._row)
+        for number in range(_FULL_TRIES):
+            try:
+                return await self._call("reset", self._environment.reset, task, seed)
+            except EnvironmentFull as error:
+                if number == 0:
+                    _warn(f"{error}: sessions wait for a place; set {self.entry.key}.limit to what the server has")
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+        raise InfrastructureError(f"{self.label}: the server was full {_FULL_TRIES} times; set {self.entry.key}.limit")
+
+    def _begin(self, returned: Any) -> None:
+        first = returned if isinstance(returned, Step) else Step(returned)
+        observation = first.observation
+        self.observation = (
+            observation[:MAX_OBSERVATION_CHARS]
+            if isinstance(observation, str)
+            else as_messages(observation, self.label)
+        )
+        known = {**self.tools, **self.entry.tools}
+        if first.tools is not None:
+            listed = [self.entry.known_tool(each, known) for each in first.tools]
+            known = {each.name: each for each in listed}
+        self.tools = known
+        if first.done or first.reward is not None:
+            raise self._wrong("reset must not end the episode, nor reward it")
+        self.metrics |= first.metrics
+
+    def _take(self, step: Step) -> None:
+        try:
+            self.done |= as_flag(step.done)
+        except TypeError as error:
+            raise self._wrong(f"done: {one_line(error)}") from error
+        if step.reward is not None:
+            as_reward(step.reward, self.label)
+            self._rewarded = True
+        self.metrics |= step.metrics
+
+    async def _call(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
+        name = self._name(method)
+        async with self._lock:
+            if self.entry.kind.times_itself and inspect.iscoroutinefunction(function):
+                return await function(*args)
+            return await call_method(self.label, name, self.entry.timeout, self._threads, function, *args)
+
+    async def _close(self) -> None:
+        self._closing = True
+        try:
+            if (environment := _pop(self._made)) is not None:
+                await call_method(self.label, self._name("close"), self.entry.timeout, self._threads, environment.close)
+        except (EtudeError, InfrastructureError, ToolError) as error:
+            _warn(str(error))
+        finally:
+            if self._own_thread:
+                self._threads.end()
+            if self._permit is not None:
+                self._permit.release()
+
+    def _name(self, method: str) -> str:
+        return self.entry.kind.names.get(method, method)
+
+    def _wrong(self, what: str) -> EtudeError:
+        return EtudeError(f"{self.label}: {what}")
+
+
+def as_messages(observation: Any, label: str) -> list[dict[str, Any]]:
+    """Converts an observation to messages: text becomes a user's.
+
+    Raises:
+        EtudeError: it is neither text nor messages, or one is the assistant's.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation[:MAX_OBSERVATION_CHARS]}]
+    if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
+        if any(message["role"] == "assistant" for message in observation):
+            raise EtudeError(
+                f"{label}: an observation has messages of users, tools or the system, not of the assistant"
+            )
+        return [dict(message) for message in observation]
+    raise EtudeError(f"{label} must observe text or messages, not {type(observation).__name__}")
+
+
+def _invalid(metrics: dict[str, Any]) -> dict[str, Any]:
+    metrics["invalid_actions"] = metrics.get("invalid_actions", 0) + 1
+    return {}
+
+
+def _pop(made: list[Environment]) -> Environment | None:
+    try:
+        return made.pop()
+    except IndexError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _warn(line: str) -> None:
+    """Logs a line once: every trajectory's environment is likely to fail in the same way."""
+    logger.warning("%s", line)

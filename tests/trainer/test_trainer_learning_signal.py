@@ -1,0 +1,119 @@
+"""Why a loss is zero, and which reward training follows: the metrics, the warnings, and the end of a run that only fails."""
+
+import pytest
+import torch
+from house_stage import metrics, steps
+
+from etude.checks.step_warnings import find_problems
+from etude.errors import TrainingStopped
+from etude.protocol import DataProto
+from etude.rewards import COMPONENTS
+from etude.trainer.learning_signal import component_metrics, equal_group_metrics, loss_metrics
+from etude.trainer.metrics import SkippedSteps
+from etude.trainer.run import train
+from etude.trajectory import Rewards, Rollout, StopReason, Trajectory
+
+
+def rollout(stop=StopReason.COMPLETED, failures=0, **score_info):
+    made = Trajectory("r", [1], stop_reason=stop, rewards=Rewards(score=0.0, score_info=score_info))
+    return Rollout([made], failures=failures)
+
+
+def test_shares_of_rollouts_that_teach_nothing():
+    dropped = Rollout([], failures=2)
+    dropped.drop(StopReason.INFRASTRUCTURE)
+    found = loss_metrics(
+        [rollout(pred="5"), rollout(pred=None), rollout(StopReason.RESPONSE_LENGTH), rollout(failures=1), dropped]
+    )
+    assert found == {
+        "rollout/infrastructure_failure_share": 0.4,
+        "rollout/truncated_share": 0.25,
+        "rollout/unparsed_share": 0.5,
+    }
+    assert loss_metrics([]) == {}
+
+
+def test_groups_with_equal_rewards():
+    batch = DataProto.from_dict(
+        tensors={
+            "response_mask": torch.tensor([[1, 1]] * 6 + [[0, 0]]),
+            "token_level_scores": torch.tensor([[0.5, 0.5], [0.0, 1.0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 9.0]]),
+        },
+        non_tensors={"uid": ["a", "a", "b", "b", "c", "c", "c"]},
+    )
+    assert equal_group_metrics(batch) == {"rollout/equal_groups_share": pytest.approx(2 / 3)}
+    assert equal_group_metrics(batch[:1]) == {}
+    batch.batch["token_level_scores"][1, 1] += 1e-6  # by rounding: `algorithm.filter_groups` drops such a group, too
+    assert equal_group_metrics(batch) == {"rollout/equal_groups_share": pytest.approx(2 / 3)}
+
+
+def test_the_parts_of_the_spread_of_rewards():
+    def rewards(right, format_):
+        info = {"right": right, "format": format_, COMPONENTS: {"right": right, "format": 0.1 * format_}}
+        return Rewards(steps=[(0, "calc", 0.25)], score=right + 0.1 * format_, score_info=info)
+
+    found = component_metrics([rewards(1, 1), rewards(0, 1), rewards(1, 0), rewards(0, 0)], score_weight=2.0)
+    assert found == {
+        "reward/score/right/mean": 0.5,
+        "reward/score/format/mean": 0.5,
+        "reward/spread/score/right": pytest.approx(1 / 1.01),
+        "reward/spread/score/format": pytest.approx(0.01 / 1.01),
+    }
+    assert find_problems(found) == {
+        "reward/spread/score/right": "99 % of the spread of rewards comes from 'score/right' alone: see what it rewards"
+    }
+    assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
+    parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
+    claimed = [Rewards(score=0.0 + n, score_info={COMPONENTS: part}) for n, part in enumerate(parts)]
+    assert component_metrics(claimed) == {}
+
+
+def test_warnings_of_shares():
+    assert "95 % of groups" in find_problems({"rollout/equal_groups_share": 0.95})["rollout/equal_groups_share"]
+    assert "20 % of answers" in find_problems({"rollout/unparsed_share": 0.2})["rollout/unparsed_share"]
+    assert find_problems({"rollout/equal_groups_share": 0.5, "rollout/unparsed_share": 0.05}) == {}
+
+
+def test_failures_above_the_share_warn_once_and_stop_at_the_second_step(caplog):
+    watched = SkippedSteps(5, 0.25)
+    share = "rollout/infrastructure_failure_share"
+    watched.note({share: 0.5})
+    assert "50 % of rollouts met an infrastructure failure" in caplog.text
+    watched.note({share: 0.25})
+    watched.note({share: 0.5})
+    with pytest.raises(TrainingStopped, match=r"max_infra_failure_share.*2 training steps in a row"):
+        watched.note({share: 0.5})
+    SkippedSteps(5).note({share: 1.0})
+
+
+def test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint(tiny, tmp_path):
+    (tmp_path / "moody.py").write_text(
+        "seen = set()\n"
+        "def compute_score(solution_str, extra_info):\n"
+        "    key = (extra_info['index'], solution_str)\n"
+        "    if key not in seen:\n"
+        "        seen.add(key)\n"
+        "        raise ConnectionError('try again')\n"
+        "    return 0.5\n"
+    )
+    run = tmp_path / "run"
+    settings = (f"custom_reward_function.path={tmp_path}/moody.py", "trainer.max_infra_failure_share=0.25")
+    with pytest.raises(TrainingStopped, match="infrastructure failure"):
+        train(tiny.config(run, "actor_rollout_ref.rollout.infrastructure_retries=2", *settings))
+    assert steps(run)[-1] == 2
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert all(each["rollout/dropped"] == 0 for each in metrics(run))  # all were scored at the second try
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize("standing", ["lr=1e-12", "lr=0", "clip_grad=1e-12"])
+def test_a_run_whose_weights_hardly_move_says_so(tiny, tmp_path, standing):
+    train(tiny.config(tmp_path, f"{ACTOR}.optim.{standing}", f"{ACTOR}.optim.weight_decay=0"))
+    records = [record for record in metrics(tmp_path) if record.get("actor/grad_norm", 0.0) > 0]
+    assert records
+    for record in records:
+        assert record["actor/weight_change"] < 1e-7
+        assert "actor/weight_change" in find_problems(record)
+        assert "actor/weight_change" not in find_problems(record | {"actor/weight_change": 1e-5})
