@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "etude"
 ROOMS = [
     "tools",
     "agents",
+    "environments",
     "agents/environments",
     "agents/interactions",
     "chat",

@@ -28,6 +28,7 @@ from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
+from etude.environments import ENVIRONMENTS
 from etude.options.validate import plain
 from etude.rewards import REWARD_MANAGERS
 from etude.run_folder import read_metrics
@@ -39,7 +40,15 @@ GENERATED: dict[str, str] = runpy.run_path(str(DOCS / "reference.py"))["pages"](
 """Pages that are made when the site is built."""
 TRANSLATIONS = sorted(DOCS.glob("*.zh.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.glob("*.md")) - set(TRANSLATIONS))]
-REGISTRIES = (ADVANTAGE_ESTIMATORS, AGENT_LOOPS, FUNCTION_TOOLS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS)
+REGISTRIES = (
+    ADVANTAGE_ESTIMATORS,
+    AGENT_LOOPS,
+    ENVIRONMENTS,
+    FUNCTION_TOOLS,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    TOOL_PARSERS,
+)
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )

@@ -19,6 +19,7 @@ from etude.errors import ConfigError, raise_faults
 from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
 from etude.options.distillation import is_address
+from etude.options.environments import EnvironmentOptions
 from etude.options.reward import WeightedFunction
 from etude.options.types import format_value
 from etude.options.validate import build, value_of
@@ -410,6 +411,22 @@ def _determinism(run: TrainOptions) -> Faults:
     if stale and rollout.mode == "sync":
         why = "scores a step's rollouts together; trainer.max_staleness streams them"
         yield fault(f"{_ROLLOUT}.mode", why, "set rollout.mode=async")
+
+
+@check("training")
+def _environments(run: TrainOptions) -> Faults:
+    policy, weights = run.actor_rollout_ref, []
+    for number, entry in enumerate(run.env):
+        made, wrong = build(EnvironmentOptions, entry, f"env[{number}].")
+        for text in wrong.values():
+            yield fault("env", text)
+        weights.append(1.0 if wrong or made is None else made.weight)
+    if weights and not any(weights):
+        yield fault("env", "every weight is 0", "give one a weight")
+    if run.env and policy.env.chosen:
+        yield fault("env", "and actor_rollout_ref.env are two ways to choose an environment", "set one of them")
+    if run.env and not policy.rollout.multi_turn.enable:
+        yield fault("env", "multi_turn.enable=false switches environments off", "set multi_turn.enable=true")
 
 
 @check("training")

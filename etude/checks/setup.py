@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ import torch
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.auto import unread_call
+from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.checks.findings import Result, check, error, require, warning
 from etude.checks.settings import check_names, check_records, effective_keys
 from etude.data import RLDataset, custom_rows
+from etude.environments import Environments
+from etude.environments.loader import load_environments
+from etude.environments.tasks import task_rows
 from etude.errors import WARNING, ConfigError, DataError
 from etude.inference import check_serving, check_takes_images
 from etude.options import Options, TrainOptions
@@ -57,9 +62,15 @@ class Setup:
         return ToolParser.get_tool_parser(self.options.rollout.multi_turn.format, self.tokenizer).result_tag
 
     def dataset(
-        self, files: Sequence[str], max_samples: int = -1, problems: list[DataError] | None = None
+        self,
+        files: Sequence[str],
+        max_samples: int = -1,
+        problems: list[DataError] | None = None,
+        *,
+        split: str = "train",
     ) -> RLDataset:
-        """Loads the rows of `files`, checked against the tools and the scorers; `problems`: see `RLDataset`.
+        """Loads the rows of `files`, checked against the tools and the scorers; without files, those that the environments
+        of `env` make for `split`. `problems`: see `RLDataset`.
 
         Raises:
             ConfigError: no scorer is known for a row's data source.
@@ -73,9 +84,16 @@ class Setup:
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
             given = custom_rows(self.options.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
+        elif not files and (environments := self.environments) is not None:
+            limits = {
+                each.label: each.tasks if split == "train" else each.val_tasks for each in self.options.environments
+            }
+            entries = [each for each in environments.entries.values() if limits[each.name] != 0]
+            given = (row for each in entries for row in task_rows(each, split, limits[each.name]))
+            files = [f"env ({split})"]
         reward, custom = self.options.reward_model, self.options.custom_reward_function
         own = bool(custom.path or custom.rewards or reward.model.path)
-        return RLDataset(
+        dataset = RLDataset(
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
@@ -85,15 +103,24 @@ class Setup:
             images=self.bundle.images,
             max_samples=max_samples,
             rows=given,
-            scored=reward.scores and reward.reward_manager in BUILTIN_MANAGERS and not own,
+            scored=self.options.scores and reward.reward_manager in BUILTIN_MANAGERS and not own,
             shows_tools=self.catalogue.tool_messages and self._result_tag is None,
             problems=problems,
+            environments=self.catalogue.environments if self.options.environments else None,
         )
+        for entry in self.environments.entries.values() if self.environments else ():
+            dataset.fingerprints[f"env '{entry.name}'"] = entry.fingerprint
+        return dataset
+
+    @cached_property
+    def environments(self) -> Environments | None:
+        """Those of `env`, as opened in this process."""
+        return load_environments(self.options.environments)
 
     def validation_set(self) -> RLDataset | None:
-        """Loads the rows of `data.val_files`; None if there are no such files."""
-        files = self.options.data.val_files
-        return self.dataset(files, self.options.data.val_max_samples) if files else None
+        """Loads the rows of `data.val_files`, or makes those of `env`; None if there are none."""
+        data, made = self.options.data, any(each.val_tasks for each in self.options.environments)
+        return self.dataset(data.val_files, data.val_max_samples, split="val") if data.val_files or made else None
 
 
 def check_options(options: Options) -> Setup:
@@ -178,7 +205,7 @@ def check_tool_messages(setup: Setup) -> None:
     """
     bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.options.rollout.multi_turn
     key = "actor_rollout_ref.rollout.multi_turn"
-    if not catalogue.schemas or not catalogue.tool_messages:
+    if not (catalogue.schemas or catalogue.acting_tools) or not catalogue.tool_messages:
         return
     parser = ToolParser.get_tool_parser(talks.format, bundle.tokenizer)
     try:
@@ -193,6 +220,10 @@ def check_tool_messages(setup: Setup) -> None:
         return
     # The configured format may not be the template's, and the model's calls be missed. Only a warning, because prompts may
     # teach the format; silent for a user's own parser.
+    if catalogue.acting_tools and not bundle.chat.shows_tools:
+        raise ConfigError(
+            f"{key}: the chat template does not show the model the environment's tools", fix=f"set {TOOLS_IN_SYSTEM}"
+        )
     ours = type(parser).__module__.startswith("etude.") and not catalogue.has_environment
     unread = unread_call(parser, bundle.tokenizer, **setup.options.data.apply_chat_template_kwargs) if ours else None
     if unread is not None:
@@ -218,7 +249,7 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
     """Warns if answers earn 0 unless a tool call returns a reward, and if a right answer counts twice."""
     options, catalogue = setup.options, setup.catalogue
     reward = options.reward_model
-    scored = (reward.scores and reward.score_weight) or catalogue.interactions or catalogue.has_environment
+    scored = (setup.options.scores and reward.score_weight) or catalogue.interactions or catalogue.has_environment
     loop = (train[0].get("agent_name") if len(train) else None) or options.rollout.agent.default_agent_loop
     own_loop = loop not in (None, "tool_agent", "single_turn_agent")  # which may set the reward itself
     if not (scored or own_loop or options.plugins or catalogue.judging_tools):
@@ -229,7 +260,7 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
             "call returns a reward, every answer earns 0",
             "give custom_reward_function.path, or set reward_model.enable=true",
         )
-    if reward.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
+    if setup.options.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
         logger.warning(
             WARNING,
             "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice",

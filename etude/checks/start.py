@@ -60,7 +60,10 @@ def start_problems(options: Options, command: Command) -> Faults:
 @check("start")
 def _needed_keys(options: Options, command: Command) -> Faults:
     for key, (why, fix) in _NEEDED[command].items():
-        if not value_of(options, key):
+        made = (
+            key.startswith("data.") and isinstance(options, TrainOptions) and options.env
+        )  # rows of the environment's
+        if not value_of(options, key) and not made:
             yield fault(key, why, fix)
     yield from unknown_names(options, late=True)
 
@@ -156,7 +159,7 @@ def _has_other_rewards(run: TrainOptions) -> bool:
     talks, agent = rollout.multi_turn, rollout.agent
     tools = talks.tool_config_path or talks.function_tool_path or talks.interaction_config_path
     code = run.plugins or agent.agent_loop_config_path or agent.openai_agent.function or agent.openai_agent.command
-    own = code or (talks.enable and run.actor_rollout_ref.env.chosen)
+    own = code or (talks.enable and (run.actor_rollout_ref.env.chosen or run.env))
     by_tools, by_score = reward.tool_reward_weight != 0, reward.score_weight != 0
     return bool((talks.enable and tools and by_tools) or (own and (by_tools or by_score)))
 

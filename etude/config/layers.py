@@ -130,8 +130,11 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
         if not override.key_or_group:
             raise _unreadable(argument)
         group = override.key_or_group.replace(".", "/")
+        chosen = override.value()
         is_group = group in GROUP_NAMES or (folder / group).is_dir()
-        if is_group and isinstance(override.value(), str):
+        if group == "env":  # a key, too
+            is_group = (folder / group / f"{chosen}.yaml").is_file()
+        if is_group and isinstance(chosen, str):
             choices.append(argument)
         else:
             values.append(override)

@@ -53,6 +53,7 @@ class RLDataset:
         tool_schemas: OpenAI dictionaries of the configured tools by name; None if tools are turned off.
         interactions: names of the configured interactions.
         agent_loops: names of the registered agent loops; None: unknown, any name is accepted.
+        environments: names of those of `env`, of which a row picks one; None: there are none to pick from.
         options: the `data` section.
         images: counts the tokens of an image; None for a text-only model, whose rows may have no images.
         max_samples: stop after this many rows; -1 for all.
@@ -75,6 +76,7 @@ class RLDataset:
         *,
         interactions: Sequence[str] = (),
         agent_loops: Sequence[str] | None = None,
+        environments: Sequence[str] | None = None,
         images: ImageReader | None = None,
         max_samples: int = -1,
         rows: Iterable[Row] | None = None,
@@ -86,7 +88,7 @@ class RLDataset:
         self.chat = chat
         self.tool_schemas = tool_schemas
         self._interactions = list(interactions)
-        self._agent_loops, self._shows_tools = agent_loops, shows_tools
+        self._agent_loops, self._shows_tools, self._environments = agent_loops, shows_tools, environments
         self.options = options
         self.overlong = 0
         self.describes_tools = True
@@ -131,7 +133,7 @@ class RLDataset:
     def _check(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
         """Validates a row; returns it, the tokens of each of its images, and whether its prompt fits."""
         names, key = self._tool_names, self.options.prompt_key
-        row = check_row(raw, where, names, key, self._interactions, self._agent_loops)
+        row = check_row(raw, where, names, key, self._interactions, self._agent_loops, self._environments)
         if self._scored:
             check_ground_truth(row, where)
         image_tokens = self._place_images(row, folder, where)

@@ -34,6 +34,7 @@ def check_row(
     prompt_key: str = "prompt",
     interactions: Sequence[str] = (),
     agent_loops: Sequence[str] | None = None,
+    environments: Sequence[str] | None = None,
 ) -> Row:
     """Returns `row` validated and normalised: with `extra_info` and `reward_model`, without nulls under the kwargs.
 
@@ -44,6 +45,7 @@ def check_row(
         prompt_key: the column that holds the messages.
         interactions: the configured interactions.
         agent_loops: the registered agent loops; None if unknown.
+        environments: those that rows pick from; None if they pick none.
 
     Raises:
         DataError: the row violates the contract; one line that names `where`.
@@ -62,6 +64,8 @@ def check_row(
         if key in extra_info:
             extra_info[key] = without_nulls(_object(extra_info[key], f"{where}: extra_info.{key}"))
     _check_selection(extra_info.get("tool_selection"), where, tool_names)
+    if environments is not None:
+        _check_environment(extra_info.get("env"), where, environments)
     if tool_names is None:
         extra_info.pop("tools_kwargs", None)
         extra_info.pop("interaction_kwargs", None)
@@ -111,6 +115,14 @@ def _check_agent(name: str | None, where: str, known: Sequence[str] | None) -> N
     if known is not None and name is not None and name not in known:
         problem = f"{where}: agent_name: unknown agent loop '{name}'"
         raise unknown_name(DataError, problem, name, known, f"(known: {', '.join(known)})")
+
+
+def _check_environment(name: object, where: str, environments: Sequence[str]) -> None:
+    if name is None and len(environments) == 1:
+        return
+    if name not in environments:
+        problem = f"{where}: extra_info.env: " + ("is missing" if name is None else f"there is no environment '{name}'")
+        raise unknown_name(DataError, problem, str(name), environments, f"(configured: {', '.join(environments)})")
 
 
 def _check_selection(selection: object, where: str, tool_names: Sequence[str] | None) -> None:

@@ -23,6 +23,7 @@ class EnvironmentEntry:
 
     Attributes:
         name: picks it, as a row's `extra_info.env`; `key` is its place in the configuration.
+        id, args: what it was opened by.
         make: makes the object of a session, of class `kind`.
         timeout: seconds per method call. `limit`: sessions at once, in the whole run; None: the class's.
         version: of the package that it comes from.
@@ -35,8 +36,9 @@ class EnvironmentEntry:
     kind: type[Environment]
     timeout: float = 60.0
     limit: int | None = None
-    weight: float = 1.0
     version: str = ""
+    id: str = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
     key: str = "env"
     noun: str = "environment"
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
@@ -59,15 +61,24 @@ class EnvironmentEntry:
         return f"{self.noun} '{self.name}'"
 
     @property
+    def fingerprint(self) -> str:
+        """What a resumed run must find unchanged."""
+        return f"{self.id} {self.version} {json.dumps(dict(self.args), sort_keys=True, default=str)}"
+
+    @property
     def source(self) -> str:
         """The source of the rewards of its steps: `env`, or `interaction`."""
         return "env" if self.noun == "environment" else self.noun
 
     @property
+    def sessions(self) -> int | None:
+        """Most sessions at once, in the whole run; None: as many as there are trajectories."""
+        return self.kind.limit if self.limit is None else self.limit
+
+    @property
     def limiter(self) -> Limiter | None:
-        """What keeps `limit` among all processes of the run; None without one."""
-        limit = self.kind.limit if self.limit is None else self.limit
-        return None if limit is None else open_limiter(f"etude-env-{self.name}", Limit(limit))
+        """What keeps that limit among all processes of the run; None without one."""
+        return None if self.sessions is None else open_limiter(f"etude-env-{self.name}", Limit(self.sessions))
 
     def known_tool(self, asked: str | Mapping[str, Any], known: Mapping[str, BaseTool]) -> BaseTool:
         """The tool of that name among `known`, or of that schema, which is kept.
@@ -105,6 +116,11 @@ class Environments:
                 )
             made[entry.name] = entry
         return cls(made)
+
+    @property
+    def limits(self) -> list[int]:
+        """The limits that there are."""
+        return [each.sessions for each in self.entries.values() if each.sessions is not None]
 
     def pick(self, row: Mapping[str, Any]) -> EnvironmentEntry:
         """The environment of a row: its `extra_info.env`, or the only one.

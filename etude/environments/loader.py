@@ -6,36 +6,118 @@ or what to install.
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from etude.environments.base import ENVIRONMENTS, Environment
-from etude.environments.entry import EnvironmentEntry
+from etude.environments.entry import EnvironmentEntry, Environments
 from etude.environments.text_env import TextEnvironment, is_gym_shaped
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, MissingExtraError, one_line
+from etude.options import EnvironmentOptions
+from etude.registry import unknown_name
 
 
-def registered_entry(name: str, args: Mapping[str, Any], **given: Any) -> EnvironmentEntry:
-    """The environment registered as `name`: an `Environment`, or a class with Gymnasium's methods.
+@dataclass(frozen=True)
+class Adapter:
+    """Environments of another package: `module` here opens them, `distribution` is what pip installs, `package` what Python
+    imports; empty where nothing is needed."""
+
+    module: str
+    package: str
+    distribution: str
+    what: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package can be imported."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def version(self) -> str:
+        """The installed version; empty where nothing is needed."""
+        return importlib.metadata.version(self.distribution) if self.distribution else ""
+
+
+_HERE = "etude.environments.adapters"
+ADAPTERS = {
+    "reasoning_gym": Adapter(f"{_HERE}.reasoning_gym", "reasoning_gym", "reasoning-gym", "generated questions"),
+    "gym": Adapter(f"{_HERE}.gym", "gymnasium", "gymnasium", "environments whose spaces can be said in words"),
+    "textarena": Adapter(f"{_HERE}.textarena", "textarena", "textarena", "text games"),
+}
+
+
+def load_environments(options: Sequence[EnvironmentOptions]) -> Environments | None:
+    """Opens the entries of `env`; None if there are none.
 
     Raises:
-        ConfigError: nothing is registered as `name`, it is neither, or it does not take `args`.
+        ConfigError: an id or an argument is wrong, or two entries have one name; names the entry.
+        MissingExtraError: an entry's package is not installed.
     """
-    found = ENVIRONMENTS.get(name)
+    return Environments.of(_entry(each, f"env[{n}]") for n, each in enumerate(options)) if options else None
+
+
+def _entry(options: EnvironmentOptions, key: str) -> EnvironmentEntry:
+    prefix, colon, name = options.id.partition(":")
+    given: dict[str, Any] = {"timeout": options.timeout, "limit": options.limit, "key": key}
+    try:
+        if not colon:
+            return registered_entry(options.id, options.args, name=options.label, **given)
+        make, kind, version = open_adapter(prefix)(name, options.args)
+        named = {"id": options.id, "args": options.args, "version": version}
+        return EnvironmentEntry.of(options.label, make, kind, **named, **given)
+    except ConfigError as error:
+        raise error.at(key) from error
+
+
+def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], type[Environment], str]]:
+    """The function that opens an environment of a package by its name there and its arguments.
+
+    Raises:
+        ConfigError: there is no such adapter.
+        MissingExtraError: the package is not installed.
+    """
+    if prefix not in ADAPTERS:
+        known = [f"{each}:" for each in ADAPTERS]
+        raise unknown_name(
+            ConfigError, f"no package is called '{prefix}:'", f"{prefix}:", known, f"({', '.join(known)})"
+        )
+    adapter = ADAPTERS[prefix]
+    if not adapter.is_installed:
+        raise MissingExtraError(f"environment '{prefix}:' ({adapter.distribution})", "environments")
+    opened = importlib.import_module(adapter.module).open_environment
+    return lambda name, args: (*opened(name, **args), adapter.version)
+
+
+def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **given: Any) -> EnvironmentEntry:
+    """The environment registered as `id`: an `Environment`, or a class with Gymnasium's methods.
+
+    Raises:
+        ConfigError: nothing is registered as `id`, it is neither, or it does not take `args`.
+    """
+    found = ENVIRONMENTS.get(id)
     is_own = isinstance(found, type) and issubclass(found, Environment)
     if not is_own and not is_gym_shaped(found):
-        raise ConfigError(f"environment '{name}' is neither an Environment nor a class with the methods reset and step")
+        other = "; RL-Factory's Env is chosen by actor_rollout_ref.env.name" if hasattr(found, "tool_manager") else ""
+        raise ConfigError(
+            f"environment '{id}' is neither an Environment nor a class with the methods reset and step{other}"
+        )
     try:
         inspect.signature(found).bind(**args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"environment '{name}': args: {one_line(error)}") from error
+        raise ConfigError(f"environment '{id}': args: {one_line(error)}") from error
     make = partial(found, **args)
     return EnvironmentEntry.of(
-        name,
+        name or id,
         make if is_own else partial(TextEnvironment, make),
         found if is_own else TextEnvironment,
-        version=getattr(found, "version", ""),
+        id=id,
+        args=args,
+        version=str(getattr(found, "version", "")),
         **given,
     )

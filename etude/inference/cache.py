@@ -6,9 +6,10 @@ of gathering rows, and rows that are computed together have similar lengths. Siz
 least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
 Prompts are computed once: the trajectories of a group, even those admitted later, and requests of later rollouts with the
-same prompt all use one `Prefix`. What several prompts begin with, such as a system message, is computed for one of them and
-copied to the others. An unused prefix stays until its memory is needed (least recently used first), there are too many
-unused ones, or the weights change.
+same prompt all use one `Prefix`. What several prompts begin with, such as a system message and tools, is computed for one of
+them and copied to the others, whenever they come: a tree of all prefixes finds one that has the most of a new prompt. An
+unused prefix stays until its memory is needed (least recently used first), there are too many unused ones, or the weights
+change.
 
 Invariant: all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is allocated
 depends only on which are in use, so the same requests get the same slots in every run. Places [0, filled) of a prefix's
@@ -20,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from etude.models.packable import key_widths
 from etude.models.packed import is_packed
 
 _SMALLEST = 64
-_COMMON = 64  # tokens that prefixes must have in common for one to take them from the other
+_BLOCK = 32  # tokens between the nodes of the tree of prefixes
 _SLAB_SLOTS = 64  # beyond this, slices of keys spill the CPU cache and the time per token rises
 _SLAB_BYTES = 64 << 20
 _BUDGET_SLABS = 16  # a slab of several slots takes at most 1/_BUDGET_SLABS of the budget
@@ -173,7 +174,7 @@ class PrefixStore:
         """`most_unused`: maximum number of unused prefixes to keep; None: as many as fit into the cache's budget."""
         self._cache, self._most_unused, self._unused = cache, most_unused, 0
         self._known: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
-        self._first: dict[tuple[int, ...], Prefix] = {}  # by its first tokens
+        self._tree: dict[int, Prefix] = {}  # node: a prefix's first tokens, whole blocks of them, by `_nodes`
 
     def __len__(self) -> int:
         return len(self._known)
@@ -186,10 +187,14 @@ class PrefixStore:
             slot = self._cache.take(len(name))
             if slot is None:
                 return None
-            prefix = self._known[name] = Prefix(name, slot)
-            first = self._first.setdefault(name[:_COMMON], prefix)
-            if first is not prefix and len(name) > _COMMON:  # the last token is always computed: its logits are needed
-                prefix.like, prefix.common = first, min(common_beginning(first.tokens, name), len(name) - 1)
+            prefix = Prefix(name, slot)
+            like = next((self._tree[node] for node in reversed([*_nodes(name)]) if node in self._tree), None)
+            if like is not None:  # the last token is always computed: its logits are needed
+                prefix.like, prefix.common = like, min(common_beginning(like.tokens, name), len(name) - 1)
+                self._known.move_to_end(like.tokens)
+            self._known[name] = prefix
+            for node in _nodes(name):
+                self._tree.setdefault(node, prefix)
         elif not prefix.users:
             self._unused -= 1
         self._known.move_to_end(name)
@@ -221,20 +226,31 @@ class PrefixStore:
         """Copies what `prefix.like` has of a prefix that is not begun. False: that is still being computed, by one of
         `computing`: wait for it."""
         like = prefix.like
-        if like is None or prefix.filled or self._known.get(like.tokens) is not like:
+        if like is None or prefix.filled:
             return True
-        if like.filled < prefix.common:
-            return like not in computing
-        self._cache.copy(like.slot, prefix.slot, prefix.common)
-        prefix.filled, prefix.like = prefix.common, None
+        if self._known.get(like.tokens) is like:
+            if like.filled < prefix.common and like in computing:
+                return False
+            prefix.filled = min(like.filled, prefix.common)
+            self._cache.copy(like.slot, prefix.slot, prefix.filled)
+        prefix.like = None
         return True
 
     def _drop(self, prefix: Prefix) -> None:
         del self._known[prefix.tokens]
-        if self._first.get(prefix.tokens[:_COMMON]) is prefix:
-            del self._first[prefix.tokens[:_COMMON]]
+        for node in _nodes(prefix.tokens):
+            if self._tree.get(node) is prefix:
+                del self._tree[node]
         self._unused -= 1
         self._cache.give_back(prefix.slot)
+
+
+def _nodes(tokens: tuple[int, ...]) -> Iterator[int]:
+    """Yields a hash of the first block, of the first two, and so on; the caller compares the tokens."""
+    node = 0
+    for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
+        node = hash((node, tokens[end - _BLOCK : end]))
+        yield node
 
 
 def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:

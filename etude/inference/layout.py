@@ -81,9 +81,11 @@ class StepLayout:
         self._own, offset = [], 0
         for batch in single:
             rows = slice(offset, offset := offset + len(batch))
-            own = OwnSlots([slot for slot, _ in batch], places[rows], bases[rows], device)
+            parts = [(slot, (row,)) for row, (slot, _) in enumerate(batch)]
+            limits = [place + 1 for place in places[rows]]
+            own = AttendedSlots(parts, limits, positions[rows], bases[rows], device)
             self._own.append((rows, own))
-        self._share(bases[: self._singles])
+        self._share(bases[: self._singles], positions)
 
     def keep_experts(self, chosen: Sequence[Tensor]) -> None:
         """Writes the experts of the step's tokens, per layer (tokens, k), into the cache."""
@@ -109,17 +111,17 @@ class StepLayout:
             writes.append((slab, tokens, rows))
         return writes
 
-    def _share(self, bases: list[int]) -> None:
+    def _share(self, bases: list[int], positions: list[int]) -> None:
         """Groups the single tokens by prefix, and maps them to indices in the concatenated outputs of all prefixes."""
         seen: dict[Slot, list[int]] = defaultdict(list)
         for row, feed in enumerate(self.feeds[: self._singles]):
             if feed.prefix is not None:
                 seen[feed.prefix].append(row)
-        self._shared: list[SharedPrefixes] = []
+        self._shared: list[AttendedSlots] = []
         places: dict[int, int] = {}
         offset = 0
         for batch in by_slab(seen.items()):
-            shared = SharedPrefixes(batch, bases, self.positions, self._device)
+            shared = AttendedSlots(batch, bases, positions, [0] * len(bases), self._device)
             self._shared.append(shared)
             places |= dict(zip(shared.rows, (offset + place for place in shared.grid)))
             offset += shared.size
@@ -146,6 +148,7 @@ class StepLayout:
     def _single(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of single tokens over prefix and slot: (tokens, kv_heads, group, head_dim) in and out."""
         own = _concat([each.attend(layer, query[rows], scoring) for rows, each in self._own])
+        own = with_sinks(own, None if scoring.sinks is None else scoring.sinks.view(query.shape[1:3]))
         if not self._shared:
             return own[0]
         first = _concat([each.attend(layer, query, scoring) for each in self._shared])
@@ -218,83 +221,57 @@ class Slots:
         return keys, values
 
 
-class OwnSlots:
-    """Attention of rows that feed one token each, over their own slots."""
+class AttendedSlots:
+    """Attention of single tokens over slots of one slab; the tokens that attend to one slot do so in one matrix product.
 
-    def __init__(
-        self, slots: Sequence[Slot], starts: Sequence[int], bases: Sequence[int], device: torch.device
-    ) -> None:
-        """`starts`: the place of each row's token in its slot, the last one it attends to; `bases`: the position of the
-        slot's first place."""
-        self._slots = Slots(slots, max(starts) + 1, device)
-        self._dtype = slots[0].slab.keys[0].dtype
-        self._ends, self._bases = (index_tensor(each, device)[:, None] for each in (starts, bases))
-        self._even = len(set(starts)) == 1
-        self._biases: dict[tuple[int | None, int | None], Tensor | None] = {}
-
-    def _bias(self, scoring: Scoring) -> Tensor | None:
-        """Returns the additive mask (rows, 1, 1, reach); None if every row attends to all places."""
-        if (span := scoring.span) not in self._biases:
-            places = torch.arange(self._slots.reach, device=self._ends.device)
-            mask = (places <= self._ends) & (places >= scoring.first(self._bases + self._ends) - self._bases)
-            plain = self._even and span == (None, None)
-            self._biases[span] = None if plain else visibility(mask[:, None, None], self._dtype)
-        return self._biases[span]
-
-    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Maps queries (rows, kv_heads, group, head_dim) to outputs of the same shape and log-sum-exps (rows, kv_heads,
-        group)."""
-        keys, values = self._slots.keys_and_values(layer)
-        part = partial_attention(query, keys, values, self._bias(scoring), scoring)
-        return with_sinks(part, None if scoring.sinks is None else scoring.sinks.view(query.shape[1:3]))
-
-
-class SharedPrefixes:
-    """Attention over shared prefixes: the queries of all rows that share a prefix attend in one matrix product.
-
-    Queries form a grid (prefixes, width), padded with each prefix's first row: `grid[i]` is the index of `rows[i]` in the
-    flattened grid.
+    Queries form a grid (slots, width), padded with each slot's first row: `grid[i]` is the index of `rows[i]` in the
+    flattened grid of `size` entries.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Slot, list[int]]], bases: Sequence[int], positions: Tensor, device: torch.device
+        self,
+        parts: Sequence[tuple[Slot, Sequence[int]]],
+        limits: Sequence[int],
+        positions: Sequence[int],
+        bases: Sequence[int],
+        device: torch.device,
     ) -> None:
-        """`parts`: each prefix's slot and the indices of the rows that attend to it; `bases`: how many tokens of its prefix
-        each row attends to; `positions`: each row's position in its context."""
-        reach = max(bases[row] for _, rows in parts for row in rows)
-        self._slots = Slots([slot for slot, _ in parts], reach, device)
-        self._width = width = max(len(rows) for _, rows in parts)
+        """`parts`: each slot and the rows that attend to it; per row, `limits`: how many of its slot's first places it
+        attends to, `positions`: its own in its context, and `bases`: that of the slot's first place."""
+        self._slots = Slots([slot for slot, _ in parts], max(limits[row] for _, rows in parts for row in rows), device)
         self._dtype = parts[0][0].slab.keys[0].dtype
-        table = np.asarray([rows + rows[:1] * (width - len(rows)) for _, rows in parts], dtype=np.int64)
+        self._width = width = max(len(rows) for _, rows in parts)
         self.rows = [row for _, rows in parts for row in rows]
         self.grid = [place * width + n for place, (_, rows) in enumerate(parts) for n in range(len(rows))]
-        limits = np.asarray(bases, dtype=np.int64)[table]
-        self._plain, self._even = bool((limits == reach).all()), bool((limits == limits[:, :1]).all())
-        flat = table.ravel()
-        whole = len(flat) == len(bases) and bool((flat == np.arange(len(flat))).all())
-        self._table = None if whole else index_tensor(flat, device)
+        table = np.asarray([[*rows] + [rows[0]] * (width - len(rows)) for _, rows in parts], dtype=np.int64)
+        seen, flat = np.asarray(limits, dtype=np.int64)[table], table.ravel()
         self.size = len(flat)
-        self._limits = index_tensor(limits.ravel(), device)[:, None]
-        seen_from = positions[: len(bases)]
-        self._ends = (seen_from if self._table is None else seen_from.index_select(0, self._table))[:, None]
+        self._plain, self._even = bool((seen == self._slots.reach).all()), bool((seen == seen[:, :1]).all())
+        self._table = None if np.array_equal(flat, np.arange(len(limits))) else index_tensor(flat, device)
+        self._limits = index_tensor(seen.ravel(), device)[:, None]
+        self._positions, self._bases = (
+            index_tensor(np.asarray(each, dtype=np.int64)[flat], device)[:, None] for each in (positions, bases)
+        )
         self._biases: dict[tuple[int | None, int | None], Tensor | None] = {}
 
     def _bias(self, scoring: Scoring, group: int) -> Tensor | None:
-        """Returns the additive mask (prefixes, 1, 1 or width · group, reach); None if every row attends to all places."""
+        """Returns the additive mask (slots, 1, 1 or width · group, reach); None if every row attends to all places."""
         if (span := scoring.span) not in self._biases:
-            places, whole = torch.arange(self._slots.reach, device=self._ends.device), span == (None, None)
-            mask = (places < self._limits) & (places >= scoring.first(self._ends))
+            places, whole = torch.arange(self._slots.reach, device=self._limits.device), span == (None, None)
+            mask = places < self._limits
+            if not whole:
+                mask &= places >= scoring.first(self._positions) - self._bases
             mask = mask.view(-1, 1, self._width, self._slots.reach)
-            if whole and self._even:  # one row of mask for all queries of a prefix
+            if whole and self._even:  # one row of mask for all queries of a slot
                 mask = mask[:, :, :1]
-            else:
+            elif self._width > 1:
                 mask = mask.repeat_interleave(group, dim=2)
             self._biases[span] = None if self._plain and whole else visibility(mask, self._dtype)
         return self._biases[span]
 
     def blind(self, scoring: Scoring) -> Tensor:
-        """Which entries of the grid have their whole prefix outside the window or chunk: (size,) of bool."""
-        return (scoring.first(self._ends) >= self._limits).flatten()
+        """Which entries of the grid have all places they attend to outside the window or chunk: (size,) of bool."""
+        return (scoring.first(self._positions) - self._bases >= self._limits).flatten()
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Maps the queries of all rows (rows, kv_heads, group, head_dim) to the grid's outputs (size, kv_heads, group,

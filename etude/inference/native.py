@@ -116,8 +116,8 @@ class NativeEngine:
             self._model = _copy_in_dtype(model, dtype)
         if self.options.own_weights:
             self._source = self._model.requires_grad_(False)
-        self._caches = None if packs else RowCaches.of(self._model)
         self._prepacked = PrepackedLinears(self._model)
+        self._caches = None if packs else RowCaches.of(self._model)
         vision = Vision.of(self._model.config)
         self._images = None
         if vision is not None:
@@ -348,9 +348,9 @@ class NativeEngine:
         """Pauses, since a running step reads the caches, and then drops them."""
         await self.pause()
         self._scheduler.forget_all()
+        self._prepacked.drop()
         if self._caches is not None:
             self._caches.forget()
-        self._prepacked.drop()
         if self._images is not None:
             self._images.forget()
 

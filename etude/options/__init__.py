@@ -8,6 +8,7 @@ sections together.
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import Declaration, declarations
 from etude.options.distillation import DistillationOptions
+from etude.options.environments import EnvironmentOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
@@ -41,6 +42,7 @@ __all__ = [
     "Declaration",
     "DistillationOptions",
     "EnvOptions",
+    "EnvironmentOptions",
     "FSDPOptions",
     "ModelOptions",
     "MultiTurnOptions",

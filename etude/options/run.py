@@ -34,7 +34,7 @@ CRITIC = When(
     lambda own, run: run.may_need("values"),
 )
 DUMPED = When("where rollout_data_dir is set", lambda own, run: own.rollout_data_dir is not None)
-VALIDATED = When("where data.val_files is set", lambda own, run: bool(run.data.val_files))
+VALIDATED = When("where data.val_files or env is set", lambda own, run: bool(run.data.val_files or run.env))
 
 
 def _estimator_reads(option: str) -> When:

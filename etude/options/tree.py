@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from etude.model_folder import local_folder, longest_context, read_config
-from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
+from etude.options.data import DataOptions, SamplerOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
+from etude.options.environments import EnvironmentOptions, EnvironmentSections
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, ON_RAY, AlgorithmOptions, RayOptions, RunOptions, TrainerOptions
@@ -24,6 +25,7 @@ from etude.options.training import (
     SFTOptimOptions,
 )
 from etude.options.types import Flag, Texts
+from etude.options.validate import to_options
 
 _PLUGINS = (
     "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."
@@ -60,7 +62,18 @@ class TrainOptions:
     distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
     ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
+    env: EnvironmentSections = key(
+        "What the model acts in: an id, or a list of [{id, name, args, tasks, val_tasks, weight, limit, timeout}] "
+        "(docs/environments.md). Without data.train_files its tasks are the rows; of several, a row picks one by "
+        "extra_info.env.",
+        default=(),
+    )
     plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+    @property
+    def environments(self) -> tuple[EnvironmentOptions, ...]:
+        """The entries of `env`."""
+        return tuple(to_options(EnvironmentOptions, each, f"env[{n}]") for n, each in enumerate(self.env))
 
     @property
     def actor(self) -> ActorOptions:
@@ -90,9 +103,19 @@ class TrainOptions:
         return self.actor_rollout_ref.rollout
 
     @property
-    def env(self) -> EnvOptions:
-        """The environment."""
-        return self.actor_rollout_ref.env
+    def scores(self) -> bool:
+        """Whether a reward manager scores; the environments of `env` do, unless the user names a scorer."""
+        custom = self.custom_reward_function
+        own = custom.path or custom.rewards or self.reward_model.model.path
+        return self.reward_model.scores and bool(own or not self.env)
+
+    @property
+    def sampler(self) -> SamplerOptions:
+        """What draws the rows: several environments, whose tasks are the rows, are drawn by their weights."""
+        given, entries = self.data.sampler, self.environments
+        if len(entries) < 2 or self.data.train_files or given.class_name is not None:
+            return given
+        return replace(given, class_name="mixture", weights={each.label: each.weight for each in entries})
 
     @property
     def has_rollout_group(self) -> bool:

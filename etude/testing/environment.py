@@ -167,7 +167,7 @@ class Conformance:
         self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
         self._records: list[ToolCallRecord] = []  # tool calls of all plays
-        talks, env = worker.options.rollout.multi_turn, worker.options.env
+        talks, env = worker.options.rollout.multi_turn, worker.options.actor_rollout_ref.env
         self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
         self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
         self._owners = ", ".join(self._code.values()) or self._environment

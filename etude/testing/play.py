@@ -156,7 +156,7 @@ def play(
         options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
         worker.__dict__["context"] = replace(worker.context, options=options)
         files = setup.options.data.val_files if validation else setup.options.data.train_files
-        rows = setup.dataset(files, row + 1)
+        rows = setup.dataset(files, row + 1, split="val" if validation else "train")
         if row >= len(rows):
             raise DataError(f"{', '.join(map(str, files))}: no row {row}: there are {len(rows)}")
         place = folder or Path(setup.options.trainer.default_local_dir) / "play"

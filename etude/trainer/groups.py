@@ -151,7 +151,7 @@ def open_groups(
         ConfigError: the cluster cannot be reached, it lacks resources, or its nodes do not meet the requirements.
     """
     options, trains, on_ray = run.for_workers(), placement.trains, run.trainer.backend == "ray"
-    scores_batches = options.rollout.mode == "sync" and options.reward_model.scores
+    scores_batches = options.rollout.mode == "sync" and options.scores
     teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
         start: Callable[[type[Worker], Placement], WorkerGroup] = partial(_in_process, options)

@@ -184,17 +184,19 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
     if waited:
         p50, p95 = np.percentile(waited, (50, 95))
         metrics |= {f"tool/{name}/latency_p50": float(p50), f"tool/{name}/latency_p95": float(p95)}
-    return metrics | {f"tool/{name}/metrics/{key}": mean for key, mean in _own_metrics(calls).items()}
+    own = _own_metrics(call.metrics for call in calls)
+    return metrics | {f"tool/{name}/metrics/{key}": mean for key, mean in own.items()}
 
 
-def _own_metrics(calls: Iterable[ToolCallRecord]) -> Metrics:
-    """Means of the finite numbers among a tool's own metrics, for at most `_MAX_OWN_METRICS` names."""
+def _own_metrics(reported: Iterable[Mapping[str, object]]) -> Metrics:
+    """Means of the finite numbers among what a tool or environment reported, for at most `_MAX_OWN_METRICS` names."""
     values: dict[str, list[float]] = {}
-    for call in calls:
-        for key, value in call.metrics.items():
-            number = isinstance(value, (bool, int, float)) and math.isfinite(value)
+    for metrics in reported:
+        for key, value in metrics.items():
+            if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+                continue
             known = key in values or (len(values) < _MAX_OWN_METRICS and _METRIC_NAME.fullmatch(key))
-            if number and known:
+            if known:
                 values.setdefault(key, []).append(float(value))
     return {key: float(np.mean(given)) for key, given in sorted(values.items())}
 
@@ -241,6 +243,29 @@ def reward_source_metrics(
     }
     means = {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
     return means | component_metrics(rewards, tool_weight, score_weight)
+
+
+def environment_metrics(
+    trajectories: Sequence[Trajectory], tool_weight: float = 1.0, score_weight: float = 1.0
+) -> Metrics:
+    """`env/<name>/…` for each environment, over its trajectories that were not dropped: their number (`episodes`), the means
+    of total reward, success and turns, and of each number that its steps reported (`metrics/<key>`)."""
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if (named := trajectory.extra_fields.get("environment")) and trajectory.stop_reason not in DROPPED:
+            groups[named["name"]].append(trajectory)
+    metrics: Metrics = {}
+    for name, group in sorted(groups.items()):
+        means = {
+            "reward/mean": [each.rewards.total(tool_weight, score_weight) for each in group],
+            "success/mean": [float(is_success(each.rewards, tool_weight, score_weight)) for each in group],
+            "num_turns/mean": [float(each.num_turns) for each in group],
+        }
+        metrics[f"env/{name}/episodes"] = len(group)
+        metrics |= {f"env/{name}/{what}": float(np.mean(values)) for what, values in means.items()}
+        own = _own_metrics(each.extra_fields["environment"]["metrics"] for each in group)
+        metrics |= {f"env/{name}/metrics/{key}": mean for key, mean in own.items()}
+    return metrics
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,7 @@ class PPOTrainer:
             data.train_batch_size,
             shuffle=data.shuffle,
             seed=data.seed,
-            sampler=open_sampler(data, train),
+            sampler=open_sampler(replace(data, sampler=self.options.sampler), train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.trainer.total_training_steps or self.options.trainer.total_epochs * len(

@@ -67,6 +67,12 @@ def _has_critic(old: Leaves, new: Leaves) -> bool:
     return all(record is not None and "values" in record.needs for record in records)
 
 
+def _other_environments(old: Leaves, new: Leaves) -> bool:
+    named = ("id", "name", "args", "tasks", "weight")
+    one, two = ([[each.get(key) for key in named] for each in leaves.get("env") or ()] for leaves in (old, new))
+    return one != two
+
+
 _LORA_RANK, _CRITICS_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"
 _ORDER = "the order of the rows still to come depends on it"
 RULES = (
@@ -80,6 +86,7 @@ RULES = (
     Rule("critic.*", Effect.HONOURED, when=lambda old, new: not _has_critic(old, new)),
     Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
     Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
+    Rule("env", Effect.REFUSED, "the rows still to come are theirs", _other_environments),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),

@@ -29,7 +29,7 @@ from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.groups import Groups
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
-from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics
+from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
@@ -183,6 +183,7 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
     broken = [call for result in results for call in result.broken_calls]
     metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
     metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+    metrics |= environment_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
     metrics |= loss_metrics(results) | judge_metrics(results)
     if not prefix:
         return metrics

@@ -7,7 +7,7 @@ loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.agents import AGENT_LOOPS, AgentContext, ToolAgentLoop
@@ -15,6 +15,7 @@ from etude.agents.environments import load_environment
 from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.chat import ToolParser
+from etude.environments.loader import load_environments
 from etude.errors import ConfigError
 from etude.options import MultiTurnOptions, TrainOptions
 from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
@@ -26,7 +27,8 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 
 @dataclass(frozen=True)
 class ToolCatalogue:
-    """The OpenAI schemas of the configured tools by name, and the names of interactions and registered agent loops.
+    """The OpenAI schemas of the configured tools by name, and the names of interactions, registered agent loops and
+    environments. `acting_tools`: whether an environment has tools of its own.
 
     `judging_tools`: the tools that override `calc_reward`. `tool_messages`: whether the default agent loop renders tool
     responses with the chat template; a user's loop or an environment may not. `addresses`: (configuration key, http address)
@@ -36,6 +38,8 @@ class ToolCatalogue:
     schemas: Mapping[str, dict[str, Any]]
     interactions: tuple[str, ...]
     agent_loops: tuple[str, ...]
+    environments: tuple[str, ...]
+    acting_tools: bool
     judging_tools: tuple[str, ...]
     has_environment: bool
     tool_messages: bool
@@ -49,6 +53,8 @@ class ToolCatalogue:
             {name: tool.get_openai_tool_schema().to_openai() for name, tool in context.tools.items()},
             tuple(context.interactions),
             tuple(AGENT_LOOPS.names()),
+            tuple(context.environment.entries) if context.environment else (),
+            bool(context.environment and any(each.tools for each in context.environment.entries.values())),
             tuple(name for name, tool in context.tools.items() if overrides(tool, "calc_reward")),
             context.environment is not None,
             isinstance(loop, type) and issubclass(loop, ToolAgentLoop),
@@ -79,7 +85,14 @@ def load_context(options: TrainOptions, bundle: TokenizerBundle) -> AgentContext
     check_openai_agent(rollout.agent.openai_agent)
     tools: Mapping[str, BaseTool] = collect_tools(multi_turn)
     users = multi_turn.interaction_config_path if multi_turn.enable else None
-    environment = load_environment(options.env, tools, lockstep=rollout.mode == "sync") if multi_turn.enable else None
+    environment = None
+    if multi_turn.enable:
+        environment = load_environment(options.actor_rollout_ref.env, tools, lockstep=rollout.mode == "sync")
+        environment = environment or load_environments(options.environments)
+    if environment is not None and options.trainer.deterministic:
+        # The engine waits for every trajectory that has begun: none may wait for a place.
+        lanes = min([rollout.max_concurrent_trajectories, *environment.limits])
+        rollout = replace(rollout, max_concurrent_trajectories=lanes)
     return AgentContext(
         config=user_config(options),
         options=rollout,
@@ -92,7 +105,7 @@ def load_context(options: TrainOptions, bundle: TokenizerBundle) -> AgentContext
         tracer=Tracer.of(rollout.trace, options.trainer.project_name, options.trainer.experiment_name),
         processor=bundle.processor,
         images=bundle.images,
-        scored=options.reward_model.scores,
+        scored=options.scores,
     )
 
 

@@ -60,7 +60,7 @@ def build_scorer(options: TrainOptions, tokenizer: Any, model: Any = None) -> Tr
         ConfigError: the reward manager is unknown or cannot be built, a custom function cannot be loaded, or nothing uses a
             generative reward model.
     """
-    if not options.reward_model.scores:
+    if not options.scores:
         return None
     function = _scorer(options, model)
     manager = build_manager(
@@ -100,7 +100,7 @@ class RewardWorker(RoleWorker):
 
     def __init__(self, options: TrainOptions, placement: Placement = HERE, **place: Any) -> None:
         super().__init__(options, placement, **place)
-        self._model = open_reward_model(options, self.device) if options.reward_model.scores else None
+        self._model = open_reward_model(options, self.device) if options.scores else None
         self._scorer = build_scorer(options, self.tokenizer, self._model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

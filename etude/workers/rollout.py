@@ -61,7 +61,7 @@ class RolloutWorker(RoleWorker):
             ConfigError: one of them cannot be loaded, or an environment's judge is not a language model.
         """
         judge = self.reward_model if isinstance(self.reward_model, GenerativeRewardModel) else None
-        if self.reward_model is not None and judge is None and not self.options.reward_model.scores:
+        if self.reward_model is not None and judge is None and not self.options.scores:
             raise ConfigError(
                 f"reward_model.model.path={self.options.reward_model.model.path}: an environment's judge is a language "
                 "model, and this is a classifier, which scores with another reward_manager than parallel"
@@ -71,8 +71,10 @@ class RolloutWorker(RoleWorker):
     @cached_property
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
         """The model that scores here, or judges for an environment; its weights are loaded together with the policy's."""
-        own = self.options.rollout.mode == "async" and self.options.reward_model.scores
-        return open_reward_model(self.options, self.device) if own or self.options.env.chosen else None
+        own = self.options.rollout.mode == "async" and self.options.scores
+        return (
+            open_reward_model(self.options, self.device) if own or self.options.actor_rollout_ref.env.chosen else None
+        )
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:
@@ -228,7 +230,7 @@ class RolloutWorker(RoleWorker):
     def _to_batch(self, work: Submission, results: list[Rollout]) -> DataProto:
         """Builds the batch of finished rollouts, with their rewards unless `RewardWorker` still has to score them."""
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
-        if self.options.rollout.mode == "async" or not self.options.reward_model.scores:
+        if self.options.rollout.mode == "async" or not self.options.scores:
             place_scores(batch, self.options.reward_model, work.rows)
         return batch
 

@@ -341,6 +341,30 @@ def test_what_all_prompts_begin_with_is_computed_once(model, options):
         assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
 
 
+def test_a_later_prompt_finds_the_longest_beginning_that_was_computed(model):
+    """Of a tree: one system message, with tools or without."""
+    system, tools = [k * 5 % 97 for k in range(40)], [k * 3 % 97 for k in range(64)]
+    prompts = [
+        [*system, 1, 2],
+        [*system, *tools, 3, 4, 5],
+        [*system, *tools, 6],
+        [*system, 7],
+        [*system, *tools, 3, 4, 8],
+    ]
+    engine = NativeEngine(model)
+    assert prefilled(engine, *prompts) == [42, 67, 1, 1, 1]
+    for prompt in prompts:
+        out = asyncio.run(engine.generate("again", prompt, SamplingParams(max_tokens=5)))
+        expected = full_log_probs(model, prompt + out.token_ids)[-5:]
+        assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+
+
+def test_a_beginning_that_prompts_keep_taking_is_not_evicted(model):
+    engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=3))
+    assert prefilled(engine, *([*BEGINNING, i] for i in range(12))) == [81, *[1] * 11]
+    assert len(engine._scheduler.prefixes) == 3
+
+
 @given(st.integers(0, 200), st.integers(2, 40), st.lists(st.integers(0, 96), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None)
 def test_common_beginnings_change_no_token(model_once, spare, chunk, ends):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.cache import KVShape, SlabCache
-from etude.inference.layout import OwnSlots, SharedPrefixes, Slots, by_slab
+from etude.inference.layout import AttendedSlots, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 
 HEADS, DIM = 2, 4
@@ -50,7 +50,8 @@ def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, windo
     for batch in by_slab(held):
         query = torch.randn(len(batch), HEADS, 3, DIM)
         ends = [length - 1 for _, length in batch]
-        own = OwnSlots([slot for slot, _ in batch], ends, [0] * len(batch), CPU)
+        parts = [(slot, [row]) for row, (slot, _) in enumerate(batch)]
+        own = AttendedSlots(parts, [end + 1 for end in ends], ends, [0] * len(ends), CPU)
         with torch.inference_mode():
             for _ in range(2):  # what was copied for one layer must not outlive it
                 out, lse = own.attend(0, query, scoring)
@@ -71,7 +72,7 @@ def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
     query = torch.randn(len(owners), HEADS, 2, DIM)
     found = {}
     for batch in by_slab((held[owner][0], numbers) for owner, numbers in rows.items()):
-        shared = SharedPrefixes(batch, bases, torch.tensor(bases), CPU)
+        shared = AttendedSlots(batch, bases, bases, [0] * len(bases), CPU)
         with torch.inference_mode():
             out, lse = shared.attend(0, query, scoring)
         found |= {row: (out[place], lse[place]) for row, place in zip(shared.rows, shared.grid)}

@@ -57,6 +57,8 @@ class Rollout:
     stop_reason: str = ""
     failures: int = 0  # of infrastructure
     attempts_allowed: int = 2
+    environment: str = ""
+    reported: dict[str, float] = field(default_factory=dict)  # by the environment's steps
     baseline: Rollout | None = None  # the greedy answer to the same prompt
 
     @property
@@ -90,7 +92,7 @@ def rollout_figures(asked, config):
     weights = config["reward_model"]
     there = [r for r in asked if r.sequences]
     gone = [r for r in asked if not r.sequences]
-    figures = {
+    figures = environment_figures(there, config) | {
         "rollout/infrastructure_failures": sum(r.failures for r in asked),
         "rollout/dropped": len(gone),
         "rollout/given_up": sum(r.failures < r.attempts_allowed for r in gone),
@@ -122,6 +124,25 @@ def rollout_figures(asked, config):
         for tool, value in tools.items():
             given[tool].append(value)
     return figures | {f"tool/{tool}/reward": float(np.mean(values)) for tool, values in given.items()}
+
+
+def environment_figures(there, config):
+    """What came of each environment's episodes."""
+    weights, figures = config["reward_model"], {}
+    for name in {r.environment for r in there} - {""}:
+        own = [r for r in there if r.environment == name]
+        totals = [total_reward(r, weights) for r in own]
+        won = [(total if r.accuracy is None else r.accuracy) >= 1 for r, total in zip(own, totals)]
+        figures |= {
+            f"env/{name}/episodes": len(own),
+            f"env/{name}/reward/mean": sum(totals) / len(own),
+            f"env/{name}/success/mean": sum(won) / len(own),
+            f"env/{name}/num_turns/mean": sum(r.num_turns for r in own) / len(own),
+        }
+        for key in {key for r in own for key in r.reported}:
+            values = [r.reported[key] for r in own if key in r.reported]
+            figures[f"env/{name}/metrics/{key}"] = sum(values) / len(values)
+    return figures
 
 
 def filter_prompts(rows, asked, config):

@@ -288,6 +288,8 @@ def fill(rollout, sequences):
         rollout.step_rewards, rollout.final_rewards = main.rewards.steps, main.rewards.final
         rollout.score, rollout.accuracy = main.rewards.score, main.rewards.score_info.get("acc")
         rollout.stop_reason = main.stop_reason.value
+        environment = main.extra_fields.get("environment") or {"name": "", "metrics": {}}
+        rollout.environment, rollout.reported = environment["name"], environment["metrics"]
         rollout.num_turns = main.user_turns + main.assistant_turns + 1
 
 

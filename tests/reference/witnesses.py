@@ -56,6 +56,9 @@ WITNESSES = {
         "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
         "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
     },
+    "trainer/test_trainer_acting.py": {
+        "env": "test_an_environments_tasks_are_the_rows_and_its_score_the_reward",
+    },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
     },

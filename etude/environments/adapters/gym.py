@@ -1,0 +1,176 @@
+"""`gym:ID`: a Gymnasium environment whose spaces can be said in words, such as toy text and small vectors.
+
+Arguments: `actions` (names of a discrete action space, in order), `random_map` (FrozenLake: the size of a map that the seed
+draws), and those of `gymnasium.make`. What the model sees is the `ansi` rendering, if there is one, else the observation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from etude.environments.base import Environment, InvalidAction, Step
+from etude.errors import ConfigError, one_line
+from etude.registry import unknown_name
+
+ACTIONS = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+    "CartPole": ("left", "right"),
+    "MountainCar": ("left", "none", "right"),
+    "Acrobot": ("left", "none", "right"),
+}
+PARTS = {
+    "Blackjack": ("your sum", "dealer shows", "usable ace"),
+    "CartPole": ("position", "velocity", "angle", "angular velocity"),
+    "MountainCar": ("position", "velocity"),
+}
+_LARGEST = 64  # numbers of an observation or action that are said in words
+
+
+class Game(Environment):
+    """One episode; its rewards are those of its steps, and 0 without any."""
+
+    def __init__(self, id: str, actions: Sequence[str], random_map: int | None, args: Mapping[str, Any]) -> None:
+        self._id, self._names, self._random_map, self._args = id, [*actions], random_map, dict(args)
+        self._steps = 0
+        self._env: Any = None
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> str:
+        """Makes the episode that the seed decides, and says what may be done in it."""
+        args = dict(self._args)
+        if self._random_map is not None:
+            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+            args["desc"] = generate_random_map(size=self._random_map, seed=seed)
+        self._env = _make(self._id, args)
+        observation, _ = self._env.reset(seed=seed)
+        return f"{self._id}. Each turn, write one action: {self._choices()}.\n{self._say(observation)}"
+
+    def step(self, text: str) -> Step:
+        """Acts with the last action that the text names.
+
+        Raises:
+            InvalidAction: it names none.
+        """
+        action = self._read(text.rpartition("</think>")[2])
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        self._steps += 1
+        return Step(self._say(observation), float(reward), bool(terminated or truncated))
+
+    def score(self) -> float | None:
+        """Returns 0.0 for an episode without a step; otherwise its steps' rewards are all."""
+        return None if self._steps else 0.0
+
+    def close(self) -> None:
+        """Closes the environment."""
+        if self._env is not None:
+            self._env.close()
+
+    def _choices(self) -> str:
+        return ", ".join(self._names) if self._names else f"{_size(self._env.action_space)} numbers, as in [0.5]"
+
+    def _say(self, observation: Any) -> str:
+        if self._env.render_mode == "ansi":
+            return re.sub(r"\x1b\[[\d;]*m(\S)\x1b\[0m", r"[\1]", str(self._env.render())).strip()
+        values = [f"{each:g}" for each in _numbers(observation)]
+        parts = PARTS.get(self._id.partition("-")[0], ())
+        return ", ".join(f"{p}: {v}" for p, v in zip(parts, values)) if len(parts) == len(values) else ", ".join(values)
+
+    def _read(self, text: str) -> Any:
+        if self._names:
+            found = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, self._names))})(?!\w)", text.lower())
+            if not found:
+                raise InvalidAction(f"Write one of: {', '.join(self._names)}.")
+            return self._env.action_space.start + self._names.index(found[-1])
+        numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
+        space = self._env.action_space
+        if len(numbers) != _size(space) or not space.contains(_like(space, numbers)):
+            raise InvalidAction(f"Write {_size(space)} numbers within their bounds.")
+        return _like(space, numbers)
+
+
+def _make(id: str, args: Mapping[str, Any]) -> Any:
+    import gymnasium
+
+    made = gymnasium.make(id, **args)
+    if "ansi" not in made.metadata.get("render_modes", ()) or "render_mode" in args:
+        return made
+    made.close()
+    return gymnasium.make(id, **{"render_mode": "ansi", **args})
+
+
+def _size(space: Any) -> int:
+    """How many numbers a value of `space` has; more than can be said if it has others."""
+    import gymnasium
+
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return 1
+    if isinstance(space, gymnasium.spaces.Tuple):
+        return sum(map(_size, space.spaces))
+    if isinstance(space, gymnasium.spaces.Dict):
+        return sum(map(_size, space.spaces.values()))
+    if isinstance(space, gymnasium.spaces.Box | gymnasium.spaces.MultiDiscrete):
+        return math.prod(space.shape)
+    return _LARGEST + 1
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple) or (hasattr(value, "shape") and value.shape):
+        return [number for each in value for number in _numbers(each)]
+    return [float(value)]
+
+
+def _like(space: Any, numbers: Sequence[float]) -> Any:
+    import numpy as np
+
+    return np.asarray(numbers, dtype=space.dtype).reshape(space.shape)
+
+
+def names() -> list[str]:
+    """The environments that are registered."""
+    import gymnasium
+
+    return sorted(gymnasium.registry)
+
+
+def open_environment(
+    name: str, *, actions: Sequence[str] = (), random_map: int | None = None, **args: Any
+) -> tuple[Callable[[], Environment], type[Environment]]:
+    """See the package.
+
+    Raises:
+        ConfigError: there is no such environment, it does not take these arguments, or its spaces cannot be said in words.
+    """
+    import gymnasium
+
+    if name not in gymnasium.registry and ":" not in name:
+        raise unknown_name(ConfigError, f"gymnasium has no environment '{name}'", name, names())
+    try:
+        tried = _make(name, args)
+    except Exception as error:  # a package may raise anything
+        raise ConfigError(f"gym:{name}: {one_line(error)}") from error
+    space, shown = tried.action_space, tried.render_mode == "ansi" or _size(tried.observation_space) <= _LARGEST
+    tried.close()
+    if isinstance(space, gymnasium.spaces.Discrete):
+        known = ACTIONS.get(name.partition("-")[0], ())
+        actions = [*actions] or [*known] or [str(space.start + number) for number in range(space.n)]
+        if len(actions) != space.n:
+            raise ConfigError(f"gym:{name}: args.actions must name its {space.n} actions")
+    elif isinstance(space, gymnasium.spaces.Box | gymnasium.spaces.MultiDiscrete) and _size(space) <= _LARGEST:
+        actions = ()
+    else:
+        shown = False
+    if not shown:
+        raise ConfigError(
+            f"gym:{name}: its spaces cannot be said in words: {space}, {tried.observation_space}",
+            fix="write an Environment around it",
+        )
+    return partial(Game, name, [each.lower() for each in actions], random_map, args), Game

@@ -1,0 +1,93 @@
+"""`textarena:ID`: a TextArena game; of several players, the model is the first.
+
+Arguments: `opponent` (`path/to/file.py:function` or `package.function`: from what a player sees to the action; needed by
+games of two), and those of `textarena.make`. The model sees the game's messages as they come, without the wrappers, which
+would repeat the history each turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from etude.environments.base import Environment, Step
+from etude.environments.randomness import GlobalRandom
+from etude.errors import ConfigError, one_line
+from etude.registry import import_object, unknown_name
+
+_TURNS_OF_OTHERS = 100  # in a row
+
+
+class Game(Environment):
+    """One game. Games draw from the global generators: each session has its own state of these."""
+
+    def __init__(self, name: str, players: int, opponent: Callable[[str], str] | None, args: Mapping[str, Any]) -> None:
+        self._name, self._players, self._opponent, self._args = name, players, opponent, dict(args)
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> str:
+        """Begins the game that the seed decides."""
+        import textarena
+
+        self._random = GlobalRandom(seed)
+        with self._random:
+            self._game = textarena.make(self._name, **self._args)
+            self._game.reset(num_players=self._players, seed=seed)
+            return self._play_others()
+
+    def step(self, text: str) -> Step:
+        """Plays the text; the other players follow."""
+        with self._random:
+            done, _ = self._game.step(text.rpartition("</think>")[2].strip())
+            shown = "" if done else self._play_others()
+        return Step(shown, done=self._game.state.done)
+
+    def score(self) -> dict[str, float]:
+        """Returns the game's reward of the model; 0 if a limit cut the game."""
+        rewards = self._game.state.rewards or {}
+        reason = (self._game.state.game_info.get(0) or {}).get("invalid_move")
+        return {"score": float(rewards.get(0, 0.0)), "lost_by_invalid_move": float(bool(reason))}
+
+    def _play_others(self) -> str:
+        """Lets the others play until it is the model's turn; returns what the model sees then."""
+        for _ in range(_TURNS_OF_OTHERS):
+            player, messages = self._game.get_observation()
+            shown = "\n".join(text for sender, text, _ in messages if sender != player).strip()
+            if player == 0 or self._game.state.done or self._opponent is None:
+                return shown
+            done, _ = self._game.step(self._opponent(shown))
+            if done:
+                return ""
+        raise RuntimeError(f"the other players had {_TURNS_OF_OTHERS} turns in a row")
+
+
+def names() -> list[str]:
+    """The games, without their variants for other wrappers."""
+    from textarena.envs.registration import ENV_REGISTRY
+
+    return sorted(name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train")))
+
+
+def open_environment(
+    name: str, *, opponent: str | None = None, players: int | None = None, **args: Any
+) -> tuple[Callable[[], Environment], type[Environment]]:
+    """See the package.
+
+    Raises:
+        ConfigError: there is no such game, it needs data, a key or an opponent, or does not take these arguments.
+    """
+    if name not in names():
+        raise unknown_name(ConfigError, f"textarena has no game '{name}'", name, names())
+    count = players or (1 if opponent is None else 2)
+    rival = None if opponent is None else import_object(opponent)
+    make = partial(Game, f"{name}-raw", count, rival, args)
+    try:
+        make().reset({}, 0)
+    except LookupError as error:  # NLTK's way to say that data is missing
+        raise ConfigError(f"textarena:{name}: {one_line(error, 600)}", fix="download NLTK's data first") from error
+    except AssertionError as error:
+        fix = "give args.opponent, which plays the others" if opponent is None else ""
+        raise ConfigError(f"textarena:{name}: {one_line(error)}", fix=fix) from error
+    except Exception as error:  # a game may raise anything
+        raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}") from error
+    return make, Game

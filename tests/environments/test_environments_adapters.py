@@ -1,0 +1,217 @@
+"""Environments of other packages: each passes the conformance test that users have, and wrong ids are told early."""
+
+import asyncio
+
+import pytest
+
+from etude.environments import Environment, EnvironmentSession, InvalidAction, Step, environment, tool
+from etude.environments.base import ENVIRONMENTS
+from etude.environments.loader import load_environments
+from etude.environments.randomness import GlobalRandom
+from etude.environments.tasks import task_rows
+from etude.errors import ConfigError
+from etude.options import EnvironmentOptions
+from etude.testing.conformance import check_environment
+
+pytest.importorskip("reasoning_gym")
+pytest.importorskip("gymnasium")
+pytest.importorskip("textarena")
+
+CONFORMING = {
+    "reasoning_gym:chain_sum": {"attempts": 2},
+    "reasoning_gym:countdown": {},
+    "gym:FrozenLake-v1": {"random_map": 4},
+    "gym:Blackjack-v1": {},
+    "gym:CliffWalking-v1": {},
+    "gym:Taxi-v4": {},
+    "gym:CartPole-v1": {},
+    "gym:Pendulum-v1": {},
+    "textarena:GuessTheNumber-v0": {},
+    "textarena:LightsOut-v0": {},
+    "textarena:TowerOfHanoi-v0": {},
+    "textarena:Sudoku-v0": {},
+}
+MEANT = ("all tasks have one start", "nonsense earns")
+
+
+@pytest.mark.parametrize("name", CONFORMING)
+def test_an_adapted_environment_conforms(name):
+    found = check_environment(EnvironmentOptions(id=name, args=CONFORMING[name]))
+    assert [each for each in found.all if each.level.value != "ok" and not each.message.startswith(MEANT)] == []
+
+
+OPPONENT = """
+def first_free(shown):
+    free = [cell for cell in "012345678" if f"[{cell}]" in shown.rpartition("Available Moves")[2]]
+    return f"[{free[0]}]" if free else "[0]"
+"""
+
+
+def test_a_game_of_two_is_played_against_a_script(tmp_path):
+    (tmp_path / "rival.py").write_text(OPPONENT)
+    args = {"opponent": f"{tmp_path}/rival.py:first_free"}
+    found = check_environment(EnvironmentOptions(id="textarena:TicTacToe-v0", args=args))
+    assert not found.failed
+
+
+def row(seed=0, **task):
+    return {"extra_info": {"task": task}, "group_seed": seed, "request_id": "r"}
+
+
+def play(options, texts, seed=0):
+    """(first observation, steps, score) of a session."""
+
+    async def main():
+        [entry] = load_environments([options]).entries.values()
+        async with EnvironmentSession(entry, row(seed)) as session:
+            steps = [(await session.step(text))[0] for text in texts]
+            return session.observation, steps, await session.score(completed=session.done)
+
+    return asyncio.run(main())
+
+
+def test_several_attempts_at_a_question():
+    options = EnvironmentOptions(id="reasoning_gym:chain_sum", args={"attempts": 3, "max_terms": 2})
+    shown, steps, (score, info) = play(options, ["<answer>x</answer>", "no answer"])
+    assert "Write your final answer between <answer> and </answer>." in shown
+    assert [step.done for step in steps] == [False, False]
+    assert (score, info) == (0.0, {"acc": 0.0})
+    question = shown.partition("=")[0].rpartition(":")[2]
+    _, steps, (score, _) = play(
+        options, ["<answer>x</answer>", f"<think><answer>1</answer></think><answer>{eval(question)}</answer>"]
+    )
+    assert steps[1].done
+    assert score == 1.0
+
+
+def test_a_gymnasium_game_in_words():
+    options = EnvironmentOptions(id="gym:FrozenLake-v1", args={"is_slippery": False})
+    shown, steps, (score, _) = play(options, ["I go Right", "flap", "down, no: down"])
+    assert "write one action: left, down, right, up" in shown
+    assert "[S]FFF" in shown
+    assert steps[0].observation.endswith("S[F]FF\nFHFH\nFFFH\nHFFG")
+    assert steps[1].observation == "Write one of: left, down, right, up."
+    assert [steps[0].reward, steps[1].reward, steps[2].reward, score] == [0.0, None, 0.0, None]
+    assert steps[2].done
+    assert play(options, [])[2][0] == 0.0  # cut before the first step
+    maps = {play(EnvironmentOptions(id="gym:FrozenLake-v1", args={"random_map": 5}), [], seed)[0] for seed in (1, 1, 2)}
+    assert len(maps) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "gim:FrozenLake-v1"}, r"env\[0\]: no package is called 'gim:'; did you mean 'gym:'"),
+        ({"id": "gym:FrozenLak-v1"}, r"gymnasium has no environment 'FrozenLak-v1'; did you mean 'FrozenLake-v1'"),
+        ({"id": "gym:FrozenLake-v1", "args": {"slippery": True}}, "slippery"),
+        ({"id": "gym:FrozenLake-v1", "args": {"actions": ["a"]}}, "must name its 4 actions"),
+        ({"id": "reasoning_gym:chain_summ"}, "did you mean 'chain_sum'"),
+        ({"id": "reasoning_gym:chain_sum", "args": {"max_term": 3}}, "max_term"),
+        ({"id": "textarena:GuessTheNumbr-v0"}, "did you mean 'GuessTheNumber-v0'"),
+        ({"id": "textarena:TicTacToe-v0"}, "args.opponent"),
+        ({"id": "nobody"}, "unknown environment 'nobody'"),
+    ],
+)
+def test_a_wrong_id_or_argument_is_told_before_anything_is_played(options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_environments([EnvironmentOptions(**options)])
+
+
+def test_two_entries_of_one_name_need_names():
+    twice = [EnvironmentOptions(id="reasoning_gym:chain_sum")] * 2
+    with pytest.raises(ConfigError, match="give it a name"):
+        load_environments(twice)
+    named = [EnvironmentOptions(id="reasoning_gym:chain_sum", name=name) for name in ("easy", "hard")]
+    assert list(load_environments(named).entries) == ["easy", "hard"]
+
+
+def test_seeds_of_training_and_validation_are_disjoint():
+    [entry] = load_environments([EnvironmentOptions(id="reasoning_gym:chain_sum")]).entries.values()
+    seeds = [{each["extra_info"]["env_seed"] for each in task_rows(entry, split, 50)} for split in ("train", "val")]
+    assert [len(each) for each in seeds] == [50, 50]
+    assert not seeds[0] & seeds[1]
+
+
+def test_global_generators_are_a_sessions_own():
+    import random
+
+    import numpy as np
+
+    def drawn(generator):
+        with generator:
+            return random.random(), np.random.random()
+
+    one, two, again = GlobalRandom(1), GlobalRandom(2), GlobalRandom(1)
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    both = [drawn(one), drawn(two), drawn(one)]
+    assert random.random() == expected
+    assert [drawn(again), drawn(again)] == [both[0], both[2]]
+
+
+# -- the conformance test finds what it looks for ----------------------------------------------------------------
+
+
+class Sound(Environment):
+    def tasks(self, split):
+        yield from ({"goal": n} for n in range(3))
+
+    def reset(self, task, seed):
+        self.goal = task["goal"]
+        return f"Say {self.goal}."
+
+    def step(self, text):
+        if text != str(self.goal):
+            raise InvalidAction(f"Say {self.goal}.")
+        return Step(done=True, reward=0.5)
+
+    @tool
+    def hint(self, size: int = 1) -> str:
+        """Gives a hint."""
+        return str(self.goal)
+
+    def score(self):
+        return 0.0
+
+    def answer(self):
+        return str(self.goal)
+
+
+class Unseeded(Sound):
+    def reset(self, task, seed):
+        super().reset(task, seed)
+        return f"Say {id(self)}."
+
+
+class Crashing(Sound):
+    def step(self, text):
+        return Step(reward=1 / len(text))
+
+
+class Repeating(Sound):
+    def reset(self, task, seed):
+        self.seen = "Long rules. " * 50
+        return self.seen
+
+    def step(self, text):
+        self.seen += text
+        return Step(self.seen, reward=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subject", "message"),
+    [
+        (Sound, "own answer", "its own answers earn 0.5"),
+        (Unseeded, "same seed", "one seed has two starts"),
+        (Crashing, "nonsense", "step failed: ZeroDivisionError"),
+        (Repeating, "history", "repeats an earlier one"),
+    ],
+)
+def test_what_does_not_conform_is_found(kind, subject, message):
+    environment("mine")(kind)
+    try:
+        found = check_environment(EnvironmentOptions(id="mine"))
+    finally:
+        del ENVIRONMENTS._items["mine"]
+    assert any(each.subject == subject and message in each.message and each.fix for each in found.all), found.all

@@ -1,0 +1,134 @@
+"""Training on environments named by the key `env` alone: their tasks are the rows, and their rewards the only ones."""
+
+import json
+
+import pytest
+from house_stage import ROLLOUT
+
+from etude.dumps import read_rollouts
+from etude.errors import ConfigError, DataError
+from etude.trainer.run import train
+
+ENVIRONMENTS = '''
+from etude.environments import Environment, Step, environment, tool
+
+
+class Fours(Environment):
+    version = "1"
+
+    def __init__(self, twice=False):
+        self.twice = twice
+
+    def tasks(self, split):
+        yield from ({"number": n} for n in range(20 if split == "train" else 30))
+
+    def reset(self, task, seed):
+        self.text = ""
+        return f"Write {task['number']} fours."
+
+    def step(self, text):
+        self.text += text
+        return Step("More.", done=not self.twice, metrics={"length": len(text)})
+
+    def score(self):
+        return {"score": self.text.count("4") / 8, "acc": 0.0}
+
+
+class Seeded(Environment):
+    def reset(self, task, seed):
+        self.seed = seed
+        return f"Seed {seed}."
+
+    def step(self, text):
+        return Step(reward=text.count("4") / 8, done=True)
+
+    @tool
+    def look(self) -> str:
+        """Looks."""
+        return str(self.seed)
+
+
+for name, kind in {"fours": Fours, "seeded": Seeded}.items():
+    environment(name)(kind)
+'''
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    file = tmp_path_factory.mktemp("plugins") / "acting.py"
+    file.write_text(ENVIRONMENTS)
+    return f"plugins=[{file}]"
+
+
+@pytest.fixture
+def start(tiny, tmp_path, plugin):
+    """Trains with overrides; the records of the last step, and the metrics by step."""
+
+    def start(*overrides, steps=2):
+        own = [f"{ROLLOUT}.multi_turn.tool_config_path=null", f"{ROLLOUT}.multi_turn.format=hermes"]
+        own += [plugin, f"trainer.total_training_steps={steps}", "custom_reward_function.path=null"]
+        own += ["data.train_files=[]", "data.val_files=[]", "trainer.logger=[jsonl]"]
+        train(tiny.config(tmp_path / "run", *own, *overrides))
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return list(read_rollouts(tmp_path / "run" / "rollouts" / f"{steps}.jsonl")), [*map(json.loads, lines)]
+
+    return start
+
+
+def test_an_environments_tasks_are_the_rows_and_its_score_the_reward(start):
+    records, metrics = start("env=fours")
+    for record in records:
+        assert record["rewards"]["score"] == record["output"].count("4") / 8
+        assert f"Write {record['extra_info']['task']['number']} fours." in record["input"]
+    last = metrics[-1]
+    totals = [record["score"] for record in records]
+    assert last["env/fours/reward/mean"] == pytest.approx(sum(totals) / len(totals))
+    assert last["env/fours/episodes"] == len(records)
+    assert last["env/fours/metrics/length"] > 0
+    assert any(name.startswith("val-core/fours/") for name in last)
+
+
+def test_a_mixed_run_draws_by_weight(start):
+    env = "env=[{id: fours, weight: 3}, {id: seeded, tasks: 7, name: other, args: {}}]"
+    records, metrics = start(env, "data.train_batch_size=4")
+    named = [record["extra_info"]["env"] for record in records]
+    assert named.count("fours") == 3 * named.count("other") > 0
+    seeds = {record["extra_info"]["env_seed"] for record in records if record["extra_info"]["env"] == "other"}
+    assert all(seed < 14 and seed % 2 == 0 for seed in seeds)
+    assert {"env/fours/episodes", "env/other/episodes"} <= metrics[-1].keys()
+
+
+def test_a_limit_goes_with_an_engine_that_waits_for_every_trajectory(start):
+    records, _ = start("env=[{id: fours, limit: 2}]", "trainer.deterministic=true")
+    assert len(records) == 8
+
+
+def test_a_resumed_run_needs_the_same_environments(start):
+    start("env=fours", "trainer.save_freq=1", steps=1)
+    start("env=[{id: fours, timeout: 30}]", "trainer.save_freq=1", steps=2)  # nothing that tasks or rewards depend on
+    with pytest.raises(ConfigError, match="env"):
+        start("env=[{id: fours, args: {twice: true}}]", steps=3)
+
+
+def test_another_version_is_not_resumed(start, monkeypatch):
+    from etude.environments.base import ENVIRONMENTS
+
+    start("env=fours", "trainer.save_freq=1", steps=1)
+    monkeypatch.setattr(ENVIRONMENTS.get("fours"), "version", "2")
+    with pytest.raises(DataError, match="env 'fours'"):
+        start("env=fours", steps=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env=fuors"], r"env\[0\]: unknown environment 'fuors'.*did you mean 'fours'"),
+        (["env=[{id: fours, args: {thrice: true}}]"], r"env\[0\]: environment 'fours': args:.*thrice"),
+        (["env=[{id: fours, taks: 3}]"], r"unknown key env\[0\].taks; did you mean 'tasks'"),
+        (["env=[{id: fours, weight: 0}]"], "every weight is 0"),
+        (["env=fours", "actor_rollout_ref.env.name=base"], "two ways to choose an environment"),
+    ],
+)
+def test_what_is_wrong_is_told_before_a_model_is_loaded(start, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        start(*overrides)
