@@ -149,8 +149,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def longest_context(config: dict[str, Any]) -> int | None:
-    """The maximum context length according to config.json; None if it does not say."""
+    """The maximum context length according to config.json; None if it does not say.
+
+    Where the rotary embedding has other frequencies for a context beyond the original length (longrope), it is the original
+    length: there, earlier tokens would get other keys than those they were sampled with.
+    """
     nested = config.get("text_config")
     places = (config, nested) if isinstance(nested, dict) else (config,)
-    lengths = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
-    return lengths[-1] if lengths and isinstance(lengths[-1], int) else None
+    lengths = [place[key] for place in places for key in ("n_positions", "max_position_embeddings") if key in place]
+    if not lengths or not isinstance(lengths[-1], int):
+        return None
+    ropes = [place.get(key) for place in places for key in ("rope_parameters", "rope_scaling")]
+    originals = [
+        rope.get("original_max_position_embeddings") or place.get("original_max_position_embeddings")
+        for place in places
+        for rope in ropes
+        if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type"))
+    ]
+    return min([lengths[-1], *(each for each in originals if isinstance(each, int))])

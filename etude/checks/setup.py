@@ -85,7 +85,9 @@ class Setup:
             }
             given = custom_rows(self.options.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
         elif not files and (environments := self.environments) is not None:
-            limits = {each.label: each.tasks if split == "train" else each.val_tasks for each in self.options.environments}
+            limits = {
+                each.label: each.tasks if split == "train" else each.val_tasks for each in self.options.environments
+            }
             entries = [each for each in environments.entries.values() if limits[each.name] != 0]
             given = (row for each in entries for row in task_rows(each, split, limits[each.name]))
             files = [f"env ({split})"]

@@ -51,7 +51,7 @@ _IDENTITY = (
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in _MULTI_TURN),
     *(f"multi_turn.{name}" for name in _MULTI_TURN),
     *(f"data.{name}" for name in ("train_files", "train_batch_size", "shuffle", "seed")),
-    *("actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
+    *("env", "actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
 )
 """Keys that identify an experiment, for `etude train` and `etude sft`; they include all that must not change when a run is
 resumed."""

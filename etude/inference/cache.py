@@ -31,7 +31,8 @@ from torch import Tensor
 
 from etude.chat.encoding import common_beginning
 from etude.models.experts import routers
-from etude.models.packable import key_width
+from etude.models.packable import key_widths
+from etude.models.packed import is_packed
 
 _SMALLEST = 64
 _BLOCK = 32  # tokens between the nodes of the tree of prefixes
@@ -42,12 +43,10 @@ _BUDGET_SLABS = 16  # a slab of several slots takes at most 1/_BUDGET_SLABS of t
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of one token's keys and values, over all layers. `experts`: (layers, experts per token) if the ids of its
-    experts are cached too (routing replay)."""
+    """The shape of one token's keys and values: `widths` (kv_heads, head_dim) of each layer. `experts`: (layers, experts per
+    token) if the ids of its experts are cached too (routing replay)."""
 
-    num_layers: int
-    kv_heads: int
-    head_dim: int
+    widths: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
     experts: tuple[int, int] | None = None
@@ -56,11 +55,9 @@ class KVShape:
     def of(cls, model: Any, keep_experts: bool = False) -> KVShape:
         """Returns the shape for a Hugging Face causal LM; `keep_experts`: whether to cache each token's experts too."""
         weight = next(model.parameters())
-        kv_heads, head_dim = key_width(model)
         return cls(
-            num_layers=model.config.get_text_config().num_hidden_layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            # Without packed attention, keys, values and states are in Transformers' own caches: see `RowCaches`.
+            widths=tuple(key_widths(model)) if is_packed(model) else ((1, 1),),
             dtype=weight.dtype,
             device=weight.device,
             experts=(len(routers(model)), model.config.num_experts_per_tok) if keep_experts else None,
@@ -70,7 +67,7 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes per token, over all layers."""
         experts = 2 * math.prod(self.experts) if self.experts else 0
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize + experts
+        return 2 * sum(map(math.prod, self.widths)) * self.dtype.itemsize + experts
 
 
 class Slab:
@@ -78,9 +75,8 @@ class Slab:
     (slots, capacity, layers, experts per token) if these are cached."""
 
     def __init__(self, shape: KVShape, capacity: int, slots: int) -> None:
-        size = (slots, shape.kv_heads, capacity, shape.head_dim)
-        self.keys = [_zeros(size, shape) for _ in range(shape.num_layers)]
-        self.values = [_zeros(size, shape) for _ in range(shape.num_layers)]
+        sizes = [(slots, kv_heads, capacity, head_dim) for kv_heads, head_dim in shape.widths]
+        self.keys, self.values = ([_zeros(size, shape) for size in sizes] for _ in range(2))
         self.experts = np.zeros((slots, capacity, *shape.experts), np.int16) if shape.experts else None
         self.capacity, self.slots = capacity, slots
         self.free = list(range(slots))

@@ -19,14 +19,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from etude.inference.cache import Slab, Slot
-from etude.models.attention import Scoring, merge_attention, partial_attention, visibility
+from etude.models.attention import Scoring, merge_attention, partial_attention, visibility, with_sinks
 from etude.models.image_positions import ImagePositions
 
 T = TypeVar("T")
@@ -77,12 +77,13 @@ class StepLayout:
         positions = [base + place for base, place in zip(bases, places)]
         self.positions, self._furthest = index_tensor(positions, device), max(positions)
         self._writes = self._written(places)
-        self._span_biases: dict[tuple[int, int, int | None], Tensor] = {}
+        self._span_biases: dict[tuple[Any, ...], Tensor] = {}
         self._own, offset = [], 0
         for batch in single:
             rows = slice(offset, offset := offset + len(batch))
             parts = [(slot, (row,)) for row, (slot, _) in enumerate(batch)]
-            own = AttendedSlots(parts, [place + 1 for place in places[rows]], places[rows], device)
+            limits = [place + 1 for place in places[rows]]
+            own = AttendedSlots(parts, limits, positions[rows], bases[rows], device)
             self._own.append((rows, own))
         self._share(bases[: self._singles], positions)
 
@@ -95,17 +96,19 @@ class StepLayout:
             slab.experts[feed.slot.index, feed.start : feed.start + count] = experts[offset : offset + count]
             offset += count
 
-    def _written(self, places: list[int]) -> list[tuple[Slab, slice, Tensor]]:
-        """Returns, per slab, the slice of the step's tokens and the rows to write their keys to, in the slab viewed as
-        (slots · kv_heads · capacity, head_dim): token by token, head by head."""
+    def _written(self, places: list[int]) -> list[tuple[Slab, slice, dict[int, Tensor]]]:
+        """Returns, per slab, the slice of the step's tokens and, by the number of a layer's kv_heads, the rows to write
+        their keys to, in the slab viewed as (slots · kv_heads · capacity, head_dim): token by token, head by head."""
         writes, offset = [], 0
         for slab, group in groupby(self.feeds, key=lambda feed: feed.slot.slab):
             slots = [feed.slot.index for feed in group for _ in feed.ids]
-            kv_heads = slab.keys[0].shape[1]
             tokens = slice(offset, offset := offset + len(slots))
-            first = np.asarray(slots) * (kv_heads * slab.capacity) + np.asarray(places[tokens])
-            rows = first[:, None] + np.arange(kv_heads) * slab.capacity
-            writes.append((slab, tokens, index_tensor(rows.ravel(), self._device)))
+            rows = {}
+            for kv_heads in {keys.shape[1] for keys in slab.keys}:
+                first = np.asarray(slots) * (kv_heads * slab.capacity) + np.asarray(places[tokens])
+                heads = first[:, None] + np.arange(kv_heads) * slab.capacity
+                rows[kv_heads] = index_tensor(heads.ravel(), self._device)
+            writes.append((slab, tokens, rows))
         return writes
 
     def _share(self, bases: list[int], positions: list[int]) -> None:
@@ -118,7 +121,7 @@ class StepLayout:
         places: dict[int, int] = {}
         offset = 0
         for batch in by_slab(seen.items()):
-            shared = AttendedSlots(batch, bases, positions, self._device)
+            shared = AttendedSlots(batch, bases, positions, [0] * len(bases), self._device)
             self._shared.append(shared)
             places |= dict(zip(shared.rows, (offset + place for place in shared.grid)))
             offset += shared.size
@@ -131,12 +134,11 @@ class StepLayout:
         """See `AttentionLayout.attend`; also writes the step's keys and values into their slots."""
         heads, tokens, dim = query.shape
         kv_heads = key.shape[0]
-        if scoring.window is not None and scoring.window > self._furthest:
-            scoring = Scoring(scoring.scale, None, scoring.softcap)
+        scoring = scoring.within(self._furthest + 1)
         key, value = key.transpose(0, 1), value.transpose(0, 1)
         for slab, chosen, rows in self._writes:
-            slab.keys[layer].view(-1, dim).index_copy_(0, rows, key[chosen].reshape(-1, dim))
-            slab.values[layer].view(-1, dim).index_copy_(0, rows, value[chosen].reshape(-1, dim))
+            slab.keys[layer].view(-1, dim).index_copy_(0, rows[kv_heads], key[chosen].reshape(-1, dim))
+            slab.values[layer].view(-1, dim).index_copy_(0, rows[kv_heads], value[chosen].reshape(-1, dim))
         grouped = query.transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, dim)
         outputs = [self._single(layer, grouped[: self._singles], scoring)] if self._own else []
         for offset, feed in self._spans:
@@ -146,12 +148,13 @@ class StepLayout:
     def _single(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of single tokens over prefix and slot: (tokens, kv_heads, group, head_dim) in and out."""
         own = _concat([each.attend(layer, query[rows], scoring) for rows, each in self._own])
+        own = with_sinks(own, None if scoring.sinks is None else scoring.sinks.view(query.shape[1:3]))
         if not self._shared:
             return own[0]
         first = _concat([each.attend(layer, query, scoring) for each in self._shared])
         blind = None
-        if scoring.window is not None:
-            blind = torch.cat([each.blind(scoring.window) for each in self._shared])[:, None, None]
+        if scoring.span != (None, None):
+            blind = torch.cat([each.blind(scoring) for each in self._shared])[:, None, None]
         if self._gathered is not None:
             first = first[0].index_select(0, self._gathered), first[1].index_select(0, self._gathered)
             blind = None if blind is None else blind.index_select(0, self._gathered)
@@ -164,7 +167,7 @@ class StepLayout:
         """Attention of one row's tokens over its prefix and slot: (count, kv_heads, group, head_dim) in and out."""
         count, kv_heads, group, dim = query.shape
         start = feed.base + feed.start
-        first = 0 if scoring.window is None else max(start - scoring.window + 1, 0)
+        first = 0 if scoring.span == (None, None) else int(scoring.first(torch.tensor(start)))
         keys, values = (self._laid(layer, feed, first, which) for which in ("keys", "values"))
         tile = max(min(_TILE, _BIAS_ELEMENTS // (group * (start + count - first))), 1)
         outputs = []
@@ -172,9 +175,11 @@ class StepLayout:
             rows = query[begin : begin + tile]
             length = len(rows)
             end = start + begin + length - first
-            bias = self._span_bias(start + begin - first, length, scoring.window, group)
+            bias = self._span_bias(first, start + begin, length, scoring, group)
             heads = rows.transpose(0, 1).reshape(1, kv_heads, length * group, dim)
-            out, _ = partial_attention(heads, keys[:, :, :end], values[:, :, :end], bias, scoring)
+            part = partial_attention(heads, keys[:, :, :end], values[:, :, :end], bias, scoring)
+            sinks = None if scoring.sinks is None else scoring.sinks.view(kv_heads, 1, group).repeat(1, length, 1)
+            out, _ = with_sinks(part, None if sinks is None else sinks.flatten(1))
             outputs.append(out.reshape(kv_heads, length, group, dim).transpose(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -187,13 +192,13 @@ class StepLayout:
         slot = feed.prefix
         return torch.cat([getattr(slot.slab, which)[layer][slot.index, None, :, first : feed.base], own], dim=2)
 
-    def _span_bias(self, start: int, count: int, window: int | None, group: int) -> Tensor:
-        """Returns the additive mask (1, 1, count · group, start + count) of queries from `start` on, `group` heads each."""
-        name = start, count, window
+    def _span_bias(self, first: int, start: int, count: int, scoring: Scoring, group: int) -> Tensor:
+        """Returns the additive mask (1, 1, count · group, start + count - first) of queries from `start` on, `group` heads
+        each, and keys from `first` on."""
+        name = first, start, count, scoring.span
         if name not in self._span_biases:
-            mask = torch.ones(count, start + count, dtype=torch.bool, device=self._device).tril_(start)
-            if window is not None:
-                mask.triu_(start - window + 1)
+            places = torch.arange(first, start + count, device=self._device)
+            mask = scoring.visible(places[start - first :], places)
             self._span_biases[name] = visibility(mask.repeat_interleave(group, dim=0)[None, None], self.dtype)
         return self._span_biases[name]
 
@@ -227,11 +232,12 @@ class AttendedSlots:
         self,
         parts: Sequence[tuple[Slot, Sequence[int]]],
         limits: Sequence[int],
-        places: Sequence[int],
+        positions: Sequence[int],
+        bases: Sequence[int],
         device: torch.device,
     ) -> None:
         """`parts`: each slot and the rows that attend to it; per row, `limits`: how many of its slot's first places it
-        attends to, and `places`: its own position, counted from the slot's place 0 (it may be beyond the slot)."""
+        attends to, `positions`: its own in its context, and `bases`: that of the slot's first place."""
         self._slots = Slots([slot for slot, _ in parts], max(limits[row] for _, rows in parts for row in rows), device)
         self._dtype = parts[0][0].slab.keys[0].dtype
         self._width = width = max(len(rows) for _, rows in parts)
@@ -243,34 +249,36 @@ class AttendedSlots:
         self._plain, self._even = bool((seen == self._slots.reach).all()), bool((seen == seen[:, :1]).all())
         self._table = None if np.array_equal(flat, np.arange(len(limits))) else index_tensor(flat, device)
         self._limits = index_tensor(seen.ravel(), device)[:, None]
-        self._places = index_tensor(np.asarray(places, dtype=np.int64)[flat], device)[:, None]
-        self._biases: dict[int | None, Tensor | None] = {}
+        self._positions, self._bases = (
+            index_tensor(np.asarray(each, dtype=np.int64)[flat], device)[:, None] for each in (positions, bases)
+        )
+        self._biases: dict[tuple[int | None, int | None], Tensor | None] = {}
 
-    def _bias(self, window: int | None, group: int) -> Tensor | None:
+    def _bias(self, scoring: Scoring, group: int) -> Tensor | None:
         """Returns the additive mask (slots, 1, 1 or width · group, reach); None if every row attends to all places."""
-        if window not in self._biases:
-            places = torch.arange(self._slots.reach, device=self._limits.device)
+        if (span := scoring.span) not in self._biases:
+            places, whole = torch.arange(self._slots.reach, device=self._limits.device), span == (None, None)
             mask = places < self._limits
-            if window is not None:
-                mask &= places > self._places - window
+            if not whole:
+                mask &= places >= scoring.first(self._positions) - self._bases
             mask = mask.view(-1, 1, self._width, self._slots.reach)
-            if window is None and self._even:  # one row of mask for all queries of a slot
+            if whole and self._even:  # one row of mask for all queries of a slot
                 mask = mask[:, :, :1]
             elif self._width > 1:
                 mask = mask.repeat_interleave(group, dim=2)
-            self._biases[window] = None if self._plain and window is None else visibility(mask, self._dtype)
-        return self._biases[window]
+            self._biases[span] = None if self._plain and whole else visibility(mask, self._dtype)
+        return self._biases[span]
 
-    def blind(self, window: int) -> Tensor:
-        """Which entries of the grid have all places they attend to outside the sliding window: (size,) of bool."""
-        return (self._places - window >= self._limits - 1).flatten()
+    def blind(self, scoring: Scoring) -> Tensor:
+        """Which entries of the grid have all places they attend to outside the window or chunk: (size,) of bool."""
+        return (scoring.first(self._positions) - self._bases >= self._limits).flatten()
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Maps the queries of all rows (rows, kv_heads, group, head_dim) to the grid's outputs (size, kv_heads, group,
         head_dim) and log-sum-exps (size, kv_heads, group)."""
         kv_heads, group, dim = query.shape[1:]
         width, height = self._width, self.size // self._width
-        bias = self._bias(scoring.window, group)
+        bias = self._bias(scoring, group)
         chosen = query if self._table is None else query.index_select(0, self._table)
         rows = chosen.view(height, width, kv_heads, group, dim).transpose(1, 2)
         keys, values = self._slots.keys_and_values(layer)

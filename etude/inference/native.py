@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -32,6 +33,7 @@ from etude.inference.grammar import GrammarCompiler, Matcher
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
 from etude.inference.prepacked import PrepackedLinears
+from etude.inference.row_caches import RowCaches
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
@@ -39,10 +41,11 @@ from etude.inference.stop_strings import StopStrings
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
+from etude.model_folder import longest_context
 from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
 from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
-from etude.models.packable import enable_packing
+from etude.models.packable import enable_packing, use_packing
 from etude.models.packed import logits_of, packed_hidden
 from etude.models.vision import Vision, no_images_error
 from etude.trajectory import Kept
@@ -102,16 +105,19 @@ class NativeEngine:
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
         """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or if the KV cache memory
         is too small for a context of the requested length."""
-        enable_packing(model)
         self.options = options or NativeEngineOptions()
         self.shares_weights = not self.options.own_weights
         self._source = self._model = model
+        packs = use_packing(model)
+        if packs:
+            enable_packing(model, cached=True)
         dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
         if dtype != model.dtype:
             self._model = _copy_in_dtype(model, dtype)
         if self.options.own_weights:
             self._source = self._model.requires_grad_(False)
         self._prepacked = PrepackedLinears(self._model)
+        self._caches = None if packs else RowCaches.of(self._model)
         vision = Vision.of(self._model.config)
         self._images = None
         if vision is not None:
@@ -143,7 +149,7 @@ class NativeEngine:
         self._scheduler = self._new_scheduler()
 
     def _longest(self) -> int:
-        positions = int(self._model.config.get_text_config().max_position_embeddings)
+        positions = longest_context(self._model.config.to_dict()) or sys.maxsize
         fits = positions if self._budget is None else most_tokens(self._shape, self._budget)
         wanted = self.options.max_model_len
         if wanted is None:
@@ -343,6 +349,8 @@ class NativeEngine:
         await self.pause()
         self._scheduler.forget_all()
         self._prepacked.drop()
+        if self._caches is not None:
+            self._caches.forget()
         if self._images is not None:
             self._images.forget()
 
@@ -494,7 +502,9 @@ class NativeEngine:
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
         with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:
-            if images is None:
+            if self._caches is not None:
+                hidden = self._caches.hidden(plan.feeds)
+            elif images is None:
                 hidden = packed_hidden(self._model, ids, positions, layout)
             else:
                 positions = images.rotary(layout.feeds, layout.positions)
@@ -505,7 +515,8 @@ class NativeEngine:
         if not plan.drawing:
             return []
         with metrics.timed("sampling"):
-            logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
+            last = range(len(plan.feeds)) if self._caches is not None else layout.last
+            logits = logits_of(self._model, hidden[[last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]
             found = [r.mask() if r else None for r in requests]

@@ -9,7 +9,7 @@ them. The merge rule is that of flash attention (Dao et al. 2022, arXiv 2205.141
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,37 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Scoring:
     """How a layer scores keys: `scale` · query · key, then `softcap` · tanh(score / softcap) if set. A query at position p
-    attends to keys at positions above p - `window`; without a window, to all earlier ones."""
+    attends to earlier keys above p - `window`, and in its own `chunk` of positions; None: no such limit. `sinks` (heads,):
+    scores of one more key for each head, whose value is 0."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def span(self) -> tuple[int | None, int | None]:
+        """(window, chunk): layers of one span share their masks."""
+        return self.window, self.chunk
+
+    def within(self, length: int) -> Scoring:
+        """Returns the same scoring without the limits that no context of `length` tokens reaches."""
+        window = None if self.window is not None and self.window >= length else self.window
+        chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
+        return self if (window, chunk) == self.span else replace(self, window=window, chunk=chunk)
+
+    def first(self, positions: Tensor) -> Tensor:
+        """Returns the first position that a query at each of `positions` attends to."""
+        first = torch.zeros_like(positions)
+        if self.window is not None:
+            first = torch.maximum(first, positions - self.window + 1)
+        return first if self.chunk is None else torch.maximum(first, positions - positions % self.chunk)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns which of the positions `keys` (keys,) the positions `queries` (queries,) attend to: (queries, keys) of
+        bool."""
+        return (keys <= queries[:, None]) & (keys >= self.first(queries)[:, None])
 
 
 def partial_attention(
@@ -50,6 +76,17 @@ def partial_attention(
     normaliser = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - normaliser[..., None])
     return weights.to(value.dtype) @ value, normaliser
+
+
+def with_sinks(part: tuple[Tensor, Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Adds the sinks' share, which goes nowhere, to the normaliser of `partial_attention`: that of one part, if the context
+    has several. `sinks` broadcasts to the normaliser; None: none."""
+    if sinks is None:
+        return part
+    out, normaliser = part
+    sinks = sinks.to(normaliser.dtype)
+    share = torch.sigmoid(normaliser - sinks)
+    return out * share[..., None].to(out.dtype), torch.logaddexp(normaliser, sinks)
 
 
 def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:

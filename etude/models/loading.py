@@ -70,12 +70,13 @@ def load_causal_lm(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel:
     """Loads the causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
-    vision-language model (see `etude.models.vision`), the whole model. `quantization`: see `etude.models.quantized`.
+    vision-language model (see `etude.models.vision`), the whole model. `attn_implementation`: None for "sdpa" where the
+    model supports it, else "eager". `quantization`: see `etude.models.quantized`.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
@@ -109,7 +110,7 @@ def load_sequence_classifier(
     from transformers import AutoModelForSequenceClassification
 
     load = AutoModelForSequenceClassification.from_pretrained
-    model = _load_model(load, path, dtype, device, "sdpa", trust_remote_code, None)
+    model = _load_model(load, path, dtype, device, None, trust_remote_code, None)
     if model.config.num_labels != 1:
         raise ConfigError(f"{path}: a reward model has one label, this classifier has {model.config.num_labels}")
     return model
@@ -120,7 +121,7 @@ def load_value_model(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> ValueModel:
@@ -264,7 +265,7 @@ def _load_model(
     path: str | Path,
     dtype: str,
     device: str | torch.device,
-    attn_implementation: str,
+    attn_implementation: str | None,
     trust_remote_code: bool,
     quantization: str | None,
 ) -> PreTrainedModel:

@@ -7,27 +7,30 @@ its own layout, which reads and writes a key/value cache.
 
 Invariant: a token's output depends only on tokens of its own sequence at positions up to its own.
 
-Sliding windows and soft-capped scores are supported. A model with another kind of attention, or whose tokens interact in
-another way, is rejected by `enable_packing` (see `etude.models.packable`) instead of being computed wrongly.
+Windows, chunks, sinks and soft-capped scores are supported. Which layer has which window or chunk is what Transformers
+builds its masks from: `packed_mask` is registered as the mask function of this implementation. A model with another kind of
+attention, or whose tokens interact in another way, is left to its own forward pass, one sequence at a time (see
+`etude.models.packable`), instead of being computed wrongly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.errors import ConfigError
-from etude.models.attention import Scoring, partial_attention, visibility
+from etude.models.attention import Scoring, partial_attention, visibility, with_sinks
 from etude.models.vision import PlacedFeatures, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
 _MASKED_LOGIT = -1e30  # finite, so that 0 · logit is 0, at any temperature
-_UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+_UNKNOWN_ARGUMENTS = ("sinks", "position_bias", "indices", "block_indices")
 
 
 class AttentionLayout(Protocol):
@@ -51,7 +54,7 @@ class CausalSequences:
         self.lengths = list(lengths)
         self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
         self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns position ids (1, total_tokens), counted from the root of each run's sequence."""
@@ -63,36 +66,66 @@ class CausalSequences:
         outputs = []
         for i, up in enumerate(self.ancestors):
             k, v = (torch.cat([x[a] for a in (*up, i)], dim=1)[None] if up else x[i][None] for x in (keys, values))
-            window = scoring.window if scoring.window is not None and scoring.window < k.shape[2] else None
-            plain = not up and window is None
-            if scoring.softcap is not None:
-                out = masked_attention(queries[i][None], k, v, self._mask(i, window, query.device), scoring)
+            own = scoring.within(k.shape[2])
+            plain = not up and own.span == (None, None)
+            if scoring.softcap is not None or scoring.sinks is not None:
+                out = masked_attention(queries[i][None], k, v, self._mask(i, own, query.device), scoring)
             else:
-                mask = None if plain else self._mask(i, window, query.device)
+                mask = None if plain else self._mask(i, own, query.device)
                 out = F.scaled_dot_product_attention(
                     queries[i][None], k, v, attn_mask=mask, is_causal=plain, scale=scoring.scale, enable_gqa=True
                 )
             outputs.append(out[0])
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
-    def _mask(self, run: int, window: int | None, device: torch.device) -> Tensor:
+    def _mask(self, run: int, scoring: Scoring, device: torch.device) -> Tensor:
         """(length, depth + length) bool mask, cached for layers and runs of the same shape."""
         depth, length = self.depths[run], self.lengths[run]
-        shape = depth, length, window
+        shape = depth, length, scoring.span
         if shape not in self._masks:
-            mask = torch.ones(length, depth + length, dtype=torch.bool, device=device).tril_(depth)
-            if window is not None:
-                mask.triu_(depth - window + 1)
-            self._masks[shape] = mask
+            places = torch.arange(depth + length, device=device)
+            self._masks[shape] = scoring.visible(places[depth:], places)
         return self._masks[shape]
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Grouped-query attention with a `mask` (tokens, keys) that includes the scoring's window; applies the scoring's soft
-    cap. Queries, keys, values and the result are (1, heads, tokens, head_dim)."""
+    """Grouped-query attention with a `mask` (tokens, keys) that includes the scoring's window and chunk; applies its soft
+    cap and sinks. Queries, keys, values and the result are (1, heads, tokens, head_dim)."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return partial_attention(query, key, value, visibility(mask, query.dtype), scoring)[0]
+    part = partial_attention(query, key, value, visibility(mask, query.dtype), scoring)
+    return with_sinks(part, None if scoring.sinks is None else scoring.sinks[:, None])[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What packed attention gets from Transformers instead of a mask: the limits of a layer, see `Scoring`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def packed_mask(*, mask_function: Callable[..., Any], **others: Any) -> Span:
+    """The mask function called by Transformers for the layers of one kind."""
+    return Span(**_limits(mask_function))
+
+
+def _limits(mask_function: Callable[..., Any]) -> dict[str, int]:
+    """Reads the window and chunk of a mask function of Transformers, which is a closure over its parts."""
+    name = mask_function.__qualname__.partition(".")[0]
+    cells = mask_function.__closure__ or ()
+    held = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    if name == "and_masks":
+        return {key: limit for part in held["mask_functions"] for key, limit in _limits(part).items()}
+    if name == "sliding_window_overlay":
+        return {"window": held["sliding_window"]}
+    if name == "chunked_overlay":
+        return {"chunk": held["chunk_size"]}
+    if name == "remap_positions_for_packed_sequence":
+        return _limits(held["mask_function"])
+    if name in ("causal_mask_function", "packed_sequence_mask_function"):  # the layout knows the sequences
+        return {}
+    raise ConfigError(f"the packed attention has no mask like {name}")
 
 
 def packed_attention(
@@ -100,11 +133,12 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Span | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     layout: AttentionLayout,
     **others: Any,
@@ -116,22 +150,58 @@ def packed_attention(
         if others.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} attends with '{name}', which the packed attention cannot")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scoring = Scoring(scale, sliding_window, softcap)
-    return layout.attend(int(module.layer_idx), query[0], key[0], value[0], scoring)[None], None  # type: ignore[arg-type]
+    chunk = None
+    if isinstance(attention_mask, Span):  # a model that builds its masks itself tells its window alone
+        sliding_window, chunk = attention_mask.window, attention_mask.chunk
+    scoring = Scoring(scale, sliding_window, softcap, chunk, s_aux)
+    # Multi-head latent attention has narrower values than keys; fused kernels and the cache want one width.
+    kept, width = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    query, key, value = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scoring)  # type: ignore[arg-type]
+    return out[None, ..., :kept].contiguous(), None  # as Transformers' own attention functions return it
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, packed_mask)
+
+
+def is_packed(model: Any) -> bool:
+    """Whether the model runs with packed attention, see `etude.models.packable`."""
+    return bool(model.config._attn_implementation == ATTENTION_NAME)
 
 
 def packed_hidden(
     model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: PlacedFeatures | None = None
 ) -> Tensor:
     """Computes final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or with
-    images (3, 1, tokens); `shown`: the images among the tokens."""
+    images (3, 1, tokens); `shown`: the images among the tokens. A model without packed attention computes one sequence."""
     if shown is not None:
         return hidden_with_images(model, token_ids, position_ids, layout, shown)
-    output = model.base_model(input_ids=token_ids[None], position_ids=position_ids, use_cache=False, layout=layout)
+    if not is_packed(model):
+        assert isinstance(layout, CausalSequences)
+        assert len(layout.lengths) == 1
+        return plain_hidden(model, token_ids)
+    output = body_of(model)(
+        input_ids=token_ids[None],
+        attention_mask=torch.ones_like(token_ids)[None],  # without one, Transformers looks for sequences itself
+        position_ids=position_ids,
+        use_cache=False,
+        layout=layout,
+    )
     return output.last_hidden_state[0]
+
+
+def plain_hidden(model: Any, token_ids: Tensor) -> Tensor:
+    """Computes the final hidden states (tokens, hidden) of one sequence (tokens,) with the model's own forward pass."""
+    return body_of(model)(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+
+
+def body_of(model: Any) -> Any:
+    """The part of a causal LM below its head; a model without a head itself."""
+    if model.get_output_embeddings() is None:
+        return model.base_model
+    parts = (model.base_model, model.get_decoder(), getattr(model, "model", model))  # Llama 4 has its body in the last
+    return next(part for part in parts if part is not model)
 
 
 def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:

@@ -49,10 +49,15 @@ def check_quantization(kind: str, device: torch.device | str) -> None:
 
 
 def linear_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """Returns the linear layers except the head, with their names."""
+    """Returns the linear layers except the head, with their names. A router that a family derives from a linear layer is
+    none: it returns more than a product."""
     head = model.get_output_embeddings()
-    parts = model.named_modules()
-    return [(name, part) for name, part in parts if isinstance(part, torch.nn.Linear) and part is not head]
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    return [(name, part) for name, part in layers if part is not head and not _is_of_a_family(part)]
+
+
+def _is_of_a_family(part: torch.nn.Module) -> bool:
+    return type(part).__module__.startswith("transformers.models.")
 
 
 def quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:

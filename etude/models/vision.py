@@ -98,7 +98,12 @@ def hidden_with_images(
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, places, True)
         options = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": [each[order] for each in features.deep]}
     output = body.language_model(
-        inputs_embeds=embedded[None], position_ids=position_ids, use_cache=False, layout=layout, **options
+        inputs_embeds=embedded[None],
+        attention_mask=torch.ones_like(token_ids)[None],
+        position_ids=position_ids,
+        use_cache=False,
+        layout=layout,
+        **options,
     )
     return output.last_hidden_state[0]
 

@@ -27,11 +27,15 @@ _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
     "°": r"^\circ ", "或": " or ", "和": " and ", "、": ", ", "％": "%",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
 _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*"), ","),  # thousands
-    (re.compile(r"\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
+    (re.compile(r"\A\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s?\{([^{}]*\d[^{}]*)\}\Z"), r"\1"),  # \text{8 apples}
+    (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
+    (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
     (re.compile(r"(?<![\\<>!=])<="), r"\\leq "),
     (re.compile(r"!="), r"\\neq "),
@@ -77,7 +81,7 @@ _DENIED = re.compile(
 _COMPARED = re.compile(  # the number that follows is not the answer
     r"\b(?:than|least|most|twice|thrice|double|plus|(?<!\\)times|above|below|exceeding|half(?:\s+of)?"
     r"|(?:thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|opposite|reciprocal|inverse|root|square|cube)\s+of)"
-    r"\s+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
+    r"[\s}]+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
     re.I,
 )
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
@@ -93,6 +97,11 @@ _SEGMENT = re.compile(
     re.S,
 )
 _NAME = re.compile(r"(?!.*\\(?:[dt]?frac|sqrt|cdot|times|binom|begin))[^\d+*/^-]*[a-zA-Z][^+*/^-]*", re.S)
+_LETTER = re.compile(
+    r"(?<![\\a-zA-Z])[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|sigma)(?![a-z])"
+)
+_CONDITION = re.compile(r"(?<=[a-zA-Z])\([^()=]*=[^()=]*\)")  # P(X = 2)
+_OUTER = re.compile(r"\A\\[(\[]|\\[)\]]\Z")
 _ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
 _FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
@@ -119,6 +128,8 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     if _tight(ours) == _tight(theirs):
         return True
+    if ours.count(r"\begin{") > max(1, theirs.count(r"\begin{")) and "=" not in ours:
+        return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
     if (
@@ -131,14 +142,13 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         formulas
     ) > 1:  # all of them are the answer, whatever the words between
         ours = ", ".join(next(filter(None, each), "") for each in formulas)
-    sides = ours.strip("$ ").split("=")
-    if (
-        len(sides) > 1
-        and "=" not in theirs
-        and not _NAME.fullmatch(sides[0])
-        and not _RELATION.search(ours.replace("=", ""))
-    ):
-        return all(answers_equal(side, theirs) for side in sides)  # "7 = 12" is not 12
+    sides = _CONDITION.sub("(X)", _OUTER.sub("", ours.strip("$ "))).split("=")
+    if len(sides) > 1 and "=" not in theirs and not _RELATION.search(ours.replace("=", "")):
+        is_number = _number(theirs) is not None and not any(map(_DELIMITED.search, sides))
+        is_number = is_number and not _TWO_VALUES.fullmatch(theirs.strip("$"))
+        stated = [side for side in sides if not (is_number and _is_symbolic(side))]  # 12 of "m + n = 12"
+        if is_number or not _NAME.fullmatch(sides[0]):
+            return bool(stated) and all(answers_equal(side, theirs) for side in stated)  # "7 = 12" is not 12
     based = _BASED.fullmatch(ours.strip("$")), _BASED.fullmatch(theirs.strip("$"))
     if based[0] and based[1]:
         return based[0][1] == based[1][1] and int(based[0][2] or based[0][3]) == int(based[1][2] or based[1][3])
@@ -184,10 +194,25 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     messages = trajectory.messages if trajectory is not None else ()
     asked = "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
-        not is_echo(answer, truth, asked) and answers_equal(answer, truth) and not is_unworked(answer, truth, asked)
+        not is_echo(answer, truth, asked)
+        and not is_echo(equation, truth, asked)
+        and answers_equal(_value(answer, truth, asked), truth)
+        and not is_unworked(answer, truth, asked)
         for truth in truths
     )
+
+
+def _value(answer: str, truth: str, question: str) -> str:
+    """Returns `answer` without the expression whose value `question` asks for: 18 of "f(-2) = 18"."""
+    if len(answer) > MAX_ANSWER_CHARS or "=" in truth:
+        return answer
+    *named, value = _EQUALS.split(answer)
+    stated = "".join(_plain(question).split())
+    shapes = ["".join(_plain(side).split()) for side in named]
+    is_named = all(len(shape) > 2 and shape in stated and read_numeral(shape) is None for shape in shapes)
+    return value if named and is_named else answer
 
 
 def is_echo(answer: str, truth: str, question: str) -> bool:
@@ -303,6 +328,11 @@ def _number(text: str) -> Numeral | None:
 def _variable(text: str) -> str | None:
     assigned = _ASSIGNED.fullmatch(_bare(text))
     return assigned[1] if assigned else None
+
+
+def _is_symbolic(side: str) -> bool:
+    """Whether a side of an equation names a value: a name, or letters without a number."""
+    return bool(_LETTER.search(side) and (_NAME.fullmatch(side) or not re.search(r"\d", side)))
 
 
 def _readings(text: str, other: str) -> list[str]:

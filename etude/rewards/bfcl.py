@@ -29,7 +29,8 @@ MAX_CHARS = 50_000  # characters that are parsed, from a solution's end
 MAX_CALLS = 100
 _FORMATS = ("hermes", "pythonic", "llama3_json")
 _IGNORED = re.compile(r"[ ,./\-_*^'\"]")
-_FENCE = re.compile(r"\A```(?:python|json|tool_code)?\s*\n(.*?)\n?```\Z", re.DOTALL)
+_FENCE = re.compile(r"\A(?:```(?:python|json|tool_code)?\s*\n(.*?)\n?```|`([^`\n]*)`)\Z", re.DOTALL)
+_BARE = re.compile(r"[A-Za-z_][\w.]*\(.*\)", re.DOTALL)  # a call, or several, without the brackets of their list
 
 Call = tuple[str, dict[str, Any]]
 
@@ -107,8 +108,12 @@ def _calls_of(text: str, trajectory: Any) -> list[Call]:
     if not made:
         text = text[-MAX_CHARS:].rpartition("</think>")[2].strip()
         fenced = _FENCE.match(text)
+        text = (fenced[1] or fenced[2] or "").strip() if fenced else text
+        if _BARE.fullmatch(text):
+            found = ToolParser.get_tool_parser("pythonic").parse(f"[{text}]")
+            text = f"[{text}]" if found.calls and not found.errors else text
         for name in _FORMATS:
-            parsed = ToolParser.get_tool_parser(name).parse(fenced[1] if fenced else text)
+            parsed = ToolParser.get_tool_parser(name).parse(text)
             made = [(call.name, call.arguments) for call in parsed.calls] + [("", "")] * len(parsed.errors)
             if made:
                 break

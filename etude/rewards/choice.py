@@ -13,18 +13,24 @@ from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])\)?\s{0,9}\}")
+_BOXED = re.compile(  # "(A)", "\text{A. Paris}"
+    r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])"
+    r"(?:\)?|[).:](?![^{}]{0,200}\b[A-Z]\b)[^{}]{1,200})\s{0,9}\}"
+)
 _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
-    r"(?![)\]*]{0,3}[ \t]{0,9}(?:[,;/|&+、(\[]|or\b|and\b|或|和)"
-    r"(?:[ \t]{0,9}(?:or|and|maybe|perhaps)\b|[ \t,(\[*&]){0,9}[A-Z](?![A-Za-z'’]|[ \t]+(?!(?:or|and)\b)[a-z]))"
+    r"(?![)\]*\"'`]{0,3}[ \t]{0,9}(?:[,;/|&+、，；~(\[]|or\b|and\b|vs\b|或者?|和|还是)"
+    r"(?:[ \t]{0,9}(?:or|and|maybe|perhaps)\b|[ \t,(\[*&\"'`]){0,9}[A-Z](?![A-Za-z'’]|[ \t]+(?!(?:or|and)\b)[a-z]))"
 )
+_OPENING = r"[:：=]?[\s*]{0,9}[*(（\[{\"'`$“]{0,3}"
+_CHOSEN = r"([A-Z])(?!['’]?[A-Za-z])" + _NOT_ANOTHER
 _STATED = re.compile(
-    r"\b(?i:answer|option|choice)\b\s{0,9}(?i:is\b)?\s{0,9}:?\s{0,9}[*(\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
+    r"\b(?i:answer|option|choice)\b\*{0,2}\s{0,9}(?i:is\b|(?:must|should|would)\sbe\b)?\s{0,9}" + _OPENING + _CHOSEN
 )
-_STATED_CHINESE = re.compile(
-    r"(?:答案|故选|选择|应选)\s{0,9}(?:是|为)?\s{0,9}[:：]?\s{0,9}[*(（\[]{0,3}([A-Z])(?![A-Za-z'])" + _NOT_ANOTHER
+_STATED_CHINESE = re.compile(r"(?:答案|正确选项|(?<!不)选择?)\s{0,9}[是为选]?\s{0,9}" + _OPENING + _CHOSEN)
+_LEADING = re.compile(
+    r"\s*[*(\[]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)\s]|\Z))"
+    r"(?:[*)\]]{1,3}|[.:,;。：、]|[ \t]+[-–—][ \t]|\s*$|\s*\n)"
 )
-_LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import textwrap
 import threading
 from typing import Any
 
@@ -32,7 +33,7 @@ CASES_AT_ONCE = 4
 """Concurrent tests per solution, so that no solution blocks the others."""
 
 URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
-_FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"(?:(?m:^)([ \t]{1,16}))?```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = {"python", "py", "python3"}
 
 _clients: dict[tuple[str | None, str | None], SandboxClient] = {}
@@ -42,7 +43,10 @@ _clients_lock = threading.Lock()
 def extract_code(text: str) -> str:
     """Returns the last block fenced as Python after `</think>`, else the last fenced block, else the whole text."""
     text = text.rpartition("</think>")[2]
-    blocks = [(match.group(1).strip().lower(), match.group(2)) for match in _FENCE.finditer(text)]
+    blocks = [
+        (name.strip().lower(), textwrap.dedent(code) if indented else code)
+        for indented, name, code in _FENCE.findall(text)
+    ]
     if not blocks:
         return "" if "```" in text else text
     python = [code for name, code in blocks if name in _PYTHON]

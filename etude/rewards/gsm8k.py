@@ -20,8 +20,8 @@ Method = Literal["strict", "flexible"]
 _TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(
-    r"####[ \t]*[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
-    rf"(?![0-9.,!½⅓⅔¼¾]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|k\b))"
+    r"####[ \t]*(?:\*\*|`|\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
+    rf"(?![0-9.,!½⅓⅔¼¾²³]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|[kKM]\b|(?:squared|cubed)\b))"
     r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
     rf"(?!{CONTINUATION})"

@@ -12,6 +12,9 @@ from etude.rewards.truth import reads_truth, require_truth
 
 __all__ = ["answers_equal", "compute_score", "integer_score", "last_boxed"]
 
+_LOOK = re.compile(r"\\[,!;]|\$")
+_INTEGER = re.compile(r"[+-]? ?(?:[0-9]{1,200}|[0-9]{1,3}(?:[, ][0-9]{3}){1,60})")
+
 
 @reads_truth(references_of)
 def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) -> float:
@@ -34,5 +37,5 @@ def integer_score(solution_str: str, ground_truth: Any) -> float:
         DataError: `ground_truth` is not an integer.
     """
     truth = _integer(ground_truth)
-    answer = re.fullmatch(r"[+-]?\d{1,200}", (last_boxed(solution_str) or "").replace(",", "").replace(" ", ""))
-    return 1.0 if answer and int(answer.group()) == truth else 0.0
+    answer = _LOOK.sub("", last_boxed(solution_str) or "").replace("{,}", ",").replace("−", "-").strip()
+    return float(bool(_INTEGER.fullmatch(answer)) and int(re.sub("[, ]", "", answer)) == truth)

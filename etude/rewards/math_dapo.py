@@ -15,18 +15,22 @@ from etude.rewards.truth import reads_truth
 
 TAIL = 300
 """Characters that are searched, from the end of a solution: an earlier `Answer:` is not the final one."""
-_ANSWER = re.compile(r"(?:answer|答案)\s*[:：][ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?:answer|答案)\*{0,2}\s{0,9}[:：](?=[\s*]{0,20}[^\s*])", re.IGNORECASE)
+_OPENING = {r"\[", r"\(", "$$"}
 
 
 def extract_answer(text: str, strict_box: bool = False) -> str | None:
-    r"""Returns the rest of the line after the last `Answer:`, or the box in it; with `strict_box`, the last box."""
+    r"""Returns what follows the last `Answer:` on its line, or else the next line, or the box in it; with `strict_box`,
+    the last box."""
     tail = text[-TAIL:]
     if strict_box:
         return last_boxed(tail)
-    found = _ANSWER.findall(tail)
-    if not found:
+    *before, rest = _ANSWER.split(tail)
+    if not before:
         return None
-    return last_boxed(found[-1]) or found[-1].strip().strip("*").strip()
+    lines = (line.strip(" \t*`") for line in rest.splitlines())
+    line = next((line for line in lines if line and line not in _OPENING), "")
+    return last_boxed(line) or line
 
 
 @reads_truth(references_of)

@@ -47,7 +47,7 @@ _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?=\.|\Z)|\d{1,3}(?: \d{3})+(?=[.,]|
 _CONTINENTAL = re.compile(r"(\d{1,3}(?:\.\d{3})+)(?:,(\d{1,200}))?")  # 1.234,5 and 1.234.567
 _DECIMAL_COMMA = re.compile(r"(\d{1,200}),(\d{1,2}|\d{4,200}|(?<=\A0,)\d{3})")
 _FRACTION = re.compile(rf"({_D})/({_D})|\\[dt]?frac(?:\{{([+-]?{_D})\}}|(\d))(?:\{{({_D})\}}|(\d))")
-_MIXED = re.compile(rf"({_D})(?: +(?=\d+/)|(?=\\[dt]?frac))(.+)")
+_MIXED = re.compile(rf"({_D})(?: +(?=\d+/)| *(?=\\[dt]?frac))(.+)")
 _REPEATING = re.compile(r"(\d{0,200})\.(\d{0,100})\\(?:overline|bar|dot)\{(\d{1,100})\}")
 _SCIENTIFIC = re.compile(r"(.+?)(?:(?:\\times|\\cdot|\*) ?10\^(?:\{([+-]?\d{1,4})\}|(\d{1,4}))|[eE]([+-]?\d{1,4}))")
 

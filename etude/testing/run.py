@@ -186,11 +186,12 @@ def _read_rows(run: Inspection) -> Result:
     data, said, trained = run.options.data, [], set[str]()
     reported = {fault.key for fault in run.composition.faults}
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-        if not files or key in reported:
+        made = [each for each in run.options.environments if key == "data.train_files" or each.val_tasks]
+        if not (files or made) or key in reported:
             continue
         problems: list[DataError] = []
-        dataset = run.dataset(files, run.rows, problems)
-        yield from _kinds_of(key, str(files[0]), problems)
+        dataset = run.dataset(files, run.rows, problems, split="train" if key == "data.train_files" else "val")
+        yield from _kinds_of(key, str([*files, "env"][0]), problems)
         read = [(len(row["raw_prompt_ids"]), _task(row)) for row in dataset]
         lengths, tasks = [length for length, _ in read], [task for _, task in read]
         if lengths:
@@ -443,7 +444,14 @@ def _mend_row(files: Sequence[str]) -> str:
 
 def _task(row: Mapping[str, Any]) -> str:
     """What makes two rows the same task."""
-    return repr((row["raw_prompt"], row.get("reward_model"), row.get("tools_kwargs"), repr(row.get("images"))[:500]))
+    info = row.get("extra_info") or {}
+    asked = (
+        row["raw_prompt"],
+        info.get("env"),
+        info.get("task"),
+        info.get("env_seed"),
+    )  # an environment's prompt is its own
+    return repr((*asked, row.get("reward_model"), row.get("tools_kwargs"), repr(row.get("images"))[:500]))
 
 
 def _truth(row: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ from etude.trainer.rollouts import (
 )
 from etude.trainer.setup import prepare
 from etude.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 Samples: TypeAlias = dict[str, list[Sample]]
 """By `uid` of the prompt, without dropped samples."""
@@ -116,6 +119,9 @@ def evaluate(
             journal, n = _Journal(folder, step), options.rollout.val_kwargs.n
             samples = {} if fresh else journal.read(identity, options.reward_model, n)
             missing = [i for i in range(len(dataset)) if f"val-{i}" not in samples]
+            if samples:
+                told = (len(samples), len(dataset), journal.whole)
+                logger.warning("%d of %d prompts have answers of an earlier start (%s); --fresh rolls out all", *told)
             write_config(folder, plain_values(options))
             with run_record(folder, facts):
                 if missing:

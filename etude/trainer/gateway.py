@@ -25,6 +25,7 @@ from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
+from etude.model_folder import longest_context
 from etude.models import check_vocabulary, load_causal_lm
 from etude.options import Options
 from etude.serving.listening import listen, server_config, url_of
@@ -179,5 +180,5 @@ def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
     longest = rollout.max_model_len
     if longest is None:
         longest = rollout.prompt_length + rollout.response_length
-        longest = longest if model is None else int(model.config.get_text_config().max_position_embeddings)
+        longest = longest if model is None else longest_context(model.config.to_dict()) or longest
     return replace(rollout, prompt_length=longest, response_length=longest, max_model_len=longest)

@@ -18,7 +18,7 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.metrics import Metrics, add_metrics
 from etude.models.experts import Balance, replay_experts, routers
-from etude.models.packable import enable_packing
+from etude.models.packable import use_packing
 from etude.models.packed import logit_finish
 from etude.models.vision import Vision
 from etude.protocol import DataProto
@@ -43,7 +43,7 @@ class PolicyEngine:
         optimizer: OptimizerSet | None = None,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """Switches `model` to packed attention.
+        """Switches `model` to packed attention; one that cannot run so computes one row a forward pass.
 
         Args:
             max_tokens: token budget of a micro-batch.
@@ -58,8 +58,8 @@ class PolicyEngine:
                 "actor.router_aux_loss_coef is above 0, and the model has no routers of a mixture of experts"
             )
         self._router_aux_loss_coef = router_aux_loss_coef
-        enable_packing(model)
-        self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
+        self.model, self.optimizer = model, optimizer
+        self._max_tokens = max_tokens if use_packing(model) else 1  # 1: each row is a micro-batch of its own
         self._device, self._vision = compute_device(model), Vision.of(model.config)
         self.critic: ValueEngine | None = None  # a value head on this model's trunk, trained together with it
 

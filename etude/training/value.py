@@ -9,7 +9,7 @@ from torch import Tensor
 
 from etude.algorithms import value_loss
 from etude.metrics import Metrics, add_metrics
-from etude.models.packable import enable_packing
+from etude.models.packable import use_packing
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
@@ -24,8 +24,8 @@ class ValueEngine:
     """Trains a `ValueModel`, or a policy's `SharedValueHead`. A token's value is that of its context."""
 
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
-        enable_packing(model.backbone)
-        self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
+        self.model, self.optimizer = model, optimizer
+        self._max_tokens = max_tokens if use_packing(model.backbone) else 1  # 1: each row is a micro-batch of its own
         self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(self, packed: PackedRows) -> Tensor:

@@ -36,7 +36,7 @@ from etude.inference import (
     check_takes_images,
 )
 from etude.metrics import Max, Metrics
-from etude.model_folder import local_folder
+from etude.model_folder import local_folder, longest_context
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import add_adapters, merged_state, save_adapters
@@ -81,7 +81,7 @@ def build_engine(
         check_takes_images(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if model is not None and rollout.max_model_len is None:
-        longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
+        longest = min(longest, longest_context(model.config.to_dict()) or longest)
     if not hasattr(engine, "from_setup"):
         in_process: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
         return in_process

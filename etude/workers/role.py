@@ -23,7 +23,7 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.footprint import checkpoint_layers
 from etude.models.lora import add_adapters
-from etude.models.packable import enable_packing
+from etude.models.packable import use_packing
 from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelOptions, TrainOptions
 from etude.options.validate import plain
 from etude.registry import load_plugins
@@ -153,7 +153,7 @@ class RoleWorker(Worker):
         """
         if not self.is_spread(options):
             return False
-        enable_packing(getattr(model, "backbone", model))
+        use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
         shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
         return True

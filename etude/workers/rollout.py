@@ -72,7 +72,9 @@ class RolloutWorker(RoleWorker):
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
         """The model that scores here, or judges for an environment; its weights are loaded together with the policy's."""
         own = self.options.rollout.mode == "async" and self.options.scores
-        return open_reward_model(self.options, self.device) if own or self.options.actor_rollout_ref.env.chosen else None
+        return (
+            open_reward_model(self.options, self.device) if own or self.options.actor_rollout_ref.env.chosen else None
+        )
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:

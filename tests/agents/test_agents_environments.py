@@ -521,8 +521,8 @@ def test_a_resumed_or_a_divided_batch_plays_the_games_of_the_whole(seed, step, n
         def generate(self, prompts):
             return prompts, {}
 
-    roles = SimpleNamespace(rollout=SimpleNamespace(n=n, seed=seed, val_kwargs=SimpleNamespace(n=n)))
-    rollouts = Asked(SimpleNamespace(roles=roles, min_group=1, groups=SimpleNamespace(run=None)), None, None)
+    options = SimpleNamespace(rollout=SimpleNamespace(n=n, seed=seed, val_kwargs=SimpleNamespace(n=n)), min_group=1)
+    rollouts = Asked(options, SimpleNamespace(rollout=None, reward=None, run=None))
     rows = [{"index": k} for k in range(sum(sizes))]
 
     def games(*batches):

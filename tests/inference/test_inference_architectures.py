@@ -190,7 +190,7 @@ def refused(config, match):
     from transformers import AutoModelForCausalLM
 
     with pytest.raises(ConfigError, match=match) as error:
-        enable_packing(AutoModelForCausalLM.from_config(config))
+        NativeEngine(AutoModelForCausalLM.from_config(config))
     assert config.model_type in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -206,19 +206,12 @@ SIZES = {
 }
 
 
-def test_what_is_refused_by_name():
+def test_what_is_refused():
     import transformers as t
 
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    refused(t.MixtralConfig(**SIZES, **experts), "mixture of experts")
-    refused(t.GptOssConfig(**SIZES, **experts), "attention sinks")
-    refused(t.DiffLlamaConfig(**{**SIZES, "num_key_value_heads": 2}), "attends more than once")
-    many = {**SIZES, "n_embd": 16, "n_head": 2, "n_layer": 2, "multi_query": False}
-    refused(t.GPTBigCodeConfig(**many), r"keys and values have \(heads, head_dim\) \[\(2, 8\)\], not \(1, 8\)")
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    refused(t.LlamaConfig(**SIZES, rope_parameters=dynamic), "dynamic")
-    refused(t.Qwen3NextConfig(**SIZES, layer_types=["linear_attention", "full_attention"]), "linear_attention")
-    refused(t.FalconMambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1), "linear_attention")
+    refused(t.DiffLlamaConfig(**{**SIZES, "num_key_value_heads": 2}), "attends more than once.*name=vllm")
+    window = {"attention_window_size": 4, "lru_width": 16}
+    refused(t.RecurrentGemmaConfig(**SIZES, **window), "its cache fails.*name=vllm")
 
 
 def test_an_architecture_nobody_tested_is_compared_before_it_is_used(monkeypatch):
@@ -237,12 +230,12 @@ def test_an_architecture_nobody_tested_is_compared_before_it_is_used(monkeypatch
     # A model whose tokens reach each other on another way: here, through what a forward hook adds up over the row.
     model = t.AutoModelForCausalLM.from_config(t.Olmo2Config(**sizes, pad_token_id=0))
     model.model.layers[0].register_forward_hook(lambda module, given, out: out + out.cumsum(dim=1))
-    with pytest.raises(ConfigError, match="packed sequences get other logits than single ones"):
+    with pytest.raises(ConfigError, match="with its own cache, later tokens get other"):
         NativeEngine(model)
     # One that is right as long as it is fed whole sequences.
     model = t.AutoModelForCausalLM.from_config(t.Olmo2Config(**sizes, pad_token_id=0))
     model.model.layers[0].register_forward_hook(lambda module, given, out: out * 2 if out.shape[1] == 1 else out)
-    with pytest.raises(ConfigError, match="engine: its kept keys and values give later tokens other logits"):
+    with pytest.raises(ConfigError, match="packed: its kept keys and values give later tokens other logits"):
         NativeEngine(model)
     assert model.training
 
@@ -264,7 +257,7 @@ def test_a_namesake_of_a_tested_architecture_is_compared_too():
         def forward(self, x):
             return self.plain(x.cumsum(dim=-2))
 
-    with pytest.raises(ConfigError, match="'llama' is not supported by the native engine: packed sequences get other"):
+    with pytest.raises(ConfigError, match="'llama' cannot run packed: packed sequences get other"):
         enable_packing(LlamaForCausalLM(t.LlamaConfig(**SIZES, initializer_range=0.2)))
 
 

@@ -20,7 +20,7 @@ from etude.inference.cache import KVShape, PrefixStore, SlabCache, capacity_for,
 from etude.inference.sampling import restrict
 from etude.metrics import finish_metrics
 
-SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = KVShape(widths=((2, 8),) * 2, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def engine_with(model, tokens, **options):
@@ -177,10 +177,10 @@ def test_a_preempted_deterministic_run_is_bit_identical_whatever_the_tools_take(
     assert run(0.0) == run(0.02)
 
 
-def test_a_budget_too_small_for_one_context_is_refused_at_the_start(model):
+def test_a_budget_too_small_for_one_context_is_refused_at_the_start(model, monkeypatch):
     many = NativeEngineOptions(kv_cache_memory_mb=1, max_model_len=256)
     assert NativeEngine(model, many)._limit == 256
-    model.config.head_dim = 8192  # as if each token took megabytes
+    monkeypatch.setattr("etude.inference.cache.key_widths", lambda model: [(2, 8192)] * 2)  # megabytes a token
     with pytest.raises(ConfigError, match=r"rollout\.kv_cache_memory_mb=1 holds a context of at most"):
         NativeEngine(model, many)
 

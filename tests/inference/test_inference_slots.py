@@ -8,7 +8,8 @@ from etude.inference.cache import KVShape, SlabCache
 from etude.inference.layout import AttendedSlots, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 
-SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+HEADS, DIM = 2, 4
+SHAPE = KVShape(widths=((HEADS, DIM),) * 2, dtype=torch.float32, device=torch.device("cpu"))
 CPU = torch.device("cpu")
 
 
@@ -17,9 +18,9 @@ def filled(cache, lengths):
     held = []
     for length in lengths:
         slot = cache.take(length)
-        for layer in range(SHAPE.num_layers):
+        for layer in range(len(SHAPE.widths)):
             for kind in (slot.slab.keys, slot.slab.values):
-                kind[layer][slot.index, :, :length] = torch.randn(SHAPE.kv_heads, length, SHAPE.head_dim)
+                kind[layer][slot.index, :, :length] = torch.randn(HEADS, length, DIM)
         held.append((slot, length))
     return held
 
@@ -47,10 +48,10 @@ def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, windo
     held = thinned(cache, filled(cache, lengths), kept)
     seen = 0
     for batch in by_slab(held):
-        query = torch.randn(len(batch), SHAPE.kv_heads, 3, SHAPE.head_dim)
-        lengths = [length for _, length in batch]
+        query = torch.randn(len(batch), HEADS, 3, DIM)
+        ends = [length - 1 for _, length in batch]
         parts = [(slot, [row]) for row, (slot, _) in enumerate(batch)]
-        own = AttendedSlots(parts, lengths, [length - 1 for length in lengths], CPU)
+        own = AttendedSlots(parts, [end + 1 for end in ends], ends, [0] * len(ends), CPU)
         with torch.inference_mode():
             for _ in range(2):  # what was copied for one layer must not outlive it
                 out, lse = own.attend(0, query, scoring)
@@ -68,10 +69,10 @@ def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
     owners = data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=20))
     bases = [data.draw(st.integers(1, held[owner][1])) for owner in owners]
     rows = {owner: [row for row, each in enumerate(owners) if each == owner] for owner in sorted(set(owners))}
-    query = torch.randn(len(owners), SHAPE.kv_heads, 2, SHAPE.head_dim)
+    query = torch.randn(len(owners), HEADS, 2, DIM)
     found = {}
     for batch in by_slab((held[owner][0], numbers) for owner, numbers in rows.items()):
-        shared = AttendedSlots(batch, bases, bases, CPU)
+        shared = AttendedSlots(batch, bases, bases, [0] * len(bases), CPU)
         with torch.inference_mode():
             out, lse = shared.attend(0, query, scoring)
         found |= {row: (out[place], lse[place]) for row, place in zip(shared.rows, shared.grid)}

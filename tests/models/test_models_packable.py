@@ -12,7 +12,9 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
 from etude.errors import ConfigError
-from etude.models.packable import enable_packing
+from etude.inference import NativeEngine
+from etude.model_folder import longest_context
+from etude.models.packable import enable_packing, use_packing
 from etude.models.packed import CausalSequences, logits_of, packed_hidden
 
 SIZES = {
@@ -114,29 +116,46 @@ def with_mask(model_class, **spans):
 
 
 @pytest.mark.parametrize("span", [WINDOW, 4096])
-@pytest.mark.parametrize(
-    ("model_class", "name"), [(MaskedModel, "sliding_window"), (ChunkedModel, "attention_chunk_size")]
-)
-def test_a_span_that_only_the_mask_has_is_refused_at_any_length(model_class, name, span):
-    model = with_mask(model_class, **{name: span})
-    with pytest.raises(ConfigError, match=f"{name}={span}.*null in the model's config.json") as error:
+def test_a_chunk_that_no_mask_function_has_is_refused_at_any_length(span):
+    model = with_mask(ChunkedModel, attention_chunk_size=span)
+    with pytest.raises(ConfigError, match=f"attention_chunk_size={span}.*null in the model's config.json") as error:
         enable_packing(model)
     assert "\n" not in str(error.value)
     assert model.config._attn_implementation != "etude_packed"  # a second call refuses it again
+    assert not use_packing(model)  # its own forward pass is right, one sequence at a time
 
 
-def test_without_the_span_the_same_class_is_accepted():
-    enable_packing(with_mask(MaskedModel, sliding_window=None))
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_window_that_only_the_mask_function_has_is_that_of_the_packed_attention(window):
+    alone, packed = with_mask(MaskedModel, sliding_window=window), with_mask(MaskedModel, sliding_window=window)
+    alone.set_attn_implementation("eager")
+    enable_packing(packed)
+    layout, ids = CausalSequences([WINDOW + 5, 3]), torch.arange(WINDOW + 8)
+    with torch.no_grad():
+        ours = logits_of(packed, packed_hidden(packed, ids, layout.position_ids(), layout))
+        theirs = [alone(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(layout.lengths)]
+    torch.testing.assert_close(ours, torch.cat(theirs), atol=1e-4, rtol=0)
 
 
-def test_a_rotary_embedding_that_depends_on_the_batch_is_refused():
-    for config, rope in (
-        (t.LlamaConfig, {**ROPE, "rope_type": "dynamic"}),
-        (t.LlamaConfig, LONG),
-        (t.Phi3Config, LONG),
-    ):
-        with pytest.raises(ConfigError, match="rotary embedding"):
-            enable_packing(t.AutoModelForCausalLM.from_config(config(**SIZES, rope_parameters=rope)))
+@pytest.mark.parametrize(
+    ("config", "given", "longest"),
+    [
+        (t.LlamaConfig, {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, 2048),
+        (t.LlamaConfig, {"rope_parameters": {**LONG, "original_max_position_embeddings": 64}}, 64),
+        (t.Phi3Config, {"rope_parameters": LONG, "original_max_position_embeddings": 64}, 64),
+    ],
+)
+def test_a_rotary_embedding_that_depends_on_the_batch_packs_up_to_its_original_length(config, given, longest):
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config(**SIZES, **given, max_position_embeddings=2048))
+    enable_packing(model, cached=True)
+    assert longest_context(model.config.to_dict()) == longest
+    assert NativeEngine(model)._limit == longest
+
+
+def test_a_mixture_that_no_window_separates_is_accepted_by_its_numbers_alone():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    enable_packing(t.AutoModelForCausalLM.from_config(t.MixtralConfig(**SIZES, **experts)), cached=True)
 
 
 def test_a_rotary_embedding_that_changes_beyond_the_original_length_is_refused_by_its_numbers():
@@ -160,10 +179,13 @@ def test_a_rotary_embedding_that_changes_beyond_the_original_length_is_refused_b
         )
 
 
-def test_chunked_layers_are_refused():
+def test_queries_that_are_scaled_by_their_place_in_the_row_are_refused():
+    """Llama 4 counts from the row's first token, whatever the positions are; its chunks alone would pack."""
     config = t.Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=1, attention_chunk_size=8)
-    with pytest.raises(ConfigError, match="chunked_attention"):
+    with pytest.raises(ConfigError, match="floor_scale=8192"):
         enable_packing(t.AutoModelForCausalLM.from_config(config))
+    config.attn_temperature_tuning = False
+    enable_packing(t.AutoModelForCausalLM.from_config(config), cached=True)
 
 
 def test_a_class_of_which_no_small_copy_can_be_made_is_accepted_with_a_warning(caplog):

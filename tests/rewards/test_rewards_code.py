@@ -502,6 +502,7 @@ def test_tests_that_make_no_sense_are_a_data_error(tests, message):
         ("```py\na\n``` then ```python\nb\n```", "b\n"),
         ("```python\na\n``` output: ```\n42\n```", "a\n"),
         ("```\na\n```", "a\n"),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
         ("```cpp\na\n```\n```cpp\nb\n```", "b\n"),
         ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n"),
         ("```python\nunfinished", "unfinished"),

@@ -146,7 +146,7 @@ def said(*calls):
         ("[area.triangle(base=10, height=5), area.triangle(base=10, height=5)]", 0.0),
         ("[area.circle(base=10, height=5)]", 0.0),
         (said(("area_triangle", {"height": 5, "base": 10})) + "<tool_call>{</tool_call>", 0.0),
-        ("area.triangle(base=10, height=5)", 0.0),
+        ("area.triangle(base=10, height=5)", 1.0),  # as on the leaderboard, which adds the brackets
         ("", 0.0),
     ],
 )

@@ -98,6 +98,11 @@ def test_a_mixed_run_draws_by_weight(start):
     assert {"env/fours/episodes", "env/other/episodes"} <= metrics[-1].keys()
 
 
+def test_a_limit_goes_with_an_engine_that_waits_for_every_trajectory(start):
+    records, _ = start("env=[{id: fours, limit: 2}]", "trainer.deterministic=true")
+    assert len(records) == 8
+
+
 def test_a_resumed_run_needs_the_same_environments(start):
     start("env=fours", "trainer.save_freq=1", steps=1)
     start("env=[{id: fours, timeout: 30}]", "trainer.save_freq=1", steps=2)  # nothing that tasks or rewards depend on

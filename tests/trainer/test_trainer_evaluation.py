@@ -1,5 +1,6 @@
 """An evaluation's figures: by prompt, by data source, and with intervals that cover."""
 
+import sys
 from collections import Counter
 from itertools import combinations
 
@@ -143,6 +144,25 @@ def test_a_killed_evaluation_does_only_what_is_missing(tiny, tmp_path, monkeypat
         evaluate(other, dump_folder=dump)
     monkeypatch.undo()
     assert evaluate(other, dump_folder=dump, fresh=True)["samples"] == 6
+
+
+def test_code_that_the_reward_imports_is_part_of_what_was_evaluated(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    reward, grades = tmp_path / "reward.py", tmp_path / "grades.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    from grades import grade\n"
+        "    return grade()\n"
+    )
+    files = (f"data.val_files={tiny.folder}/data/test.parquet", f"custom_reward_function.path={reward}")
+    config = tiny.config(tmp_path / "runs", *files)
+    for body, expected in (("0.0", 0), ("1.0 + 1.0", 2)):
+        grades.write_text(f"def grade(): return {body}\n")
+        monkeypatch.delitem(sys.modules, "grades", raising=False)
+        assert evaluate(config)["reward"] == expected
+    grades.write_text("def grade(): return 3.0\n")
+    with pytest.raises(ConfigError, match=r"differs in \S*grades.py"):
+        evaluate(config, dump_folder=next((tmp_path / "runs").glob("eval-*")))
 
 
 def test_each_step_of_a_folder_is_an_evaluation_of_its_own(tiny, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from etude.cli.main import cli, run
 from etude.run_folder import REDACTED
 from etude.trainer import provenance
-from etude.trainer.provenance import describe_run, digest_path, git_state
+from etude.trainer.provenance import code_beside, describe_run, digest_path, git_state
 
 
 def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, monkeypatch):
@@ -74,6 +74,27 @@ def test_a_run_folder_says_what_the_run_was_made_from_without_its_secrets(tiny, 
     assert (tmp_path / "run" / "config.yaml").read_text().count(REDACTED) == 1
     resumed = [each for each in arguments if not each.startswith("trainer.total")]
     assert run(cli, ["train", *resumed, secrets[0], "trainer.total_training_steps=2"]) == 0
+
+
+def test_code_that_tool_files_name_and_python_files_import_is_recorded(tmp_path):
+    texts = {
+        "tools.yaml": "tools:\n  - class_name: tool.py:Price\n  - {command: python, args: [server.py, gone.py]}\n",
+        "tool.py": "import json, prices\nfrom inner import deep\nfrom inner.more import x as y\n",
+        "server.py": "def",
+        "prices.py": "import tool",
+        "inner/__init__.py": "",
+        "inner/deep.py": "from ..outside import z\nfrom . import near",
+        "inner/more.py": "",
+        "inner/near.py": "",
+        "outside.py": "",
+        "other.py": "",
+    }
+    (tmp_path / "inner").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    expected = {tmp_path / name for name in texts} - {tmp_path / "tools.yaml", tmp_path / "other.py"}
+    assert {file.resolve() for file in code_beside(tmp_path / "tools.yaml")} == expected
+    assert code_beside(tmp_path / "none.py") == code_beside(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])

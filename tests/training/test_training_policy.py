@@ -6,6 +6,7 @@ from array import array
 import pytest
 import torch
 from torch.distributions import Categorical
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 
 from etude.algorithms import LOSS_AGG_MODES, agg_loss, kl_penalty, policy_loss
 from etude.errors import ConfigError, DataError
@@ -338,7 +339,29 @@ def test_updates_follow_the_advantages(model, batch):
     assert moved[3] < -0.5
 
 
-def test_attention_that_cannot_be_packed_is_refused(model):
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="linear_attention"):
+def test_a_model_that_cannot_be_packed_computes_one_row_a_forward_pass(batch, row_ids, caplog):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2}
+    model = MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0, initializer_range=0.3)).eval()
+    alone, fed = copy.deepcopy(model), []
+    with torch.no_grad():
+        expected = reference_log_probs(alone, batch, row_ids, 0.8)
+    engine = engine_of(model, lr=0.01)
+    assert "computes one sequence a forward pass" in caplog.text
+    model.backbone.register_forward_hook(lambda part, args, given, out: fed.append(given), with_kwargs=True)
+    for ours, theirs in zip(engine.log_probs(batch, 0.8), expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert len(fed) == int(batch.batch["response_mask"].any(dim=1).sum())
+    weights = batch.batch["advantages"] * batch.batch["response_mask"]
+    (reference_log_probs(alone, batch, row_ids, 0.8)[0] * weights).sum().backward()
+    engine.update(batch, lambda ours, entropy, micro, scale: ((ours * micro.batch["advantages"]).sum(), {}), 0.8)
+    for ours, parameter in zip(engine.optimizer.gradients, alone.parameters()):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_bidirectional_attention=True)
+    model = Gemma3ForCausalLM(config)
+    with pytest.raises(ConfigError, match="its tokens see later ones"):
         PolicyEngine(model, max_tokens=EVERYTHING)

@@ -1,0 +1,46 @@
+"""`etude env list` and `etude env check`."""
+
+import json
+
+import pytest
+
+from etude.cli.main import cli, run
+
+pytest.importorskip("gymnasium")
+
+OWN = """
+from etude.environments import Environment, environment
+
+
+@environment("cli_own")
+class Own(Environment):
+    def reset(self, task, seed):
+        return f"{seed}"
+
+    def score(self):
+        return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "own.py"
+    file.write_text(OWN)
+    return f"--plugins={file}"
+
+
+def test_what_can_be_opened_is_listed(own, capsys):
+    assert run(cli, ["env", "list", own]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("gym:NAME", "reasoning_gym:NAME", "textarena:NAME", "cli_own"))
+    assert run(cli, ["env", "list", "gym"]) == 0
+    assert "gym:FrozenLake-v1\n" in capsys.readouterr().out
+    assert run(cli, ["env", "list", "gim"]) == 2
+    assert "did you mean 'gym:'" in capsys.readouterr().err
+
+
+def test_an_environment_is_checked(own, capsys):
+    assert run(cli, ["env", "check", "cli_own", own, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert run(cli, ["env", "check", "gym:FrozenLake-v1", "--args", "{slippery: true}"]) == 1
+    assert "slippery" in capsys.readouterr().out

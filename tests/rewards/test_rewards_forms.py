@@ -1,0 +1,160 @@
+"""Right answers to real questions, in other forms than the reference's, and wrong ones in the same forms."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from etude.rewards import bfcl, compute_score
+from etude.rewards.answers import answers_equal
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+ASKED = re.compile(
+    r"(?:[Ff]ind|[Cc]ompute|[Ww]hat is|[Ee]valuate)(?: the (?:value|sum|product) of)? \$([^$=]+?)[.,?]?\$"
+)
+
+
+def rows(path):
+    if not (DATA / path).exists():
+        pytest.skip("needs the data sets")
+    return [json.loads(line) for line in (DATA / path).open()]
+
+
+def score(source, text, truth, question=""):
+    asked = SimpleNamespace(messages=[{"role": "user", "content": question}], tool_calls=[])
+    found = compute_score(source, text, truth, None, asked)
+    return found["acc"] if isinstance(found, dict) else found
+
+
+FORMS = [
+    lambda truth: re.sub(r" (?![a-zA-Z])", "", truth),  # \begin{pmatrix}-7\\16\\5\end{pmatrix}
+    lambda truth: re.sub(r"(\d+)/(\d+)", r"\\frac{\1}{\2}", truth),
+    lambda truth: re.sub(r"\\sqrt\{(\w+)\}", r"√\1", truth),
+    lambda truth: re.sub(r"\A(-?\d+)\Z", r"\\text{\1 apples}", truth),
+    lambda truth: re.sub(r"\A(-?\d+)\Z", r"\1~\\text{units}", truth),
+    lambda truth: re.sub(r"\A(-?\d+)\Z", r"\\boldsymbol{\1}", truth),
+]
+
+
+def test_math_500_in_other_forms():
+    wrong = []
+    for row in rows("math500/test.jsonl"):
+        truth, question = row["answer"], row["problem"]
+        answers = {form(truth) for form in FORMS}
+        answers |= {f"{asked} = {truth}" for asked in ASKED.findall(question)[-1:]}  # "a + b = 17"
+        for answer in answers - {truth}:
+            text = rf"So it is $\boxed{{{answer}}}$."
+            if score("HuggingFaceH4/MATH-500", text, truth, question) != 1.0:
+                wrong.append((answer, truth))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"m+n = 29", "29", True),
+        (r"P(\text{red}) = \frac{1}{2}", r"\frac12", True),
+        (r"\frac{a}{b} = 29", "29", True),
+        (r"P(X = 2) = \frac14", "0.25", True),
+        (r"\(m+n=29\)", "29", True),
+        (r"29 = \infty", "29", False),
+        ("m+n = 28", "29", False),
+        ("m+n = 28 = 29", "29", False),
+        ("28 = 29", "29", False),
+        ("m = 28, n = 29", "29", False),
+        (r"\begin{pmatrix}5\\16\\-7\end{pmatrix}", r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}", False),
+        (r"\begin{pmatrix} -7 & 5 \\ 16 & 1 \end{pmatrix}", r"\begin{pmatrix} -7 & 16 \\ 5 & 1 \end{pmatrix}", False),
+        (
+            r"\begin{pmatrix}1\\2\end{pmatrix}+\begin{pmatrix}1\\2\end{pmatrix}",
+            r"\begin{pmatrix}2\\4\end{pmatrix}",
+            False,
+        ),
+        (r"137.5", r"137 \frac{1}{2}", True),
+        ("3½", "3.5", True),
+        (r"\text{18 or 19 apples}", "18", False),
+        (r"\text{less than } 18", "18", False),
+        (r"\text{not 18}", "18", False),
+    ],
+)
+def test_forms_of_mathematics(answer, truth, right):
+    assert answers_equal(answer, truth) is right
+
+
+@pytest.mark.parametrize("answer", ["x + 5 = 12", "5 + x = 12", "a + b = 12", "y = a + b = 12", "7 = 12"])
+def test_an_equation_of_the_question_names_no_value(answer):
+    assert (
+        score(
+            "HuggingFaceH4/MATH-500",
+            rf"\boxed{{{answer}}}",
+            "12",
+            "If $x + 5 = 12$, $a + b = 12$ and 7 = y, what is $xy + 5$?",
+        )
+        == 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth"),
+    [
+        ("math_dapo", "Answer:\n18", "18"),
+        ("math_dapo", "**Answer**: 18", "18"),
+        ("math_dapo", "Answer:\n\\[\n\\boxed{18}\n\\]", "18"),
+        ("math_dapo", "Answer: 18\nAnswer:", "18"),
+        ("numina_cn_k12", "The answer is **18**.", "18"),
+        ("numina_cn_k12", "**Answer:** 18", "18"),
+        ("etude/arithmetic", r"\boxed{1{,}080}", "1080"),
+        ("etude/arithmetic", r"\boxed{$-18$}", "-18"),
+        ("openai/gsm8k", "#### **18**", "18"),
+        ("openai/gsm8k", r"#### \boxed{18}", "18"),
+        ("openai/gsm8k", r"#### \$18", "18"),
+        ("etude/pictures", "**Answer:** C", "C"),
+        ("etude/pictures", r"\boxed{C. Paris}", "C"),
+        ("etude/pictures", r"\boxed{\textbf{(C) Paris}}", "C"),
+        ("etude/pictures", 'The answer is "C".', "C"),
+        ("etude/pictures", "The answer is $C$", "C"),
+        ("etude/pictures", "The answer must be C.", "C"),
+        ("etude/pictures", "<answer>C - Paris</answer>", "C"),
+        ("etude/pictures", "正确选项是C", "C"),
+        ("etude/pictures", "故选C。", "C"),
+    ],
+)
+def test_right_answers(source, text, truth):
+    assert score(source, text, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth"),
+    [
+        ("math_dapo", "Answer: 18\nAnswer: 19", "18"),
+        ("math_dapo", "Answer:\n19\n18", "18"),
+        ("etude/arithmetic", r"\boxed{1,8}", "18"),
+        ("etude/arithmetic", r"\boxed{1 8}", "18"),
+        ("openai/gsm8k", "#### 18²", "18"),
+        ("openai/gsm8k", "#### 18 squared", "18"),
+        ("openai/gsm8k", "#### 18K", "18"),
+        ("openai/gsm8k", "#### **18 or 19**", "18"),
+        ("etude/pictures", r"\boxed{C. D}", "C"),
+        ("etude/pictures", 'The answer is "C" or "D"', "C"),
+        ("etude/pictures", "C\nD\nE", "C"),
+        ("etude/pictures", "答案是C，D", "C"),
+        ("etude/pictures", "答案是C还是D", "C"),
+        ("etude/pictures", "不选C", "C"),
+    ],
+)
+def test_wrong_answers(source, text, truth):
+    assert score(source, text, truth) == 0.0
+
+
+def test_a_call_without_the_brackets_of_its_list():
+    """As on the leaderboard; it is also a call where none is expected."""
+    for row in rows("bfcl/simple_python.jsonl")[:100]:
+        ((name, accepted),) = row["ground_truth"][0].items()
+        given = {key: values[0] for key, values in accepted.items() if "" not in values}
+        call = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        for text in (call, f"`{call}`", f"```python\n{call}\n```"):
+            if "{" not in call:  # its values would be tables of accepted ones
+                assert bfcl.compute_score(text, row["ground_truth"])["score"] == 1.0, text
+            assert bfcl.compute_score(text, [])["score"] == 0.0
+    assert bfcl.compute_score("I cannot (sorry)", [])["score"] == 1.0
