@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -69,15 +68,17 @@ def write_model(shape: Shape, folder: Path) -> None:
 def estimate(shape: Shape, folder: Path) -> float:
     """Bytes that `etude check` says an update takes."""
     from etude.checks.resources import count_weights, estimate_memory
+    from etude.checks.setup import Setup
+    from etude.config import compose
+    from etude.options import TrainOptions
+    from etude.workers.role import Placement
 
-    options = {"path": str(folder), "dtype": shape.dtype, "lora_rank": shape.lora_rank, "quantization": None}
-    model = SimpleNamespace(**options, enable_gradient_checkpointing=shape.checkpointing, trust_remote_code=False)
-    actor = SimpleNamespace(optim=SimpleNamespace(name="adamw"))
-    rollout = SimpleNamespace(kv_cache_memory_mb=0)
-    roles: Any = SimpleNamespace(
-        model=model, actor=actor, rollout=rollout, needs_ref=False, value_head=False, streams=False, device="cpu"
-    )
-    setup: Any = SimpleNamespace(roles=roles, needs=frozenset())
+    values = {"path": folder, "dtype": shape.dtype, "lora_rank": shape.lora_rank}
+    values["enable_gradient_checkpointing"] = str(shape.checkpointing).lower()
+    options = compose(overrides=[f"actor_rollout_ref.model.{name}={value}" for name, value in values.items()])
+    assert isinstance(options, TrainOptions)
+    setup = Setup(options)
+    setup.placement = Placement("cpu")
     tokens = shape.rows * shape.length - (shape.rows - shape.rows // shape.shared) * (shape.length // 2)
     return sum(estimate_memory(setup, count_weights(str(folder)), tokens).values())
 
