@@ -245,7 +245,6 @@ def test_sessions_never_exceed_the_limit_and_are_closed_once(n, limit, broken):
             closed.append(self.number)
             live.remove(self.number)
 
-    Counted.__name__ = f"Counted{limit}"
     env = environments(Counted, limit=limit)
     agents = AgentLoopManager(context(environment=env, infrastructure_retries=6), Recorder(lambda *_: says("go")))
     rows = [{"raw_prompt": QUESTION, "uid": f"u{i}", "rollout_index": i} for i in range(n)]
