@@ -279,6 +279,15 @@ def odd_step(self, text):
     return Step("<tool_call> <|im_end|>", 0.0, done=text == "x")
 
 
+@pytest.mark.parametrize("method", ["reset", "score"])
+def test_nobody_is_told_of_an_invalid_action_where_none_was_made(method):
+    def fail(self, *args):
+        raise InvalidAction("no")
+
+    with pytest.raises(EtudeError, match=f"environment 'odd': {method} failed: InvalidAction: no"):
+        play([says("done")], type("Odd", (Counting,), {method: fail}))
+
+
 def test_a_tool_error_is_told():
     class Refusing(Counting):
         @tool
