@@ -177,8 +177,7 @@ def packed_hidden(
     images (3, 1, tokens); `shown`: the images among the tokens. A model without packed attention computes one sequence."""
     if shown is not None:
         return hidden_with_images(model, token_ids, position_ids, layout, shown)
-    if not is_packed(model):
-        assert isinstance(layout, CausalSequences)
+    if isinstance(layout, CausalSequences) and not is_packed(model):
         assert len(layout.lengths) == 1
         return plain_hidden(model, token_ids)
     output = body_of(model)(

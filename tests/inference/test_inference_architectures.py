@@ -261,6 +261,26 @@ def test_a_namesake_of_a_tested_architecture_is_compared_too():
         enable_packing(LlamaForCausalLM(t.LlamaConfig(**SIZES, initializer_range=0.2)))
 
 
+def test_caches_of_models_that_cannot_run_packed_go_with_the_weights():
+    import transformers as t
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+    model = t.AutoModelForCausalLM.from_config(t.MambaConfig(**sizes, initializer_range=0.3)).eval()
+    engine, context = NativeEngine(model), [5, 6, 7, 8]
+    for version in range(3):
+        out = asyncio.run(engine.generate("a", context, SamplingParams(max_tokens=6, seed=version)))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([context + out.token_ids]), use_cache=False).logits[0]
+        expected = logits.log_softmax(-1)[len(context) - 1 : -1].gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+        context = [*context, *out.token_ids, 9]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        asyncio.run(engine.update_weights(None, version + 1))
+
+
 def run_batch_of_small(model):
     engine = NativeEngine(model)
 

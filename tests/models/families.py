@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from etude.errors import ConfigError
 from etude.inference import NativeEngine, SamplingParams
 from etude.models.loading import load_causal_lm, save_pretrained, zero_dropout
-from etude.models.lora import add_adapters, is_adapted, merged_state
+from etude.models.lora import add_adapters, merged_state
 from etude.models.packable import use_packing
 from etude.models.packed import is_packed, logit_finish
 from etude.options import ModelOptions
@@ -370,7 +370,7 @@ def _lora(name: str, alone: Any) -> str:
         return "–"
     use_packing(model)
     draw = torch.Generator().manual_seed(2)
-    for part in filter(is_adapted, model.modules()):
+    for part in (part for part in model.modules() if hasattr(part, "lora_B")):
         part.lora_B["default"].weight.data.normal_(std=0.05, generator=draw)
     ours = _learn(model, batch, torch.ones(4, 16))
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
