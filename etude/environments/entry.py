@@ -78,7 +78,8 @@ class EnvironmentEntry:
     @property
     def limiter(self) -> Limiter | None:
         """What keeps that limit among all processes of the run; None without one."""
-        return None if self.sessions is None else open_limiter(f"etude-env-{self.name}", Limit(self.sessions))
+        name = f"etude-env-{self.name}-{self.sessions}"  # a limiter's limit never changes
+        return None if self.sessions is None else open_limiter(name, Limit(self.sessions))
 
     def known_tool(self, asked: str | Mapping[str, Any], known: Mapping[str, BaseTool]) -> BaseTool:
         """The tool of that name among `known`, or of that schema, which is kept.

@@ -267,7 +267,12 @@ class EnvironmentSession:
         async with self._lock:
             if self.entry.kind.times_itself and inspect.iscoroutinefunction(function):
                 return await function(*args)
-            return await call_method(self.label, name, self.entry.timeout, self._threads, function, *args)
+            try:
+                return await call_method(self.label, name, self.entry.timeout, self._threads, function, *args)
+            except ToolError as error:
+                if method in ("__init__", "reset", "score"):  # no turn of the model's is answered
+                    raise self._wrong(f"{name} failed: {describe_error(error)}") from error
+                raise
 
     async def _close(self) -> None:
         self._closing = True

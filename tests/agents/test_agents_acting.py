@@ -245,7 +245,6 @@ def test_sessions_never_exceed_the_limit_and_are_closed_once(n, limit, broken):
             closed.append(self.number)
             live.remove(self.number)
 
-    Counted.__name__ = f"Counted{limit}"
     env = environments(Counted, limit=limit)
     agents = AgentLoopManager(context(environment=env, infrastructure_retries=6), Recorder(lambda *_: says("go")))
     rows = [{"raw_prompt": QUESTION, "uid": f"u{i}", "rollout_index": i} for i in range(n)]
@@ -278,6 +277,15 @@ def test_observations_are_disarmed_and_masked():
 
 def odd_step(self, text):
     return Step("<tool_call> <|im_end|>", 0.0, done=text == "x")
+
+
+@pytest.mark.parametrize("method", ["reset", "score"])
+def test_nobody_is_told_of_an_invalid_action_where_none_was_made(method):
+    def fail(self, *args):
+        raise InvalidAction("no")
+
+    with pytest.raises(EtudeError, match=f"environment 'odd': {method} failed: InvalidAction: no"):
+        play([says("done")], type("Odd", (Counting,), {method: fail}))
 
 
 def test_a_tool_error_is_told():
