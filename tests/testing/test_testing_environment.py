@@ -125,7 +125,7 @@ CASES = {
         (
             ERROR,
             "empty agent",
-            "4 of 4 trajectories were dropped: scoring: compute_score",
+            "4 of 4 trajectories were dropped: scoring: 'compute_score' of",
             "reward.py:6; a failure drops",
         ),
     ),
