@@ -95,7 +95,7 @@ def measure(shape: Shape, folder: Path) -> float:
     from etude.options import ModelOptions, OptimOptions
     from etude.protocol import DataProto
     from etude.training.optim import OptimizerSet
-    from etude.training.policy import PolicyEngine
+    from etude.training.policy import PolicyLearner
 
     torch.set_num_threads(1)
     model: Any = load_causal_lm(folder, dtype=shape.dtype)
@@ -103,7 +103,7 @@ def measure(shape: Shape, folder: Path) -> float:
         add_adapters(model, ModelOptions(path=str(folder), lora_rank=shape.lora_rank))
     if shape.checkpointing:
         checkpoint_layers(model)
-    engine = PolicyEngine(model, max_tokens=1 << 30, optimizer=OptimizerSet(model, OptimOptions(lr=1e-6), None))
+    engine = PolicyLearner(model, max_tokens=1 << 30, optimizer=OptimizerSet(model, OptimOptions(lr=1e-6), None))
     ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length))
     half = shape.length // 2
     ids[:, :half] = ids[:: shape.shared, :half].repeat_interleave(shape.shared, dim=0)

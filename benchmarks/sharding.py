@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from etude.models.packable import enable_packing
 from etude.options import FSDPOptions, OptimOptions
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, PolicyEngine, build_mesh, sft_step, shard_model
+from etude.training import OptimizerSet, PolicyLearner, build_mesh, sft_step, shard_model
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def measure(rank: int, ranks: int, strategy: str, layers: int, folder: str) -> N
         mesh = build_mesh(FSDPOptions(), ranks, torch.device("cpu"))
         shard_model(model, FSDPOptions(), mesh, torch.float32)
     optimizer = OptimizerSet(model, OptimOptions(lr=1e-4), None, rank=rank, world_size=ranks)
-    engine = PolicyEngine(model, max_tokens=512, optimizer=optimizer)
+    engine = PolicyLearner(model, max_tokens=512, optimizer=optimizer)
     Path("/proc/self/clear_refs").write_text(
         "5", encoding="utf-8"
     )  # the peak of building the unsharded model does not count

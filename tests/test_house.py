@@ -173,7 +173,7 @@ def test_no_modules_import_each_other():
 
 def test_one_file_knows_where_workers_run():
     named = {module_name(path) for path in MODULES if "InProcessWorkerGroup" in path.read_text(encoding="utf-8")}
-    assert {name for name in named if room_of(name) != "distributed"} == {"etude.trainer.groups"}
+    assert {name for name in named if room_of(name) != "distributed"} == {"etude.trainer.worker_groups"}
 
 
 def test_no_estimator_or_loss_is_named_above_the_algorithms():

@@ -231,7 +231,7 @@ def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, s
 
     from etude.errors import InfrastructureError, one_line
     from etude.rewards.default import score_row
-    from etude.rewards.manager import BoundedScorer, read_score
+    from etude.rewards.manager import BoundedScorer, read_result
     from etude.rewards.scoring import scored_extra_info
     from etude.rewards.view import TrajectoryView
     from etude.trajectory import Trajectory
@@ -244,7 +244,7 @@ def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, s
     started = time.perf_counter()
     try:
         result = asyncio.run(BoundedScorer(scorer or score_row, timeout)(**arguments))
-        found = read_score(result, "the scorer")
+        found = read_result(result, "the scorer")
     except InfrastructureError as error:
         console.print(Text(f"row {number}: {one_line(error)}", style="red"))
         return True

@@ -315,7 +315,7 @@ class NaiveRewardManager(RewardManagerBase):
             extra_info=row.non_tensor_batch.get("extra_info") or {},
             trajectory=row.non_tensor_batch.get("trajectory"),
         )
-        return read_score(result, default.describe_scorer(self.scorer, source))
+        return read_result(result, default.describe_scorer(self.scorer, source))
 
     def _text(self, batch: Any) -> str:
         """Returns the text that the scorer gets, as selected by `score_text`."""
@@ -332,7 +332,7 @@ class NaiveRewardManager(RewardManagerBase):
         return "\n".join(self.tokenizer.decode(turn, skip_special_tokens=True) for turn in chosen)
 
 
-def read_score(result: object, source: str) -> RewardResult:
+def read_result(result: object, source: str) -> RewardResult:
     """Converts a scorer's result, a number or a mapping with the key `score`, to a `RewardResult`.
 
     Raises:

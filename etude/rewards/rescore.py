@@ -18,7 +18,7 @@ from typing import Any
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.rewards.default import Scorer, describe_scorer, score_row
-from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_score
+from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_result
 from etude.rewards.scoring import scored_extra_info
 from etude.rewards.view import TrajectoryView
 from etude.timeouts import gather
@@ -131,7 +131,7 @@ async def _score(
             extra_info=scored_extra_info(trajectory, record),
             trajectory=TrajectoryView.of(trajectory),
         )
-        found = read_score(result, describe_scorer(scorer.scorer, source))
+        found = read_result(result, describe_scorer(scorer.scorer, source))
     except InfrastructureError as error:
         return Rescored(**head, new=None, is_right=False, error=one_line(error))
     new, details = found["reward_score"], plain_numbers(found["reward_extra_info"])

@@ -1,5 +1,5 @@
 """What a training step computes on its batch between rollouts and updates, without a model: module-level functions of
-batches and plain options, which run in the process that holds the batch (`Groups.run`): this one, or with Ray a worker.
+batches and plain options, run in the process that holds the batch (`WorkerGroups.run`): this one, or with Ray a worker.
 
 Invariant: the driver only needs what these return: uids, numbers, metrics. Columns stay with the batch, so the data sent to
 the driver per step grows with rows, not with tokens.

@@ -21,8 +21,8 @@ from etude.models import load_tokenizer
 from etude.options import TrainOptions
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
-from etude.trainer.groups import Groups
 from etude.trainer.rollouts import Batch
+from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS
 
@@ -57,7 +57,7 @@ def check_teachers(setup: Setup, sources: Collection[str]) -> None:
             )
 
 
-def ask_teachers(setup: Setup, groups: Groups, batch: Batch) -> Batch:
+def ask_teachers(setup: Setup, groups: WorkerGroups, batch: Batch) -> Batch:
     """Scores each row with its teacher; returns the columns of `etude.workers.teacher.teacher_columns`.
 
     Raises:

@@ -38,7 +38,6 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
-from etude.trainer.groups import Groups
 from etude.trainer.metrics import is_success
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import plain_values, write_config
@@ -53,6 +52,7 @@ from etude.trainer.rollouts import (
     rollouts_of,
 )
 from etude.trainer.setup import prepare
+from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def evaluate(
     return result
 
 
-def _load_models(groups: Groups) -> None:
+def _load_models(groups: WorkerGroups) -> None:
     groups.rollout.init_model()
     if groups.reward is not None:
         groups.reward.init_model()
@@ -154,7 +154,7 @@ def _load_models(groups: Groups) -> None:
 
 def _roll_out(
     options: TrainOptions,
-    groups: Groups,
+    groups: WorkerGroups,
     dataset: RLDataset,
     rows: Sequence[int],
     samples: Samples,

@@ -47,7 +47,6 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
-from etude.trainer.groups import Groups
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
@@ -57,6 +56,7 @@ from etude.trainer.resume import Resumption, find_resumption, used_values, write
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.tracking import JsonlTracker, Tracking
+from etude.trainer.worker_groups import WorkerGroups
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` runs the whole loop."""
 
-    def __init__(self, setup: Setup, groups: Groups, resume_from: Path | None = None) -> None:
+    def __init__(self, setup: Setup, groups: WorkerGroups, resume_from: Path | None = None) -> None:
         """Reads the data and the checkpoint's loop state, without loading a model.
 
         Args:

@@ -28,8 +28,8 @@ from etude.errors import (
 from etude.options import Options
 from etude.run_folder import run_lock
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.groups import Groups
 from etude.trainer.interrupts import LOSSES
+from etude.trainer.worker_groups import WorkerGroups
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Trainer(Protocol):
 
     run_dir: Path
     checkpoints: Checkpoints
-    groups: Groups
+    groups: WorkerGroups
 
     @property
     def options(self) -> Options:

@@ -27,9 +27,9 @@ from etude.options import RewardOptions, TrainOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.estimates import validation_metrics
-from etude.trainer.groups import Groups
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
 from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
+from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 Batch: TypeAlias = DataProto | BatchRef
@@ -40,7 +40,7 @@ MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` e
 class Rollouts:
     """Rolls out and scores rows, for training and validation."""
 
-    def __init__(self, options: TrainOptions, groups: Groups) -> None:
+    def __init__(self, options: TrainOptions, groups: WorkerGroups) -> None:
         self._options, self.policy, self._reward = options, groups.rollout, groups.reward
         self.run = groups.run
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from etude.checks.setup import Setup, check_options, check_tool_messages
 from etude.options import Options
-from etude.trainer.groups import Groups, open_groups
+from etude.trainer.worker_groups import WorkerGroups, open_groups
 
 
-def prepare(options: Options, *, trains: bool = True, restarts: bool = False) -> tuple[Setup, Groups]:
+def prepare(options: Options, *, trains: bool = True, restarts: bool = False) -> tuple[Setup, WorkerGroups]:
     """Checks the options and opens the worker groups, which load plugins, tools and tokenizer, but no model.
 
     `trains`: whether there is an actor; False if the model is only rolled out. `restarts`: see `open_groups`.

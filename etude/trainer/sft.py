@@ -33,7 +33,6 @@ from etude.run_folder import run_record
 from etude.scratch import write_whole
 from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
@@ -42,6 +41,7 @@ from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.tracking import Tracking
+from etude.trainer.worker_groups import open_groups
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
 from etude.workers.context import ToolCatalogue

@@ -29,10 +29,10 @@ from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, run_forward
-from etude.training.value import ValueEngine
+from etude.training.value import ValueLearner
 
 
-class PolicyEngine:
+class PolicyLearner:
     """Computes log-probs with a Hugging Face causal LM, and takes gradient steps on it."""
 
     def __init__(
@@ -61,7 +61,7 @@ class PolicyEngine:
         self.model, self.optimizer = model, optimizer
         self._max_tokens = max_tokens if use_packing(model) else 1  # 1: each row is a micro-batch of its own
         self._device, self._vision = compute_device(model), Vision.of(model.config)
-        self.critic: ValueEngine | None = None  # a value head on this model's trunk, trained together with it
+        self.critic: ValueLearner | None = None  # a value head on this model's trunk, trained together with it
 
     def _forward(
         self,

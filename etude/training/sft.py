@@ -18,7 +18,7 @@ from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.training.images import COLUMN
 from etude.training.loss_scale import LossScale
-from etude.training.policy import PolicyEngine
+from etude.training.policy import PolicyLearner
 from etude.trajectory import Provenance
 
 Demonstration = Sequence[tuple[Sequence[int], Provenance]]
@@ -45,7 +45,7 @@ def demonstrations_to_batch(
     )
 
 
-def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
+def sft_step(engine: PolicyLearner, batch: DataProto) -> Metrics:
     """Takes one optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch,
     or of a rank's part of it. With a column `token_weights` (batch, width), the loss is the weighted sum instead.
 

@@ -20,7 +20,7 @@ from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, run_forward
 
 
-class ValueEngine:
+class ValueLearner:
     """Trains a `ValueModel`, or a policy's `SharedValueHead`. A token's value is that of its context."""
 
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
@@ -33,7 +33,7 @@ class ValueEngine:
         return run_forward(model, lambda: packed.scatter(model.values_of(packed.hidden(model.backbone))))
 
     def _idle(self) -> Tensor:
-        """See `PolicyEngine._idle`."""
+        """See `PolicyLearner._idle`."""
         return self._forward(pack(filler(), [0], self._device)).sum() * 0
 
     @torch.no_grad()

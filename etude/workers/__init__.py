@@ -1,8 +1,8 @@
 """The workers, one class per role: rollout, actor with reference, critic, reward, teacher; and actor and rollout in one."""
 
 from etude.workers.actor import TrainWorker
+from etude.workers.colocated import ActorRolloutRefWorker
 from etude.workers.critic import CriticWorker
-from etude.workers.policy import ActorRolloutRefWorker
 from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.role import RoleWorker
 from etude.workers.rollout import RolloutWorker

@@ -33,7 +33,7 @@ from etude.metrics import Metrics
 from etude.models.lora import without_adapters
 from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
-from etude.training import LossScale, MicroLoss, OptimizerSet, PolicyEngine, ValueEngine, sft_step
+from etude.training import LossScale, MicroLoss, OptimizerSet, PolicyLearner, ValueLearner, sft_step
 from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
@@ -65,7 +65,7 @@ class TrainWorker(TrainedWorker):
         self._optimizer = self.build_optimizer(
             actor, total_steps, options.trainer.critic_warmup if "values" in options.needs else 0
         )
-        self._actor = PolicyEngine(
+        self._actor = PolicyLearner(
             self.model,
             max_tokens=actor.ppo_max_token_len_per_gpu,
             optimizer=self._optimizer,
@@ -73,13 +73,13 @@ class TrainWorker(TrainedWorker):
         )
         if options.value_head:
             self._add_critic(total_steps)
-        self._ref: PolicyEngine | None = None
+        self._ref: PolicyLearner | None = None
         if options.needs_ref:
             network = self.model
             if not options.model.lora_rank:
                 network = self.load_policy(options.model.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
-            self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+            self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self._sender = WeightSender(self.model, options, self.rank)
         self.prepare_saves()
 
@@ -96,7 +96,7 @@ class TrainWorker(TrainedWorker):
         """Adds a value head on the policy's trunk, with its own optimizer."""
         critic, head = self.options.critic, SharedValueHead(self.model)
         optimizer = OptimizerSet(head, critic.optim, total_steps, rank=self.rank, world_size=self.world_size)
-        self._actor.critic = ValueEngine(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
+        self._actor.critic = ValueLearner(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:

@@ -13,7 +13,7 @@ from etude.metrics import Metrics
 from etude.models import load_value_model
 from etude.options import TrainOptions
 from etude.protocol import DataProto
-from etude.training import ValueEngine
+from etude.training import ValueLearner
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
 
@@ -42,7 +42,7 @@ class CriticWorker(TrainedWorker):
         )
         self.prepare_training(self.model.backbone, critic.model)
         self._optimizer = self.build_optimizer(critic, total_steps)
-        self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self._engine = ValueLearner(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))

@@ -46,7 +46,7 @@ from etude.options import RolloutOptions, TrainOptions
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
 from etude.timeouts import within
-from etude.training import PolicyEngine, is_sharded
+from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
 from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
 
@@ -138,7 +138,7 @@ class EngineLink:
         engine: Engine,
         rollout: RolloutOptions,
         chat: ChatTemplate,
-        actor: PolicyEngine | None,
+        actor: PolicyLearner | None,
         dtype: str,
         adapter_versions: int = 1,
         streams: bool = False,
@@ -379,7 +379,7 @@ def _memory_folder(size: int) -> str | None:
 
 
 def score_rows(
-    actor: PolicyEngine, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+    actor: PolicyLearner, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
 ) -> list[list[float]]:
     """Computes the actor's log-probs of the responses in (prompt, response) pairs."""
     prompts, responses = zip(*rows)

@@ -23,7 +23,7 @@ from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
 from etude.rewards.reward_model import RewardModel
 from etude.timeouts import GRACE_SECONDS, settle
-from etude.training import PolicyEngine
+from etude.training import PolicyLearner
 from etude.trajectory import Rollout
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
@@ -103,10 +103,10 @@ class RolloutWorker(RoleWorker):
         actor = None
         if not (self._standalone or evaluates_only(self.options.rollout.name)):
             self.model = self.load_policy(self.options.model.dtype)
-            actor = PolicyEngine(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
+            actor = PolicyLearner(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
         self.start_engine(actor)
 
-    def start_engine(self, actor: PolicyEngine | None) -> None:
+    def start_engine(self, actor: PolicyLearner | None) -> None:
         """Builds the engine and the manager. `actor` holds the weights to sample from; with `max_staleness`, the engine
         copies them in `update_weights`. None: the engine has its own."""
         options, context = self.options, self.context

@@ -20,7 +20,7 @@ from etude.options.distillation import is_address
 from etude.options.serving import server_url
 from etude.protocol import DataProto
 from etude.timeouts import gather
-from etude.training import PolicyEngine
+from etude.training import PolicyLearner
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS, RoleWorker
 
@@ -29,7 +29,7 @@ TOPK_COLUMNS = ("teacher_topk_ids", "teacher_topk_log_probs")
 Scores = tuple[float, list[int], list[float]]  # a token's log-prob; the top-k ids at its position, and their log-probs
 
 
-def teacher_columns(engine: PolicyEngine, data: DataProto, topk: int, vocabulary: int) -> DataProto:
+def teacher_columns(engine: PolicyLearner, data: DataProto, topk: int, vocabulary: int) -> DataProto:
     """Computes `teacher_log_probs` (batch, response_len) of the sampled tokens with the engine's model at meta_info's
     `temperature`, 0 where `response_mask` is 0; with `topk`, also `teacher_topk_ids` (batch, response_len, topk), the top-k
     ids that are below `vocabulary`, and `teacher_topk_log_probs`, `ABSENT` for the other ids."""
@@ -66,7 +66,7 @@ class TeacherWorker(RoleWorker):
             teacher, dtype=options.model.dtype, device=self.device, trust_remote_code=options.model.trust_remote_code
         )
         check_vocabulary(self.tokenizer, model)
-        self._engine = PolicyEngine(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+        self._engine = PolicyLearner(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.metrics import add_metrics, finish_metrics
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, policy
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, policy
 from etude.training.packing import pack
 from etude.trajectory import Provenance
 
@@ -144,7 +144,7 @@ def update(made, batch):
     optimizer = Recorder(model, OptimOptions(lr=1e-2), None)
     # Straight to the worker: the group would not send the column `labels`.
     minis = update_batches(batch, worker.options.actor, shuffle=True, seed=1, ranks=1)
-    worker._actor = PolicyEngine(model, max_tokens=200, optimizer=optimizer)
+    worker._actor = PolicyLearner(model, max_tokens=200, optimizer=optimizer)
     try:
         figures = finish_metrics(add_metrics(worker.update_actor(part) for (part,) in minis))
     finally:

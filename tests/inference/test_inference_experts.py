@@ -12,7 +12,7 @@ from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.models.experts import routers
 from etude.options import OptimOptions
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, PolicyEngine
+from etude.training import OptimizerSet, PolicyLearner
 
 TOKENIZER = build_tiny_tokenizer(["1 + 2"], 270)
 PROMPTS = ([*range(20)], [*range(20)], [*range(20)], [7, 5, 3], [*range(10), 99, 98])
@@ -90,7 +90,7 @@ def batch_of(rows, with_experts):
 
 def gap(model, rows, with_experts, max_tokens=10_000):
     batch = batch_of(rows, with_experts)
-    ours = PolicyEngine(model, max_tokens=max_tokens).log_probs(batch, 1.0)[0]
+    ours = PolicyLearner(model, max_tokens=max_tokens).log_probs(batch, 1.0)[0]
     return float(((ours - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max())
 
 
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_engines_network(model):
             found.extend(p.grad.clone() if p.grad is not None else None for p in o._parameters),
             step(),
         )[1]
-        engine = PolicyEngine(network, max_tokens=60, optimizer=optimizer)
+        engine = PolicyLearner(network, max_tokens=60, optimizer=optimizer)
         engine.update(batch_of(rows, with_experts), lambda log_probs, *_: (log_probs.sum(), {}), 1.0)
         gradients.append(dict(zip((n for n, _ in network.named_parameters()), found)))
     theirs, *ours = gradients

@@ -12,7 +12,7 @@ from etude.errors import ConfigError, DataError
 from etude.models import ValueModel
 from etude.models.vision import Vision
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine, packing, policy
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, ValueLearner, packing, policy
 from etude.training.images import COLUMN
 from etude.training.microbatches import micro_batches
 from etude.training.packing import needed_tokens, pack
@@ -117,7 +117,7 @@ def gradients(model, batch, loss=weighted, max_tokens=MANY, entropy_grad=False):
     found = {}
     step = optimizer.step
     optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in twin.named_parameters()}) or step()
-    figures = PolicyEngine(twin, max_tokens=max_tokens, optimizer=optimizer).update(batch, loss, 1.0, entropy_grad)
+    figures = PolicyLearner(twin, max_tokens=max_tokens, optimizer=optimizer).update(batch, loss, 1.0, entropy_grad)
     return found, figures
 
 
@@ -126,7 +126,7 @@ def test_log_probs_equal_transformers_own_forward(stage, max_tokens):
     model, batch = stage
     with torch.no_grad():
         expected = plain(model, batch)
-    log_probs, entropy = PolicyEngine(model, max_tokens=max_tokens).log_probs(batch, 1.0)
+    log_probs, entropy = PolicyLearner(model, max_tokens=max_tokens).log_probs(batch, 1.0)
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=5e-5)
     assert bool((entropy[batch.batch["response_mask"].bool()] > 0).all())
 
@@ -175,10 +175,10 @@ def test_rows_share_their_beginnings_up_to_the_first_image_that_differs(stage):
 def test_sharing_changes_only_rounding(stage, monkeypatch):
     model, batch = stage
     shared, _ = gradients(model, batch)
-    probs = PolicyEngine(model, max_tokens=MANY).log_probs(batch, 1.0)[0]
+    probs = PolicyLearner(model, max_tokens=MANY).log_probs(batch, 1.0)[0]
     monkeypatch.setattr(packing, "MIN_SHARED", 10**6)
     alone, _ = gradients(model, batch)
-    torch.testing.assert_close(PolicyEngine(model, max_tokens=MANY).log_probs(batch, 1.0)[0], probs, rtol=0, atol=5e-5)
+    torch.testing.assert_close(PolicyLearner(model, max_tokens=MANY).log_probs(batch, 1.0)[0], probs, rtol=0, atol=5e-5)
     for name in shared:
         scale = max(float(shared[name].abs().max()), 1.0)
         torch.testing.assert_close(alone[name], shared[name], rtol=1e-3, atol=1e-4 * scale, msg=name)
@@ -236,7 +236,7 @@ def test_values_and_their_gradient_equal_transformers_own(stage):
             expected[row, : len(values)] = values
     hook.remove()
     optimizer = OptimizerSet(critic, OptimOptions(lr=1e-3), None)
-    engine = ValueEngine(critic, max_tokens=60, optimizer=optimizer)
+    engine = ValueLearner(critic, max_tokens=60, optimizer=optimizer)
     torch.testing.assert_close(engine.values(batch), torch.where(mask.bool(), expected, 0.0), rtol=1e-4, atol=1e-4)
     before = critic.backbone.visual.patch_embed.proj.weight.clone()
     figures = engine.update(batch, cliprange_value=0.5, loss_agg_mode="token-mean")
@@ -256,18 +256,18 @@ def test_gradient_checkpointing_changes_nothing(stage):
 def test_a_batch_survives_its_travels(stage, tmp_path):
     """Selected, repeated, joined, saved and read again."""
     model, batch = stage
-    expected = PolicyEngine(model, max_tokens=MANY).log_probs(batch, 1.0)[0]
+    expected = PolicyLearner(model, max_tokens=MANY).log_probs(batch, 1.0)[0]
     again = DataProto.concat([batch.select_idxs([3, 0]), batch.select_idxs([5])])
     again.save_to_disk(tmp_path / "batch")
     again = DataProto.load_from_disk(tmp_path / "batch")
-    found = PolicyEngine(model, max_tokens=MANY).log_probs(again, 1.0)[0]
+    found = PolicyLearner(model, max_tokens=MANY).log_probs(again, 1.0)[0]
     torch.testing.assert_close(found, expected[[3, 0, 5]], rtol=0, atol=5e-5)
 
 
 def test_a_row_whose_images_do_not_fit_is_named(stage):
     model, batch = stage
     batch.non_tensor_batch[COLUMN][2] = batch.non_tensor_batch[COLUMN][2][:1]
-    engine = PolicyEngine(model, max_tokens=MANY)
+    engine = PolicyLearner(model, max_tokens=MANY)
     with pytest.raises(DataError, match="row 2: the context has 16 image placeholders"):
         engine.log_probs(batch, 1.0)
     batch.non_tensor_batch.pop(COLUMN)
@@ -278,7 +278,7 @@ def test_a_row_whose_images_do_not_fit_is_named(stage):
 def test_a_text_model_learns_from_no_images(model, stage):
     _, batch = stage
     optimizer = OptimizerSet(model, OptimOptions(), None)
-    engine = PolicyEngine(model, max_tokens=MANY, optimizer=optimizer)
+    engine = PolicyLearner(model, max_tokens=MANY, optimizer=optimizer)
     for compute in (lambda: engine.log_probs(batch, 1.0), lambda: engine.update(batch, weighted, 1.0)):
         with pytest.raises(ConfigError, match="model type 'qwen3' reads text only"):
             compute()

@@ -12,7 +12,7 @@ from etude.metrics import finish_metrics
 from etude.models import ValueModel
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine, packing
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, ValueLearner, packing
 from etude.training.packing import pack
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def update(model, batch, max_tokens, kind="adamw"):
     gradients = []
     step = optimizer.step
     optimizer.step = lambda: gradients.extend(p.grad.clone() for p in twin.parameters()) or step()
-    figures = PolicyEngine(twin, max_tokens=max_tokens, optimizer=optimizer).update(batch, weighted, 0.9, True)
+    figures = PolicyLearner(twin, max_tokens=max_tokens, optimizer=optimizer).update(batch, weighted, 0.9, True)
     return finish_metrics(figures), gradients
 
 
@@ -87,7 +87,7 @@ def test_a_shared_prompt_is_laid_down_once(grouped):
 
 def test_sharing_changes_only_rounding(model, grouped):
     """With a budget of one token each row is computed alone; that this is right is shown elsewhere."""
-    together, alone = (PolicyEngine(model, max_tokens=n).log_probs(grouped, 0.9) for n in (10_000, 1))
+    together, alone = (PolicyLearner(model, max_tokens=n).log_probs(grouped, 0.9) for n in (10_000, 1))
     for ours, theirs in zip(together, alone):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     (figures, gradients), (alone_figures, alone_gradients) = (update(model, grouped, n) for n in (10_000, 1))
@@ -106,14 +106,14 @@ def test_the_critic_shares_prompts_too(model, grouped):
     critic = ValueModel(model.base_model)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
     optimizer = OptimizerSet(critic, OptimOptions(), None)
-    together, alone = (ValueEngine(critic, max_tokens=n, optimizer=optimizer).values(grouped) for n in (10_000, 1))
+    together, alone = (ValueLearner(critic, max_tokens=n, optimizer=optimizer).values(grouped) for n in (10_000, 1))
     assert together.any()
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_runs_see_their_ancestors_and_themselves(model):
     """Each path from a root equals the same tokens as a sequence of its own, and no other run is felt."""
-    PolicyEngine(model, max_tokens=1)  # switches the model to packed attention
+    PolicyLearner(model, max_tokens=1)  # switches the model to packed attention
     layout = CausalSequences([3, 2, 4, 1, 4], [[], [0], [0], [0, 2], []])
     ids = torch.randint(1, 97, (14,), generator=torch.Generator().manual_seed(0))
 

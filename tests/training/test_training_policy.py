@@ -13,7 +13,7 @@ from etude.errors import ConfigError, DataError
 from etude.metrics import finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.protocol import DataProto, object_array
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner
 from etude.training.packing import needed_tokens, pack
 from etude.trajectory import KEPT_IDS
 
@@ -30,7 +30,7 @@ class Recorder(OptimizerSet):
 
 
 def engine_of(model, max_tokens=EVERYTHING, **options):
-    return PolicyEngine(model, max_tokens=max_tokens, optimizer=Recorder(model, OptimOptions(**options), None))
+    return PolicyLearner(model, max_tokens=max_tokens, optimizer=Recorder(model, OptimOptions(**options), None))
 
 
 def eager(model):
@@ -115,7 +115,7 @@ def test_log_probs_are_those_of_unpadded_rows(model, batch, row_ids, temperature
     batch = restrict(batch) if restricted else batch
     with torch.no_grad():
         expected = reference_log_probs(eager(model), batch, row_ids, temperature)
-    engine = PolicyEngine(model, max_tokens=max_tokens)
+    engine = PolicyLearner(model, max_tokens=max_tokens)
     for ours, theirs in zip(engine.log_probs(batch, temperature), expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert not ours[batch.batch["response_mask"] == 0].any()
@@ -144,7 +144,7 @@ def test_sums_of_squares_are_those_of_unpadded_rows(batch, row_ids, architecture
             probs = (exact(input_ids=ids[None]).logits[0] / 0.7).softmax(dim=-1)
         places = mask[i].nonzero().flatten()
         expected[i, places] = probs[prompt + places - 1].square().sum(dim=-1)
-    engine = PolicyEngine(model, max_tokens=max_tokens)
+    engine = PolicyLearner(model, max_tokens=max_tokens)
     log_probs, _, squares = engine.log_probs(batch, 0.7, sum_pi_squared=True)
     torch.testing.assert_close(squares.double(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(log_probs, engine.log_probs(batch, 0.7)[0])
@@ -216,7 +216,7 @@ def test_the_label_of_a_masked_token_changes_no_bit(model, batch):
 def test_a_masked_token_is_context_and_never_a_label(model, batch):
     """A tool's token in mid-row: what was sampled before it keeps its log-prob to the bit, what follows is conditioned
     on it, and it never stands among the labels."""
-    engine = PolicyEngine(model, max_tokens=EVERYTHING)
+    engine = PolicyLearner(model, max_tokens=EVERYTHING)
     before, _ = engine.log_probs(batch, 1.0)
     batch.batch["input_ids"][0, 6 + 3] += 1  # column 3 of row 0, whose mask is 1110011
     after, _ = engine.log_probs(batch, 1.0)
@@ -237,7 +237,7 @@ def test_swapping_a_scored_label_does_change_the_loss(model, batch):
 def test_rows_without_scored_tokens_are_not_computed(model, batch):
     tokens = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].numel()))
-    PolicyEngine(model, max_tokens=EVERYTHING).log_probs(batch, 1.0)
+    PolicyLearner(model, max_tokens=EVERYTHING).log_probs(batch, 1.0)
     hook.remove()
     # Prompt and response of rows 0, 3, 4 up to the token before the last sampled one.
     assert tokens == [(3 + 6) + (5 + 7) + 4]
@@ -270,7 +270,7 @@ def test_a_first_token_without_context_is_refused(model, batch):
     row = batch.select_idxs([3, 0])
     row.batch["attention_mask"][1, :6] = 0  # row 0 without its prompt
     with pytest.raises(DataError, match="row 1: its first token"):
-        PolicyEngine(model, max_tokens=EVERYTHING).log_probs(row, 1.0)
+        PolicyLearner(model, max_tokens=EVERYTHING).log_probs(row, 1.0)
 
 
 def test_a_failed_update_leaves_no_gradient_behind(model, batch):
@@ -364,4 +364,4 @@ def test_a_model_whose_tokens_see_later_ones_is_refused():
     config = Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_bidirectional_attention=True)
     model = Gemma3ForCausalLM(config)
     with pytest.raises(ConfigError, match="its tokens see later ones"):
-        PolicyEngine(model, max_tokens=EVERYTHING)
+        PolicyLearner(model, max_tokens=EVERYTHING)

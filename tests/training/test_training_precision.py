@@ -10,7 +10,7 @@ import torch
 from etude.algorithms import policy_loss
 from etude.metrics import finish_metrics
 from etude.models import ValueModel
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine, round_weights
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, ValueLearner, round_weights
 
 EVERYTHING = 10_000
 HALF = [torch.bfloat16, torch.float16]
@@ -31,7 +31,7 @@ def engine_of(model, dtype, max_tokens=EVERYTHING, **options):
     exact = round_weights(twin, dtype) if dtype != torch.float32 else None
     options = {"weight_decay": 0.0, **options}
     optimizer = Recorder(twin, OptimOptions(**options), None, exact=exact)
-    return PolicyEngine(twin, max_tokens=max_tokens, optimizer=optimizer)
+    return PolicyLearner(twin, max_tokens=max_tokens, optimizer=optimizer)
 
 
 def loss_of(log_probs, _, micro, scale):
@@ -192,7 +192,7 @@ def test_a_critic_computes_in_bfloat16_under_a_float32_head(model, batch):
         critic = ValueModel(copy.deepcopy(model).base_model)
         exact = round_weights(critic.backbone, dtype) if dtype != torch.float32 else None
         optimizer = OptimizerSet(critic, OptimOptions(lr=3e-3), None, exact=exact)
-        engine = ValueEngine(critic, max_tokens=20, optimizer=optimizer)
+        engine = ValueLearner(critic, max_tokens=20, optimizer=optimizer)
         for _ in range(10):
             engine.update(batch, cliprange_value=1e9, loss_agg_mode="token-mean")
         mask = batch.batch["response_mask"]

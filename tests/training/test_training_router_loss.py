@@ -11,7 +11,7 @@ from etude.errors import ConfigError
 from etude.metrics import finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner
 from etude.trajectory import ROUTED_EXPERTS, RoutedExperts
 
 COEF, MANY = 0.7, 10_000
@@ -77,7 +77,7 @@ def update(model, batch, max_tokens, coef=COEF):
     optimizer, found = OptimizerSet(model, OptimOptions(lr=0.0, weight_decay=0.0, clip_grad=None), None), {}
     step = optimizer.step
     optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in model.named_parameters()}) or step()
-    engine = PolicyEngine(model, max_tokens=max_tokens, optimizer=optimizer, router_aux_loss_coef=coef)
+    engine = PolicyLearner(model, max_tokens=max_tokens, optimizer=optimizer, router_aux_loss_coef=coef)
 
     def loss(log_probs, _, micro, scale):
         return -(log_probs * micro.batch["response_mask"]).sum() / scale.batch_num_tokens, {}
@@ -119,4 +119,4 @@ def test_replayed_experts_are_what_is_counted(model):
 def test_a_model_without_routers_is_refused():
     dense = build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), TOKENIZER)
     with pytest.raises(ConfigError, match="router_aux_loss_coef is above 0, and the model has no routers"):
-        PolicyEngine(dense, max_tokens=MANY, router_aux_loss_coef=0.1)
+        PolicyLearner(dense, max_tokens=MANY, router_aux_loss_coef=0.1)

@@ -9,7 +9,7 @@ from vision_stage import KINDS, build_vision_stage, image, plain_log_probs
 
 from etude.errors import DataError
 from etude.metrics import finish_metrics
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, demonstrations_to_batch, sft_step
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, demonstrations_to_batch, sft_step
 from etude.trajectory import Provenance
 
 SAMPLED, TEMPLATE, TOOL, USER = Provenance.SAMPLED, Provenance.TEMPLATE, Provenance.TOOL, Provenance.USER
@@ -21,7 +21,7 @@ EXAMPLES = [
 
 
 def engine_of(model, name="adamw", lr=0.003, max_tokens=64):
-    return PolicyEngine(
+    return PolicyLearner(
         model, max_tokens=max_tokens, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None)
     )
 

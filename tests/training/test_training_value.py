@@ -9,7 +9,7 @@ from etude.algorithms import LOSS_AGG_MODES, value_loss
 from etude.metrics import finish_metrics
 from etude.models import ValueModel
 from etude.models.value import SharedValueHead
-from etude.training import OptimizerSet, OptimOptions, ValueEngine
+from etude.training import OptimizerSet, OptimOptions, ValueLearner
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def critic(model):
 
 
 def engine_of(critic, max_tokens=10_000, lr=0.003):
-    return ValueEngine(critic, max_tokens=max_tokens, optimizer=OptimizerSet(critic, OptimOptions(lr=lr), None))
+    return ValueLearner(critic, max_tokens=max_tokens, optimizer=OptimizerSet(critic, OptimOptions(lr=lr), None))
 
 
 def reference_values(critic, batch, row_ids):

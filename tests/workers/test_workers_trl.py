@@ -15,7 +15,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, OptimOptions, RolloutCorrectionOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto, object_array
-from etude.training import OptimizerSet, PolicyEngine
+from etude.training import OptimizerSet, PolicyLearner
 from etude.workers import TrainWorker
 
 TRL = json.loads((Path(__file__).parent / "data" / "trl_grpo.json").read_text())
@@ -90,7 +90,7 @@ def test_loss_and_gradients_are_trls(recorded, ranks):
         figures, gradients = [], []
         for part in parts:
             optimizer = Recorder(policy, OptimOptions(), None)
-            engine = PolicyEngine(policy, max_tokens=options.ppo_max_token_len_per_gpu, optimizer=optimizer)
+            engine = PolicyLearner(policy, max_tokens=options.ppo_max_token_len_per_gpu, optimizer=optimizer)
             figures.append(engine.update(part, worker._loss, 1.0, False, options.aggregation))
             gradients.append(optimizer.gradients)
     assert finish_metrics(add_metrics(figures))["loss"] == pytest.approx(recorded["loss"], rel=1e-6, abs=1e-7)

@@ -1,6 +1,6 @@
 """Log-probs of a batch and an optimizer step on it, vocabulary 32,000: packed against padded.
 
-`etude` is `PolicyEngine`; `padded` pads rows on both sides and keeps all logits of the responses; `trl` is the same layout
+`etude` is `PolicyLearner`; `padded` pads rows on both sides and keeps all logits of the responses; `trl` is the same layout
 through TRL's fused head. 32 sequences of 64 to 1,024 tokens, of which the first quarter is prompt; with `--group`, so many
 sequences in a row share their prompt, as the answers to one question do. `etude` also runs with `--checkpointing` and with
 adapters of rank `--lora`:
@@ -107,7 +107,7 @@ def _etude(model: Any, rows: list[tuple[Any, Any]], tokens: int) -> Work:
 
     from etude.algorithms import policy_loss
     from etude.protocol import DataProto
-    from etude.training import OptimizerSet, OptimOptions, PolicyEngine
+    from etude.training import OptimizerSet, OptimOptions, PolicyLearner
 
     prompt_width, response_width = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
     ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.long)
@@ -116,7 +116,7 @@ def _etude(model: Any, rows: list[tuple[Any, Any]], tokens: int) -> Work:
         span = slice(prompt_width - len(prompt), prompt_width + len(response))
         ids[i, span], attention[i, span], mask[i, : len(response)] = torch.cat([prompt, response]), 1, 1
     batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
-    engine = PolicyEngine(model, max_tokens=tokens, optimizer=OptimizerSet(model, OptimOptions(lr=0.0), None))
+    engine = PolicyLearner(model, max_tokens=tokens, optimizer=OptimizerSet(model, OptimOptions(lr=0.0), None))
 
     def log_probs() -> float:
         return float(engine.log_probs(batch, 1.0)[0].sum())

@@ -17,7 +17,7 @@ from etude.agents.validation import validate_output
 from etude.chat import ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import build_tiny_model
-from etude.training import PolicyEngine
+from etude.training import PolicyLearner
 from etude.trajectory import KEPT_IDS, Rollout
 
 ROOM = {"response_length": 700, "prompt_length": 700}
@@ -217,7 +217,7 @@ def test_the_trainer_computes_the_distribution_that_was_sampled_from():
     assert len(kinds) >= 2
     batch = to_batch([Rollout([trajectory])], TOKENIZER.pad_token_id or 0)
     assert KEPT_IDS in batch.non_tensor_batch
-    policy = PolicyEngine(model, max_tokens=4096)
+    policy = PolicyLearner(model, max_tokens=4096)
     batch.meta_info["temperature"] = 1.0
     old = policy.log_probs(batch, 1.0)[0]
     mask = batch.batch["response_mask"].bool()

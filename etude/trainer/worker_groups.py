@@ -47,7 +47,7 @@ _LOOK_SECONDS = 2.0  # interval of retries while nodes come back
 
 
 @dataclass(frozen=True)
-class Groups:
+class WorkerGroups:
     """The worker groups of one run. `actor` is the same group as `rollout` if they are colocated, or if nothing is trained;
     `reward` scores whole batches (None if `rollout` scores each trajectory as it ends); `teachers` are keyed by folder or
     server address; `run` calls the trainer's functions on batches (`RoleWorker.run`).
@@ -137,7 +137,7 @@ def open_groups(
     critic: bool = False,
     keeps_batches: bool = False,
     restarts: bool = False,
-) -> Groups:
+) -> WorkerGroups:
     """Starts the workers of `run`, in this process or on the cluster that it names; they load no model yet. If one cannot
     start, the others are closed.
 
@@ -183,7 +183,7 @@ def open_groups(
         elif isinstance(rollout, RayWorkerGroup):  # the driver holds the batches
             beside = _in_process(options, RoleWorker, placement)
         found |= {"run": _select_columns(beside.direct("run", rank)), "beside": beside}
-        return Groups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
+        return WorkerGroups(rollout, actor=actor or rollout, **found, resources=stack.pop_all())
 
 
 def _select_columns(run: Callable[..., Any]) -> Callable[..., Any]:
