@@ -26,7 +26,7 @@ import aiohttp
 from etude.agents import AgentContext, RolloutOptions, TrajectoryClient
 from etude.agents.gateway import GatewaySession, chat_api
 from etude.agents.gateway.agent import Clients
-from etude.agents.gateway.serving import LocalGateway
+from etude.agents.gateway.local import LocalGateway
 from etude.chat import ChatTemplate, ToolParser
 from etude.inference import SamplingParams, ScriptedEngine
 from etude.models import build_tiny_tokenizer

@@ -203,7 +203,7 @@ def hardware() -> str:
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """Reads `run.json`: `versions`, `hardware`, `ended` and the facts of `etude.trainer.provenance`, with secrets redacted;
+    """Reads `run.json`: `versions`, `hardware`, `ended` and the facts of `etude.trainer.run_facts`, with secrets redacted;
     empty if the file is missing, unreadable or larger than 4 MiB."""
     try:
         with (run_dir / RUN_FILE).open("rb") as file:

@@ -214,7 +214,7 @@ def test_test_files_have_names_of_their_own():
     assert len(names) == len(set(names))
 
 
-HOPS = {"A rollout": (14, 9), "A tool call": (6, 5), "An update": (7, 6)}
+HOPS = {"A rollout": (14, 9), "A tool call": (11, 10), "An update": (7, 6)}
 """Calls below the first, and files, that a reader opens on the way to the decode step, the next prompt and `backward`."""
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.inference.cache import Slab, Slot
+from etude.inference.kv_cache import Slab, Slot
 from etude.models.attention import Scoring, merge_attention, partial_attention, visibility, with_sinks
 from etude.models.image_positions import ImagePositions
 

@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 import torch
 
 from etude.errors import ConfigError, EngineError, EtudeError, GrammarError, one_line
-from etude.inference.cache import KVShape, PrefixStore, SlabCache, most_tokens
 from etude.inference.grammar import GrammarCompiler, Matcher
+from etude.inference.kv_cache import KVShape, PrefixStore, SlabCache, most_tokens
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
 from etude.inference.prepacked import PrepackedLinears

@@ -19,8 +19,8 @@ import numpy as np
 
 from etude.chat.encoding import common_beginning
 from etude.errors import EngineError, GrammarError
-from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
 from etude.inference.grammar import Matcher
+from etude.inference.kv_cache import Prefix, PrefixStore, SlabCache, Slot
 from etude.inference.layout import StepInput
 from etude.inference.stop_strings import StopStrings
 from etude.inference.types import SamplingParams, TokenOutput

@@ -1,7 +1,7 @@
 """`ToolCall`: a tool call of a trajectory, from the parser's `FunctionCall` to the answer; `ToolResult`: of one `execute`.
 
-Invariant: a `ToolCall` is filled in by its `ToolSession` alone, and whoever holds it sees its final state once `execute` has
-returned it. Its metrics are small JSON values, and its `error` is one that `ToolCallRecord` lists.
+Invariant: a `ToolCall` is filled in by its `ToolSession` (and by a loop that overrides `_call_tool`); the loop then adds
+what the model is shown. Its metrics are small JSON values, and its `error` is one that `ToolCallRecord` lists.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from etude.run_folder import (
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
 from etude.trainer.metrics import is_success
-from etude.trainer.provenance import describe_run
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
@@ -51,6 +50,7 @@ from etude.trainer.rollouts import (
     read_answer,
     rollouts_of,
 )
+from etude.trainer.run_facts import describe_run
 from etude.trainer.setup import prepare
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Trajectory

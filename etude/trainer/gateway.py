@@ -153,7 +153,7 @@ class ServedPolicy:
             return
         client.end()
         self._engine.close(session.request_id)
-        if self._record is not None and session.recording.turns:
+        if self._record is not None and session.tree.turns:
             try:
                 self._record.append(self.record_of(session))
             except EtudeError as error:

@@ -51,9 +51,9 @@ from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
-from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
+from etude.trainer.run_facts import describe_run, warn_of_changed_files
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.tracking import JsonlTracker, Tracking
 from etude.trainer.worker_groups import WorkerGroups

@@ -30,8 +30,8 @@ from etude.run_folder import (
     versions,
 )
 from etude.trainer.interrupts import Interrupted
-from etude.trainer.provenance import digest_path, git_state
 from etude.trainer.run import fine_tune, train
+from etude.trainer.run_facts import digest_path, git_state
 
 _OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
 _TIMED = ("latency", "seconds", "_per_s", "throughput")

@@ -37,9 +37,9 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
-from etude.trainer.provenance import describe_run, warn_of_changed_files
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
+from etude.trainer.run_facts import describe_run, warn_of_changed_files
 from etude.trainer.tracking import Tracking
 from etude.trainer.worker_groups import open_groups
 from etude.training import demonstrations_to_batch

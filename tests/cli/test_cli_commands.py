@@ -71,7 +71,9 @@ def test_the_documents_command_with_a_file_of_the_users(started, monkeypatch, tm
     [config] = started
     assert config.algorithm.adv_estimator == "grpo"
     assert config.data.train_files == ("/data/mine.parquet",)
-    assert config.actor_rollout_ref.rollout.multi_turn.tool_config_path == ["config/tool_config/geo3k_tool_config.yaml"]
+    assert config.actor_rollout_ref.rollout.multi_turn.tool_config_path == (
+        "config/tool_config/geo3k_tool_config.yaml",
+    )
 
 
 @pytest.mark.parametrize("door", ["etude.trainer.main_ppo", "etude.trainer.main_grpo"])

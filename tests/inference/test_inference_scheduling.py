@@ -16,7 +16,7 @@ from wait_stage import until_async
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
-from etude.inference.cache import KVShape, PrefixStore, SlabCache, capacity_for, most_tokens
+from etude.inference.kv_cache import KVShape, PrefixStore, SlabCache, capacity_for, most_tokens
 from etude.inference.sampling import restrict
 from etude.metrics import finish_metrics
 
@@ -180,7 +180,7 @@ def test_a_preempted_deterministic_run_is_bit_identical_whatever_the_tools_take(
 def test_a_budget_too_small_for_one_context_is_refused_at_the_start(model, monkeypatch):
     many = NativeEngineOptions(kv_cache_memory_mb=1, max_model_len=256)
     assert NativeEngine(model, many)._limit == 256
-    monkeypatch.setattr("etude.inference.cache.key_widths", lambda model: [(2, 8192)] * 2)  # megabytes a token
+    monkeypatch.setattr("etude.inference.kv_cache.key_widths", lambda model: [(2, 8192)] * 2)  # megabytes a token
     with pytest.raises(ConfigError, match=r"rollout\.kv_cache_memory_mb=1 holds a context of at most"):
         NativeEngine(model, many)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.inference.cache import KVShape, SlabCache
+from etude.inference.kv_cache import KVShape, SlabCache
 from etude.inference.layout import AttendedSlots, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 

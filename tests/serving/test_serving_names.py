@@ -98,7 +98,7 @@ def local_gateway(ready, folder, host, names):
     """The gateway of a rollout worker, as long as a session is open; it has no options."""
     from types import SimpleNamespace
 
-    from etude.agents.gateway.serving import LocalGateway
+    from etude.agents.gateway.local import LocalGateway
 
     async def main():
         async with LocalGateway.here().opened(SimpleNamespace(name="a"), None) as (url, _):

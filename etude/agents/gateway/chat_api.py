@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etude.agents.gateway.recording import Completion, Turn
 from etude.agents.gateway.request import GatewayError
+from etude.agents.gateway.rollout_tree import Completion, Turn
 from etude.registry import did_you_mean
 
 if TYPE_CHECKING:

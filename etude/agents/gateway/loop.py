@@ -1,7 +1,7 @@
 """`openai_agent`: the agent loop for agents that call the policy through OpenAI's API.
 
 The agent runs unchanged; its base URL points to this trajectory's `GatewaySession`, inside this process. After it returns,
-the session's sequences are trained on: see `recording`.
+the session's sequences are trained on: see `rollout_tree`.
 
 How a run of the agent is classified:
 
@@ -90,7 +90,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             EtudeError: the agent returned though none of its requests was answered, or it sent none.
             InfrastructureError: the engine failed.
         """
-        from etude.agents.gateway.serving import LocalGateway  # FastAPI: imported only when needed
+        from etude.agents.gateway.local import LocalGateway  # FastAPI: imported only when needed
 
         name, row = row["request_id"].replace("/", "~"), await row_for_clients(row)
         sampling = SamplingParams.of(sampling_params)
@@ -101,8 +101,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             finally:
                 await session.close()
         trajectories = session.trajectories()
-        main, sampled = trajectories[-1], bool(session.recording.turns)
-        rewarded = reward is not None or bool(session.recording.rewards)
+        main, sampled = trajectories[-1], bool(session.tree.turns)
+        rewarded = reward is not None or bool(session.tree.rewards)
         if failure is None and not sampled and main.stop_reason is StopReason.COMPLETED:
             raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
         if failure is None and sampled and not (rewarded or self.context.scored):

@@ -17,8 +17,8 @@ from typing import Any
 
 from etude.agents.base import AgentContext, response_room
 from etude.agents.gateway.messages import ImageHeader, Message, match_answers
-from etude.agents.gateway.recording import History, Recording, Turn
 from etude.agents.gateway.request import ChatRequest, GatewayError
+from etude.agents.gateway.rollout_tree import History, RolloutTree, Turn
 from etude.agents.tool_messages import with_result_tag, with_tool_name
 from etude.chat import ChatTemplate, ParsedResponse
 from etude.chat.provenance import Run
@@ -54,7 +54,7 @@ class Prefix:
 
 
 def match_prefix(
-    recording: Recording,
+    tree: RolloutTree,
     messages: list[Message],
     image_headers: Sequence[Sequence[ImageHeader]],
     history: History,
@@ -69,7 +69,7 @@ def match_prefix(
     chat, calls_answered = shared.chat, match_answers(messages)
     start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     new, answering = messages[start:], calls_answered[start:]
-    parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
+    parent = tree.find(history.keys[start - 1], messages[:start]) if start and new else None
     context: list[Run] | None = None
     try:
         if parent is not None:

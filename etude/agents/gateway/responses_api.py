@@ -24,8 +24,8 @@ from etude.agents.gateway.chat_api import (
     text_of,
     text_part,
 )
-from etude.agents.gateway.recording import Completion
 from etude.agents.gateway.request import GatewayError
+from etude.agents.gateway.rollout_tree import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,9 +26,9 @@ from starlette.types import Receive, Scope, Send
 
 from etude.agents.gateway.chat_api import CHAT, Dialect
 from etude.agents.gateway.messages_api import MESSAGES
-from etude.agents.gateway.recording import Completion
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
+from etude.agents.gateway.rollout_tree import Completion
 from etude.agents.gateway.session import GatewaySession
 from etude.errors import one_line
 from etude.serving.middleware import BearerToken, BodyLimit, hung_up
@@ -225,7 +225,7 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
         """A step reward for the session's last turn."""
         found = store.get(session, _key(request))
         found.reward(decode_body(await request.body()))
-        return {"rewards": len(found.recording.rewards)}
+        return {"rewards": len(found.tree.rewards)}
 
     if export is None:
         return

@@ -30,8 +30,8 @@ from etude.agents.gateway.messages import (
     read_image_sizes,
 )
 from etude.agents.gateway.prefix import Prefix, longest_sequence, match_prefix
-from etude.agents.gateway.recording import Completion, History, Recording, Turn
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, TooLong, grammar_of, read_request
+from etude.agents.gateway.rollout_tree import Completion, History, RolloutTree, Turn
 from etude.agents.gateway.turn import ParsedTurn, parse_turn
 from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
@@ -85,7 +85,7 @@ class GatewaySession:
     ) -> None:
         self.name, self.rules = name, rules or SessionRules()
         self._client, self._context, self._sampling = client, context, sampling
-        self.recording = Recording()
+        self.tree = RolloutTree()
         self.replies: dict[str, list[Message]] = {}
         """The conversation up to each response that `previous_response_id` may name, by response id."""
         self._kept_messages: dict[bytes, Message] = {}
@@ -165,7 +165,7 @@ class GatewaySession:
         sampling = {name: getattr(params, name) for name in _SAMPLING}
         digests = [[header.digest for header in shown] for shown in headers]
         history = History(messages, digests, json.dumps([request.tools, sampling]))
-        prefix = match_prefix(self.recording, messages, headers, history, request, self._context)
+        prefix = match_prefix(self.tree, messages, headers, history, request, self._context)
         self._check_room(prefix)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
@@ -182,7 +182,7 @@ class GatewaySession:
             self.refused = None
             started = time.perf_counter()
             room = prefix.room, prefix.ending
-            most, cut_by = turn_budget(room, self.recording.sampled, self._context.options.multi_turn)
+            most, cut_by = turn_budget(room, self.tree.sampled, self._context.options.multi_turn)
             most = max(most, 1)
             outputs = await self._sample(prefix, images, params, request, arrived, most)
             thinking = parser.opens_reasoning(prompt_end)
@@ -209,7 +209,7 @@ class GatewaySession:
                     sampling,
                     seconds,
                 )
-                self.recording.add(turn, history.after(message))
+                self.tree.add(turn, history.after(message))
                 turns.append(turn)
         finally:
             self._admitted -= 1
@@ -237,19 +237,19 @@ class GatewaySession:
             value = as_reward(given["reward"], "the agent")
         except InfrastructureError as error:
             raise GatewayError(400, one_line(error), param="reward") from error
-        if not self.recording.turns:
+        if not self.tree.turns:
             raise GatewayError(400, "there is no turn yet that a reward could be for")
-        if len(self.recording.rewards) >= MOST_REWARDS:
+        if len(self.tree.rewards) >= MOST_REWARDS:
             raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
-        if sum(abs(each) for _, _, each in self.recording.rewards) + abs(value) > MAX_REWARD:
+        if sum(abs(each) for _, _, each in self.tree.rewards) + abs(value) > MAX_REWARD:
             raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
-        self.recording.rewards.append((self.recording.last, name[:100], value))
+        self.tree.rewards.append((self.tree.last, name[:100], value))
 
     def trajectories(self) -> list[Trajectory]:
         """Returns the sequences in time order, the main one last; a single empty one if there are no turns."""
         name = self.request_id
-        made = self.recording.sequences(name) if self.recording.turns else [Trajectory(name, [])]
+        made = self.tree.sequences(name) if self.tree.turns else [Trajectory(name, [])]
         if self.refused is not None:
             made[-1].stop_reason = self.refused
         return made
@@ -266,7 +266,7 @@ class GatewaySession:
         if self._answered + self._admitted >= most:
             raise self._refuse(StopReason.MAX_ASSISTANT_TURNS, f"this session's {most} turns are used up")
         budget = options.max_trajectory_tokens
-        if budget is not None and self.recording.turns and budget - self.recording.sampled < options.min_answer_tokens:
+        if budget is not None and self.tree.turns and budget - self.tree.sampled < options.min_answer_tokens:
             raise self._refuse(StopReason.TRAJECTORY_LENGTH, f"this session's {budget} sampled tokens are used up")
         if options.max_seconds is not None and time.monotonic() - self.started >= options.max_seconds:
             raise self._refuse(StopReason.TIME_LIMIT, f"this session's {options.max_seconds:g} seconds have passed")
@@ -285,7 +285,7 @@ class GatewaySession:
         return replace(sampling, **own, stop=(*sampling.stop, *request.stops), seed=seed)
 
     def _check_room(self, prefix: Prefix) -> None:
-        options, first = self._context.options, not self.recording.turns
+        options, first = self._context.options, not self.tree.turns
         malformed = options.multi_turn.max_consecutive_malformed_calls
         if malformed is not None and prefix.parent is not None and prefix.parent.malformed_in_a_row() >= malformed:
             raise self._refuse(StopReason.MAX_MALFORMED_CALLS, f"{malformed} malformed calls in a row")
@@ -295,7 +295,7 @@ class GatewaySession:
 
     def _too_long(self, length: str, longest: int, ending: StopReason = StopReason.RESPONSE_LENGTH) -> GatewayError:
         options = self._context.options
-        reason = ending if self.recording.turns else StopReason.PROMPT_TOO_LONG
+        reason = ending if self.tree.turns else StopReason.PROMPT_TOO_LONG
         return self._refuse(
             reason,
             f"This model's maximum context length is {longest} tokens, of which the first prompt may have "

@@ -12,8 +12,8 @@ from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context,
 
 from etude.agents import AgentLoopManager, TrajectoryClient
 from etude.agents.gateway import GatewaySession
+from etude.agents.gateway.local import LocalGateway
 from etude.agents.gateway.request import read_request
-from etude.agents.gateway.serving import LocalGateway
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 from etude.models import TinyModelSpec, build_tiny_model
 

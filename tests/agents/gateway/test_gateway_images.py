@@ -18,8 +18,8 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
 from etude.agents.gateway.messages import plain_messages, row_for_clients
-from etude.agents.gateway.recording import History
 from etude.agents.gateway.request import GatewayError
+from etude.agents.gateway.rollout_tree import History
 from etude.agents.gateway.session import SessionRules
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ToolParser
@@ -292,7 +292,7 @@ def test_requests_at_once_keep_no_more_pixels_than_they_may_together():
 
     made, refused = asyncio.run(main())
     assert refused == 4
-    assert sum(image.pixel_values.nbytes for turn in made.recording.turns for image in turn.images) <= 1 << 20
+    assert sum(image.pixel_values.nbytes for turn in made.tree.turns for image in turn.images) <= 1 << 20
 
 
 def test_turns_share_the_pixels_of_an_image_that_was_read_twice():

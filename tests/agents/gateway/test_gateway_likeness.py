@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_gateway_sequences import AND, NAMING, Labelling, chat_of, said
 
 from etude.agents.gateway.messages import match_answers, plain_messages
-from etude.agents.gateway.recording import History
+from etude.agents.gateway.rollout_tree import History
 from etude.agents.validation import check_sampled
 from etude.trainer.metrics import tool_metrics
 

@@ -12,10 +12,10 @@ from gateway_stage import ECHO, USER, answer, native, served, session, talk
 from starlette.testclient import TestClient
 from wait_stage import until_async
 
-from etude.agents.gateway import SessionRules, serving
+from etude.agents.gateway import SessionRules, local
+from etude.agents.gateway.local import LocalGateway
 from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.server import SessionStore, create_app
-from etude.agents.gateway.serving import LocalGateway
 from etude.errors import EngineError
 from etude.trajectory import StopReason
 
@@ -140,7 +140,7 @@ def test_hints_and_settings_that_ask_for_nothing_are_accepted():
 
 
 def test_bodies_that_are_no_requests(monkeypatch):
-    monkeypatch.setattr(serving, "_MOST_REQUEST_MB", 1)
+    monkeypatch.setattr(local, "_MOST_REQUEST_MB", 1)
 
     async def work(stage):
         url, headers = f"{stage.url}/chat/completions", {"Authorization": f"Bearer {stage.key}"}
@@ -432,7 +432,7 @@ def test_what_was_sampled_when_the_session_ended_is_not_recorded():
         await until_async(lambda: stage.session.in_flight)
         [sampling] = stage.session._at_work
         sampling.add_done_callback(lambda _: stage.session.end())
-        return (await asking).code, stage.session.recording.turns
+        return (await asking).code, stage.session.tree.turns
 
     assert talk(work, engine=Recorder(lambda *_: says("5"), latency=0.05)) == ("session_not_found", [])
 

@@ -11,7 +11,7 @@ from gateway_stage import ECHO, USER, answer, request_of, session, talk
 
 from etude.agents.gateway import SessionRules
 from etude.agents.gateway.messages import plain_messages
-from etude.agents.gateway.recording import History
+from etude.agents.gateway.rollout_tree import History
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError

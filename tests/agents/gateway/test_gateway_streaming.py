@@ -65,7 +65,7 @@ def test_a_long_turn_is_kept_alive_and_then_arrives_whole(path):
         texts = [line for line in events if "The answer is 5." in line and "elta" in line]
         assert texts
         assert not any(line.startswith(":") for line in lines[lines.index(events[0]) :])
-        assert len(stage.session.recording.turns) == 1
+        assert len(stage.session.tree.turns) == 1
 
     talk(work, engine=Gated([says("The answer is 5.")]))
 
@@ -221,7 +221,7 @@ def test_a_client_that_hangs_up_midway_ends_its_request(path):
                 break
             assert not stage.engine.ended
         await until_async(lambda: stage.engine.ended and not stage.session.in_flight)
-        assert not stage.session.recording.turns
+        assert not stage.session.tree.turns
         assert not stage.session.broken.done()
 
     talk(work, engine=Gated(lambda *_: says("The answer is 5.")))
@@ -246,7 +246,7 @@ def test_an_engine_that_fails_midway_is_an_error_in_the_stream():
             with pytest.raises(anthropic.APIError, match="out of memory"):
                 [_ async for _ in await client.messages.create(stream=True, **given)]
         assert stage.session.broken.done()
-        assert not stage.session.recording.turns
+        assert not stage.session.tree.turns
 
     talk(work, engine=Gated(lambda *_: RuntimeError("out of memory")))
 

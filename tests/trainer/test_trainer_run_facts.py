@@ -8,8 +8,8 @@ import pytest
 
 from etude.cli.main import cli, run
 from etude.run_folder import REDACTED
-from etude.trainer import provenance
-from etude.trainer.provenance import code_beside, describe_run, digest_path, git_state
+from etude.trainer import run_facts
+from etude.trainer.run_facts import code_beside, describe_run, digest_path, git_state
 
 
 def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, monkeypatch):
@@ -22,8 +22,8 @@ def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, mo
     (tmp_path / "m" / "b").write_bytes(b"23")
     assert digest_path(tmp_path / "m") != first
     assert digest_path(tmp_path / "none") == {"bytes": None, "sha256": None}
-    monkeypatch.setattr(provenance, "_WHOLE_BYTES", 10)
-    monkeypatch.setattr(provenance, "_PART_BYTES", 4)
+    monkeypatch.setattr(run_facts, "_WHOLE_BYTES", 10)
+    monkeypatch.setattr(run_facts, "_PART_BYTES", 4)
     digests = set()
     for changed in (None, 0, 15, 29):
         data = bytearray(30)

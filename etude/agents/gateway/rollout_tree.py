@@ -1,4 +1,4 @@
-"""`Recording`: all turns of a session as a rollout tree, and the training sequences made from it.
+"""`RolloutTree`: all turns of a session, and the training sequences made from it.
 
 A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and the
 tokens sampled after them. A path from a root to a leaf is a context that the engine saw.
@@ -111,7 +111,7 @@ class Completion:
 
 
 @dataclass
-class Recording:
+class RolloutTree:
     """The turns of a session in the order in which they were recorded, and its rewards."""
 
     turns: list[Turn] = field(default_factory=list)
