@@ -29,7 +29,7 @@ _STANDING = 1e-7  # relative change of weights; 1e-5 to 1e-3 is usual
 _SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
         0.9,
-        "of groups have equal rewards: a group-relative estimator learns nothing from them",
+        "of groups have equal rewards: a group-relative estimator learns {learned} from them",
     ),
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
@@ -53,9 +53,12 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns kind → sentence, most serious first."""
     problems = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+    kept = metrics.get("training/filter_groups/kept", 1.0)
+    # a penalty in the reward makes equal rewards differ, and a group's standard deviation scales it up to full advantages
+    learned = "only the KL penalty" if kept and metrics.get("actor/reward_kl_penalty") else "nothing"
     if low is not None and low == high and math.isfinite(low):
-        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
-    elif metrics.get("training/filter_groups/kept") == 0.0:
+        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}"
+    elif kept == 0.0:
         if low is None:
             problems["nothing left"] = "no trajectory was left to train on"
         else:
@@ -66,7 +69,7 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
             problems[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
     for name, (threshold, words) in _SHARES.items():
         if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
-            problems[name] = f"{100 * share:.0f} % {words}"
+            problems[name] = f"{100 * share:.0f} % {words.format(learned=learned)}"
     return problems | _unmoved_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
 
 

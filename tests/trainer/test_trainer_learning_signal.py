@@ -74,6 +74,16 @@ def test_warnings_of_shares():
     assert find_problems({"rollout/equal_groups_share": 0.5, "rollout/unparsed_share": 0.05}) == {}
 
 
+def test_equal_rewards_still_teach_the_penalty_in_them():
+    step = {"critic/score/min": 0.0, "critic/score/max": 0.0, "rollout/equal_groups_share": 1.0}
+    penalised = step | {"actor/reward_kl_penalty": 0.009}
+    assert find_problems(step)["equal rewards"].endswith("learns nothing")
+    assert find_problems(penalised)["equal rewards"].endswith("learns only the KL penalty")
+    assert find_problems(penalised | {"training/filter_groups/kept": 0.0})["equal rewards"].endswith("learns nothing")
+    [words] = find_problems({"rollout/equal_groups_share": 0.95, "actor/reward_kl_penalty": 0.009}).values()
+    assert "learns only the KL penalty from them" in words
+
+
 def test_failures_above_the_share_warn_once_and_stop_at_the_second_step(caplog):
     watched = SkippedSteps(5, 0.25)
     share = "rollout/infrastructure_failure_share"
