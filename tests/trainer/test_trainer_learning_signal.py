@@ -74,6 +74,11 @@ def test_warnings_of_shares():
     assert find_problems({"rollout/equal_groups_share": 0.5, "rollout/unparsed_share": 0.05}) == {}
 
 
+def test_a_validation_says_that_answers_are_missing():
+    found = find_problems({"val-core/shop/reward/missing": 3, "val/rollout/dropped": 3.0})
+    assert found == {"val/rollout/dropped": "3 answers of the validation dropped: its metrics are without them"}
+
+
 def test_equal_rewards_still_teach_the_penalty_in_them():
     step = {"critic/score/min": 0.0, "critic/score/max": 0.0, "rollout/equal_groups_share": 1.0}
     penalised = step | {"actor/reward_kl_penalty": 0.009}
