@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from test_rewards_manager import Letters, row, trajectory
+from wait_stage import is_running, until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards
@@ -272,7 +273,7 @@ def test_a_fork_that_a_scorer_forgets_answers_nothing(tmp_path, name):
     if name == "prime":
         managed.compute_score.processes.close()
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: not any(is_running(child.pid) for child in left))
 
 
 def test_a_dead_scorer_is_noticed_though_its_fork_lives(tmp_path):
