@@ -295,7 +295,7 @@ def _list_dumps(path: Path, named: Mapping[str, Path], ends: bool) -> Iterator[t
         steps = list_dump_steps(folder)
         for step in sorted({*steps[:1], *steps[-1:]}) if ends else steps:
             file = folder / f"{step}.jsonl"
-            yield split, str(file.relative_to(path) if file.is_relative_to(path) else file), file
+            yield split, str(file.relative_to(path) if file.is_relative_to(path) else file.absolute()), file
     if not folders and not (path / CONFIG_FILE).exists():
         for file in sorted(path.glob("*.jsonl")):
             if file.name not in _NOT_DUMPS:

@@ -20,6 +20,9 @@ pytest.importorskip("textarena")
 CONFORMING = {
     "reasoning_gym:chain_sum": {"attempts": 2},
     "reasoning_gym:countdown": {},
+    "reasoning_gym:graph_color": {},  # has no one answer: a known solution is tried
+    "reasoning_gym:list_functions": {},  # prepares all its questions, and draws from the global generator
+    "reasoning_gym:propositional_logic": {},
     "gym:FrozenLake-v1": {"random_map": 4},
     "gym:Blackjack-v1": {},
     "gym:CliffWalking-v1": {},
@@ -82,6 +85,19 @@ def test_several_attempts_at_a_question():
     )
     assert steps[1].done
     assert score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("generator", "text"), [("coin_flip", "1e400"), ("game_of_life", '{"a": 1}'), ("prime_factorization", "A")]
+)
+def test_an_answer_that_the_scorer_trips_over_is_wrong_and_counted(generator, text):
+    _, [step], (score, _) = play(EnvironmentOptions(id=f"reasoning_gym:{generator}"), [f"<answer>{text}</answer>"])
+    assert (step.done, step.metrics, score) == (True, {"unreadable": 1}, 0.0)
+
+
+def test_a_seed_beyond_the_questions_is_one_of_them():
+    options = EnvironmentOptions(id="reasoning_gym:word_ladder")
+    assert play(options, [], 2**40)[0] == play(options, [], 2**40 % 20_000)[0]
 
 
 def test_a_gymnasium_game_in_words():

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -83,6 +84,15 @@ def test_a_run_whose_configuration_puts_the_dumps_elsewhere_is_followed(tmp_path
     write_rollouts(run / "rollouts", 3, make_records(3))  # a copied run's own dumps come first
     index.refresh()
     assert {row.step for row in index.rows} == {3}
+
+
+def test_a_relative_dump_folder_is_where_the_run_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rollouts(Path("elsewhere"), 1, make_records(1))
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("trainer:\n  rollout_data_dir: elsewhere\n")
+    index = opened(Path("run"))
+    assert index.read(index.rows[0])["step"] == 1
 
 
 def test_evaluations_in_a_run_folder_have_splits_of_their_own(tmp_path):

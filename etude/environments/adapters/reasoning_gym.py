@@ -5,27 +5,32 @@ Arguments: `attempts` (1), and those of the generator's configuration. The seed 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from etude.environments.base import Environment, Step
+from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
 from etude.registry import unknown_name
 
 ASK = "Write your final answer between <answer> and </answer>."
 AGAIN = "That is not right. Try again."
-UNSOUND = {
-    **dict.fromkeys(
-        ("graph_color", "boxnet", "rush_hour", "rubiks_cube", "propositional_logic"), "its own answers score about 0"
-    ),
+FAULTS = {
     "game_of_life_halting": "any answer scores 1",
-    "prime_factorization": "scoring some answers raises",
+    **dict.fromkeys(
+        ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
+        "a seed is another question in another process, unless PYTHONHASHSEED is set for all",
+    ),
 }
-"""Generators of 0.1.25 whose scores teach nothing."""
+"""Generators of 0.1.25 that one should not train on unwarned."""
+KNOWN_SOLUTIONS = ("possible_answer", "example_correct_answer", "example_answer")
+"""Where the metadata of a question with many right answers have one of them."""
+SIZES = {"acre": 4000, "word_ladder": 20_000, "gsm_symbolic": 2**20, "list_functions": 2**20}
+"""How many questions are made of the generators that prepare all of them at once, or refuse more."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +42,23 @@ class Question(Environment):
         self._dataset, self._left, self._score = dataset, attempts, 0.0
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
-        """Returns question number `seed`."""
-        with _lock:
-            self._entry = self._dataset[seed]
+        """Returns question number `seed`, counted around among those of `SIZES`."""
+        number = seed % len(self._dataset)
+        with GlobalRandom(number):  # some generators draw from it, and some keep state between questions
+            self._entry = self._dataset[number]
         return f"{self._entry['question']}\n{ASK}"
 
     def step(self, text: str) -> Step:
-        """Scores the answer; another attempt follows if it is wrong and one is left."""
-        self._score = float(self._dataset.score_answer(answer_in(text), self._entry))
+        """Scores the answer; another attempt follows if it is wrong and one is left. An answer that the scorer trips over
+        is wrong, and reported as `unreadable`: some scorers parse what the model wrote, and raise."""
+        try:
+            self._score, unreadable = float(self._dataset.score_answer(answer_in(text), self._entry)), 0
+        except Exception:  # a scorer may raise anything
+            self._score, unreadable = 0.0, 1
+            logger.debug("the scorer raised", exc_info=True)
         self._left -= 1
-        return Step(f"{AGAIN} {ASK}", done=self._score >= 1.0 or self._left <= 0)
+        done = self._score >= 1.0 or self._left <= 0
+        return Step(f"{AGAIN} {ASK}", done=done, metrics={"unreadable": unreadable})
 
     def score(self) -> dict[str, float]:
         """Returns the score of the last attempt, in [0, 1]."""
@@ -54,11 +66,11 @@ class Question(Environment):
 
     def answer(self) -> str | None:
         """The generator's own answer, which must earn 1; for `etude env check`."""
-        answer = self._entry.get("answer")
-        return None if answer is None else f"<answer>{answer}</answer>"
-
-
-_lock = threading.Lock()  # some generators keep state between questions
+        known = (self._entry["metadata"].get(key) for key in KNOWN_SOLUTIONS)
+        answer = next((each for each in (self._entry.get("answer"), *known) if each is not None), None)
+        return (
+            None if answer is None else f"<answer>{json.dumps(answer) if isinstance(answer, dict) else answer}</answer>"
+        )
 
 
 def answer_in(text: str) -> str | None:
@@ -89,9 +101,9 @@ def open_environment(
     if not isinstance(attempts, int) or attempts < 1:
         raise ConfigError(f"args.attempts must be a whole number from 1, not {attempts!r}")
     try:
-        dataset = reasoning_gym.create_dataset(name, size=2**31 - 1, seed=0, **args)
+        dataset = reasoning_gym.create_dataset(name, size=SIZES.get(name, 2**31 - 2), seed=0, **args)
     except Exception as error:  # a generator may raise anything
         raise ConfigError(f"reasoning_gym:{name}: args: {one_line(error)}") from error
-    if name in UNSOUND:
-        logger.warning("reasoning_gym:%s: its scores teach nothing in 0.1.25: %s", name, UNSOUND[name])
+    if name in FAULTS:
+        logger.warning("reasoning_gym:%s: in 0.1.25, %s", name, FAULTS[name])
     return partial(Question, dataset, attempts), Question
