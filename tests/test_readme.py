@@ -24,11 +24,11 @@ import pytest
 import yaml
 
 from etude.agents import AGENT_LOOPS
+from etude.agents.environments import ENVIRONMENTS  # and what registers "base"
 from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
-from etude.environments import ENVIRONMENTS
 from etude.options.validate import plain
 from etude.rewards import REWARD_MANAGERS
 from etude.run_folder import read_metrics
