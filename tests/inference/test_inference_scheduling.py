@@ -500,7 +500,8 @@ def test_whatever_is_dropped_nothing_leaks_and_the_others_are_exact(model_once, 
             engine.close(name)
         return [task.result() for task in tasks if not task.cancelled()]
 
-    twin = copy.deepcopy(model_once)  # the reference has another attention, and the engine may be in the middle of a step
+    # The reference has another attention, and the engine may be in the middle of a step.
+    twin = copy.deepcopy(model_once)
     for answers in asyncio.run(asyncio.wait_for(main(), 120)):
         for context, out in answers:
             count = len(out.token_ids)
