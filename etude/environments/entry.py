@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from etude.chat.cache import LRUCache
 from etude.environments.base import Environment, EnvironmentTool, tool_methods
 from etude.errors import ConfigError, DataError
 from etude.limits import Limit, Limiter, open_limiter
@@ -42,7 +43,9 @@ class EnvironmentEntry:
     key: str = "env"
     noun: str = "environment"
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
-    _schemas: dict[str, EnvironmentTool] = field(default_factory=dict, compare=False, repr=False)
+    _schemas: LRUCache[EnvironmentTool] = field(
+        default_factory=lambda: LRUCache(_MAX_SCHEMAS), compare=False, repr=False
+    )
 
     @classmethod
     def of(cls, name: str, make: Callable[[], Environment], kind: type[Environment], **given: Any) -> EnvironmentEntry:
@@ -53,7 +56,7 @@ class EnvironmentEntry:
         """
         made = cls(name, make, kind, **given)
         tools = {each: EnvironmentTool.of_method(kind, each, made.timeout) for each in tool_methods(kind)}
-        return cls(name, make, kind, tools=tools, **given)
+        return replace(made, tools=tools)
 
     @property
     def label(self) -> str:
@@ -92,11 +95,10 @@ class EnvironmentEntry:
                 raise unknown_name(ConfigError, f"{self.label} has no tool '{asked}'", asked, known)
             return known[asked]
         text = json.dumps(asked, sort_keys=True, default=str)
-        if text not in self._schemas:
-            while len(self._schemas) >= _MAX_SCHEMAS:
-                self._schemas.pop(next(iter(self._schemas)))
-            self._schemas[text] = EnvironmentTool(asked, self.timeout)
-        return self._schemas[text]
+        if (tool := self._schemas.get(text)) is None:
+            tool = EnvironmentTool(asked, self.timeout)
+            self._schemas.put(text, tool)
+        return tool
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ async def call_method(
         if inspect.iscoroutinefunction(function):
             return await within(seconds, function, *args)
         returned = await threads.run_within(seconds, function, *args)
-        return await within(seconds, _identity, returned) if inspect.isawaitable(returned) else returned
+        return await within(seconds, awaited, returned) if inspect.isawaitable(returned) else returned
     except ToolError:
         raise
     except Exception as error:
@@ -61,7 +61,8 @@ async def call_method(
         raise EtudeError(line) from error
 
 
-async def _identity(awaitable: Any) -> Any:
+async def awaited(awaitable: Any) -> Any:
+    """Makes a coroutine of what a user's method returned to be waited for."""
     return await awaitable
 
 

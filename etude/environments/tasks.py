@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from etude.environments.entry import EnvironmentEntry
+from etude.environments.session import awaited
 from etude.errors import ConfigError, EtudeError, describe_error
 
 _SEEDS = 1000  # of an environment without tasks, for which the configuration says nothing
@@ -47,8 +48,4 @@ def _tasks(entry: EnvironmentEntry, split: str, most: int | None) -> list[Any] |
     finally:
         closing = environment.close()
         if inspect.isawaitable(closing):
-            asyncio.run(_waited(closing))
-
-
-async def _waited(awaitable: Any) -> None:
-    await awaitable
+            asyncio.run(awaited(closing))
