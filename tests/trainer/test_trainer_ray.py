@@ -28,7 +28,7 @@ from etude.distributed.queue_store import QueueStore
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.rewards.reward_model import RewardModel
-from etude.trainer import groups
+from etude.trainer import worker_groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
@@ -288,7 +288,7 @@ def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster)
 def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluster, monkeypatch):
     now, three = [0.0], ("trainer.nnodes=3", "ray.node_timeout=7")
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-    monkeypatch.setattr(groups, "time", clock)
+    monkeypatch.setattr(worker_groups, "time", clock)
     for restarts, waited in ((False, 0), (True, 8)):
         with pytest.raises(ConfigError, match="the cluster has 2 nodes"):
             prepare(tiny.config(tmp_path, *cluster, *three), restarts=restarts)
@@ -301,7 +301,7 @@ def test_rollouts_may_have_fewer_nodes_than_asked_for(tiny, tmp_path, cluster, m
     def placed(*given):
         raise InterruptedError
 
-    monkeypatch.setattr(groups, "check_nodes", placed)
+    monkeypatch.setattr(worker_groups, "check_nodes", placed)
     own = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.min_nnodes=1")
     with pytest.raises(InterruptedError):
         prepare(tiny.config(tmp_path, *cluster, *own))
