@@ -2,8 +2,9 @@
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 verified that its log-probs match the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle (CUDA IPC). If the trainer is
-another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer judges the probe's samples.
+others copy named tensors (see `full_state`), load a checkpoint, which the first rank of each node writes, or take tensors by
+handle (CUDA IPC). If the trainer is another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer
+judges the probe's samples.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from etude.inference import (
 )
 from etude.metrics import Max, Metrics
 from etude.model_folder import local_folder, longest_context
-from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.models import load_causal_lm, torch_dtype
 from etude.models.loading import DTYPES
-from etude.models.lora import add_adapters, merged_state, save_adapters
-from etude.models.named_weights import full_state, gather_weights
+from etude.models.lora import add_adapters
+from etude.models.named_weights import full_state
 from etude.models.vision import Vision
 from etude.options import RolloutOptions, TrainOptions
 from etude.protocol import DataProto
@@ -48,7 +49,16 @@ from etude.scratch import Scratch, sweep
 from etude.timeouts import within
 from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
-from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
+from etude.workers.weights import (
+    CheckpointFolder,
+    checkpoint_chunks,
+    folder_config,
+    keeps_adapters,
+    model_bytes,
+    share_on_node,
+    tensors_of,
+    weight_bytes,
+)
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
@@ -156,6 +166,8 @@ class EngineLink:
         self._asleep = False
         self._version = 0
         self._folder: Scratch | None = None
+        self._base: Path | None = None  # of a node: its first rank writes there
+        self._writes, self._config = True, ""
         self._written: list[Path] = []
         self._numbers = 0  # number of the last received folder
         self._adapter_versions = adapter_versions
@@ -214,8 +226,8 @@ class EngineLink:
             if not adapters:  # no room for a second copy of the model; a replica that comes back waits for this version
                 self._forget_versions(0)
             self._numbers += 1
-            self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters)
-        self._files.write(data)
+            self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters, self._writes)
+        self._config = self._files.receive(data)
 
     async def push(self, version: int) -> Metrics:
         """Syncs the current weights to the engine as `version`, and probes it.
@@ -288,19 +300,17 @@ class EngineLink:
         if self._receives:
             return self._received_source()
         assert self._actor is not None
-        model = self._actor.model
+        model, dtype = self._actor.model, torch_dtype(self._dtype)
         if isinstance(self.engine, NativeEngine):
-            return full_state(model, dtype=torch_dtype(self._rollout.dtype or self._dtype))
-        weights = gather_weights(model, torch_dtype(self._dtype)) if is_sharded(model) else None
+            return full_state(model, dtype=torch_dtype(self._rollout.dtype) if self._rollout.dtype else dtype)
         if self._rollout.weight_transfer == "cuda_ipc":
-            return merged_state(model, weights)
+            return dict(tensor for chunk in checkpoint_chunks(model, dtype, False) for tensor in chunk)
         adapters = self._rollout.weight_transfer == "adapter"
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        folder = self._base_folder(size) / f"version-{version}"
-        if adapters:
-            save_adapters(model, folder, weights)
-        else:
-            save_pretrained(model, None, folder, weights)
+        folder = self._base_folder(weight_bytes(model)) / f"version-{version}"
+        files = CheckpointFolder(folder, adapters, self._writes)
+        for chunk in checkpoint_chunks(model, dtype, adapters):
+            files.write(chunk)
+        files.finish(folder_config(model, adapters))
         return self._written_source(folder)
 
     def _received_source(self) -> Any:
@@ -310,7 +320,7 @@ class EngineLink:
         files, self._files = self._files, None
         if files is None:
             raise EtudeError("the engine was sent no weights")
-        files.finish()
+        files.finish(self._config)
         return self._written_source(files.folder)
 
     def _written_source(self, folder: Path) -> Path | AdapterFolder:
@@ -324,18 +334,24 @@ class EngineLink:
 
     def _forget_versions(self, keep: int) -> None:
         while len(self._written) > keep:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+            folder = self._written.pop(0)
+            if self._writes:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _base_folder(self, size: int) -> Path:
-        if self._folder is None:
-            parent = self._rollout.weight_sync_dir
-            if parent is None:
-                sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
-                parent = _memory_folder(int(_ROOM * size))
-            else:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            self._folder = Scratch.make(_PREFIX, parent)
-            weakref.finalize(self, self._folder.remove)
+        if self._base is None:
+            self._base, self._writes = share_on_node(functools.partial(self._make_folder, size))
+        return self._base
+
+    def _make_folder(self, size: int) -> Path:
+        parent = self._rollout.weight_sync_dir
+        if parent is None:
+            sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
+            parent = _memory_folder(int(_ROOM * size))
+        else:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        self._folder = Scratch.make(_PREFIX, parent)
+        weakref.finalize(self, self._folder.remove)
         return self._folder.folder
 
     # -- memory --------------------------------------------------------------------------------------------------

@@ -1,17 +1,28 @@
 """What a run on GPUs does, walked without one: PyTorch is told of GPUs, and everything else is real."""
 
+import asyncio
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from options_stage import changed
 from ranks_stage import run_ranks
+from workers_stage import tiny_options
 
 from etude.distributed import rank_process
 from etude.distributed.rank_process import ProcessOptions, RankProcess, network_interface
 from etude.distributed.worker import Worker
+from etude.models import load_causal_lm
+from etude.models.named_weights import full_tensor, own_weights
 from etude.options import FSDPOptions
 from etude.training import build_mesh
+from etude.workers import TrainWorker
+from etude.workers.engine_link import EngineLink
+from etude.workers.weights import gather_objects
 
 
 class MeshWorker(Worker):
@@ -78,3 +89,37 @@ def test_ranks_meet_over_the_interface_of_their_nodes_address(monkeypatch):
     assert network_interface("10.0.0.7") == "eth1"
     assert network_interface("10.0.0.8") is None
     assert network_interface("127.0.1.1") is None
+
+
+def hand_over_a_folder(rank, ranks, given):
+    """(folder, whether its tensors are the actor's, as an engine's process would load them) of each way to train."""
+    found = []
+    for options in given:
+        worker = TrainWorker(options, rank=rank, world_size=ranks)
+        worker.init_model()
+        loaded = {}
+
+        async def update_weights(folder, version):
+            loaded.update(folder=str(folder), own=load_causal_lm(folder).state_dict())  # noqa: B023
+
+        engine = SimpleNamespace(shares_weights=False, update_weights=update_weights)
+        link = EngineLink(engine, options.rollout, worker.bundle.chat, worker._actor, "float32")
+        for version in (0, 1):
+            asyncio.run(link.push(version))
+        same = [torch.equal(loaded["own"][name], full_tensor(own)) for name, own in own_weights(worker.model).items()]
+        found.append((loaded["folder"], all(same), len(list(link._base.glob("version-*")))))
+        gather_objects(None)  # the first rank's folder ends with its link
+    return found
+
+
+@pytest.mark.slow
+def test_the_first_rank_of_a_node_writes_the_weights_for_all_of_its_engines(model_path, tmp_path):
+    rollout = {"name": "sglang", "weight_probe": False}
+    plain = tiny_options(model_path)
+    given = [
+        changed(plain, actor=replace(plain.actor, strategy=strategy), rollout=replace(plain.rollout, **rollout))
+        for strategy in ("ddp", "fsdp2")
+    ]
+    first, second = run_ranks(2, hand_over_a_folder, given, folder=tmp_path)
+    assert first == second
+    assert [(same, kept) for _, same, kept in first] == [(True, 1)] * 2
