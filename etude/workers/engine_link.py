@@ -63,6 +63,7 @@ from etude.workers.weights import (
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "etude-weights-"
+_PARTS = frozenset({"weights", "kv_cache"})  # of an engine's memory
 _ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and a margin
 
 
@@ -113,6 +114,7 @@ def build_engine(
         server_timeout=rollout.server_timeout,
         weight_sync_timeout=rollout.weight_sync_timeout,
         engine_kwargs=rollout.engine_kwargs.get(rollout.name) or {},
+        shares_gpu=placement.trains and not options.has_rollout_group and placement.device.startswith("cuda"),
     )
     served: Engine = engine.from_setup(setup)
     return served
@@ -163,7 +165,7 @@ class EngineLink:
         self.drawn: list[ProbeDraws] = []  # the probe's samples after the last sync
         self._files: CheckpointFolder | None = None
         self._sync_began: float | None = None
-        self._asleep = False
+        self._asleep: frozenset[str] = frozenset()  # of _PARTS
         self._version = 0
         self._folder: Scratch | None = None
         self._base: Path | None = None  # of a node: its first rank writes there
@@ -199,14 +201,12 @@ class EngineLink:
         """
         if not self.is_current:
             raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
-        slept = self._asleep
+        slept = bool(self._asleep)
         await self._wake()
-        if slept and self._receives and self._probe is not None:
+        if slept and self._probe is not None:
             before = {draws.name: draws for draws in self.drawn}
             for draws in await within(self._rollout.weight_sync_timeout, self._draw, self._version):
                 draws.judge_again(before.get(draws.name, draws))
-        elif slept and self._actor is not None and not is_sharded(self._actor.model):
-            await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
 
     async def receive(self, data: DataProto) -> None:
         """Takes a chunk of the weights that the next `push` activates.
@@ -216,7 +216,7 @@ class EngineLink:
         """
         if self._sync_began is None:
             self._sync_began = time.perf_counter()
-            await self._wake()
+            await self._wake("weights")
         if isinstance(self.engine, NativeEngine):
             await self.engine.load_weights(*tensors_of(data))
             return
@@ -242,10 +242,11 @@ class EngineLink:
         if self._actor is None and not self._receives:
             return {}
         started, self._sync_began = self._sync_began or time.perf_counter(), None
-        await self._wake()
+        await self._wake("weights")
         try:
             source = await self._source(version)
             await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
+            await self._wake()
             metrics = await within(self._rollout.weight_sync_timeout, self._run_probe, version)
         except Exception as error:
             if not is_infrastructure(error):
@@ -358,14 +359,19 @@ class EngineLink:
 
     async def rest(self) -> None:
         """Called after a rollout: frees the engine's memory if `rollout.free_cache_engine` is set."""
-        if self._rollout.free_cache_engine and not self._asleep:
-            self._asleep = await self._call_engine("sleep")
+        if self._rollout.free_cache_engine and not self._asleep and await self._call_engine("sleep"):
+            self._asleep = _PARTS
 
-    async def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = not await self._call_engine("wake")
+    async def _wake(self, *parts: str) -> None:
+        """Wakes these parts of the engine, by default all that sleep: the KV cache only after a weight sync, whose tensors
+        need the memory."""
+        if waking := self._asleep.intersection(parts or _PARTS):
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what the update held is the engine's now
+            await self._call_engine("wake", *(sorted(waking) if waking != _PARTS else ()))
+            self._asleep -= waking
 
-    async def _call_engine(self, what: str) -> bool:
+    async def _call_engine(self, what: str, *given: str) -> bool:
         """Calls the engine's `sleep` or `wake`; returns whether it supports them.
 
         Raises:
@@ -374,7 +380,7 @@ class EngineLink:
         if not hasattr(self.engine, what):
             return False
         try:
-            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what))
+            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what), *given)
         except Exception as error:
             if not is_infrastructure(error):
                 raise

@@ -123,3 +123,30 @@ def test_the_first_rank_of_a_node_writes_the_weights_for_all_of_its_engines(mode
     first, second = run_ranks(2, hand_over_a_folder, given, folder=tmp_path)
     assert first == second
     assert [(same, kept) for _, same, kept in first] == [(True, 1)] * 2
+
+
+def test_an_engine_gets_memory_for_its_cache_only_after_its_weights(model_path, monkeypatch):
+    """vLLM's and SGLang's tags; the allocator gives back what the update held first."""
+    rollout = {"name": "sglang", "weight_probe": False, "free_cache_engine": True, "weight_transfer": "cuda_ipc"}
+    worker = TrainWorker(tiny_options(model_path, rollout=rollout), rank=0, world_size=1)
+    worker.init_model()
+    calls = []
+
+    class Engine:
+        shares_weights = False
+
+        async def update_weights(self, source, version):
+            calls.append("load")
+
+        async def sleep(self):
+            calls.append("sleep")
+
+        async def wake(self, *parts):
+            calls.append(parts)
+
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("freed"))
+    link = EngineLink(Engine(), worker.options.rollout, worker.bundle.chat, worker._actor, "float32")
+    for step in (link.rest(), link.push(1), link.rest(), link.ready()):
+        asyncio.run(step)
+    assert calls == ["sleep", "freed", ("weights",), "load", "freed", ("kv_cache",), "sleep", "freed", ()]
