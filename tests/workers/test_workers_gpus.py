@@ -16,11 +16,11 @@ from workers_stage import tiny_options
 from etude.distributed import rank_process
 from etude.distributed.rank_process import ProcessOptions, RankProcess, network_interface
 from etude.distributed.worker import Worker
-from etude.models import load_causal_lm
+from etude.models import load_causal_lm, loading
 from etude.models.named_weights import full_tensor, own_weights
 from etude.options import FSDPOptions
 from etude.training import build_mesh
-from etude.workers import TrainWorker
+from etude.workers import CriticWorker, TrainWorker
 from etude.workers.engine_link import EngineLink
 from etude.workers.weights import gather_objects
 
@@ -150,3 +150,46 @@ def test_an_engine_gets_memory_for_its_cache_only_after_its_weights(model_path, 
     for step in (link.rest(), link.push(1), link.rest(), link.ready()):
         asyncio.run(step)
     assert calls == ["sleep", "freed", ("weights",), "load", "freed", ("kv_cache",), "sleep", "freed", ()]
+
+
+def load_where_the_weights_are(rank, ranks, given):
+    """Elements of the models that this rank loads, and whether the parts of each are the folder's."""
+    found, load = [], loading._from_pretrained
+    for worker_cls, options in given:
+        loaded = []
+
+        def watch(source, *arguments, **named):
+            model = load(source, *arguments, **named)
+            loaded.extend(p.numel() for p in model[0].parameters()) if "output_loading_info" in named else None  # noqa: B023
+            return model
+
+        with mock.patch.object(loading, "_from_pretrained", watch):
+            worker = worker_cls(options, rank=rank, world_size=ranks)
+            worker.init_model()
+        folder = load_causal_lm(options.model.path).state_dict()
+        parts = {name.removeprefix("backbone."): full_tensor(own) for name, own in own_weights(worker.model).items()}
+        known = {name: folder.get(name, folder.get(f"model.{name}")) for name in parts if ".lora_" not in name}
+        same = [torch.equal(parts[name], own) for name, own in known.items() if own is not None]
+        tied = worker.model.get_output_embeddings() if worker_cls is TrainWorker else None
+        found.append(
+            (sum(loaded), len(same), all(same), tied and tied.weight is worker.model.model.embed_tokens.weight)
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_of_a_sharded_model_loads_it(model_path, tmp_path):
+    options = tiny_options(model_path)
+    options = changed(
+        options,
+        actor=replace(options.actor, strategy="fsdp2"),
+        critic=replace(options.critic, strategy="fsdp2", model=replace(options.critic.model, path=model_path)),
+    )
+    lora = changed(options, model=replace(options.model, lora_rank=4, target_modules=("q_proj",)))
+    given = [(TrainWorker, options), (CriticWorker, options), (TrainWorker, lora)]
+    first, second = run_ranks(2, load_where_the_weights_are, given, folder=tmp_path)
+    size = sum(parameter.numel() for parameter in load_causal_lm(model_path).parameters())
+    assert [loaded for loaded, *_ in first] == [size] * 3
+    assert [loaded for loaded, *_ in second] == [0] * 3
+    assert [each[1:] for each in first] == [each[1:] for each in second]
+    assert all(count > 20 and same and tied is not False for _, count, same, tied in first)
