@@ -141,3 +141,65 @@ class OpenEnv(Served):
             seen["result"] = {"content": content, "structured_content": {"result": text}, "is_error": False}
         won = state["number"] == state["goal"]
         return "observation", {"observation": seen, "reward": float(won), "done": state["number"] >= state["goal"]}
+
+
+class NemoGym(Served):
+    """`example_session_state_mgmt` of NeMo Gym, a counter a session, which a cookie names. `mcp`: its tools are MCP's."""
+
+    def __init__(self, mcp=False):
+        self.mcp, self.counters, self.verified = mcp, {}, []
+        paths = ("seed_session", "verify", "increment_counter", "get_counter_value", "mcp")
+        routes = [web.post(f"/{path}", getattr(self, f"_{path}")) for path in paths]
+        super().__init__(web.get("/openapi.json", self._openapi), *routes)
+
+    async def _openapi(self, request):
+        return web.json_response({"openapi": "3.1.0", "paths": {"/seed_session": {}, "/verify": {}}})
+
+    async def _seed_session(self, request):
+        key = f"session-{len(self.counters)}"
+        self.counters[key] = (await request.json())["initial_count"]
+        headers = {"X-NeMo-Gym-Session-Token": key}
+        seeded = {"mcp": {"server_name": "peer", "url_path": "/mcp", "transport": "http", "headers": headers}}
+        answer = web.json_response(seeded if self.mcp else {})
+        answer.set_cookie("peer", key, httponly=True, samesite="lax")
+        return answer
+
+    async def _increment_counter(self, request):
+        count = (await request.json()).get("count")
+        if count == 13:
+            raise web.HTTPInternalServerError
+        if not isinstance(count, int):
+            fault = {"type": "int_parsing", "loc": ["body", "count"], "msg": "Input should be a valid integer"}
+            return web.json_response({"detail": [fault]}, status=422)
+        self.counters[request.cookies["peer"]] += count
+        return web.json_response({"success": True})
+
+    async def _get_counter_value(self, request):
+        return web.json_response({"count": self.counters[request.cookies["peer"]]})
+
+    async def _mcp(self, request):
+        asked, key = await request.json(), request.headers["X-NeMo-Gym-Session-Token"]
+        result = {"tools": [ADD]}
+        if asked["method"] == "tools/call":
+            k = asked["params"]["arguments"].get("k")
+            self.counters[key] += k or 0
+            text = "Field required" if k is None else str(self.counters[key])
+            result = {"content": [{"type": "text", "text": text}], "isError": k is None}
+        return web.json_response({"jsonrpc": "2.0", "id": asked["id"], "result": result})
+
+    async def _verify(self, request):
+        body = await request.json()
+        self.verified.append(body["response"]["output"])
+        right = self.counters[request.cookies["peer"]] == body["expected_count"]
+        return web.json_response({**body, "reward": float(right), "seen": True})
+
+
+def nemo_row(first, expected):
+    """A row of the data of that server."""
+    integer = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
+    tools = [
+        {"type": "function", "name": "increment_counter", "parameters": integer, "strict": True, "description": ""},
+        {"type": "function", "name": "get_counter_value", "parameters": {"type": "object"}, "strict": True},
+    ]
+    asked = {"input": [{"role": "developer", "content": "Count."}, {"role": "user", "content": f"to {expected}"}]}
+    return {"responses_create_params": asked | {"tools": tools}, "expected_count": expected, "initial_count": first}

@@ -51,6 +51,7 @@ ADAPTERS = {
     "gym": Adapter(f"{_HERE}.gym", "gymnasium", "gymnasium", "environments whose spaces can be said in words"),
     "textarena": Adapter(f"{_HERE}.textarena", "textarena", "textarena", "text games"),
     "openenv": Adapter(f"{_HERE}.openenv", "", "", "sessions of a server of OpenEnv", "URL"),
+    "nemo_gym": Adapter(f"{_HERE}.nemo_gym", "", "", "tasks of a resources server of NeMo Gym", "URL"),
 }
 
 

@@ -1,13 +1,15 @@
 """Environments behind servers: what they say is told, their failures are infrastructure, and no session is left over."""
 
 import asyncio
+import json
 
 import pytest
-from peers_stage import OpenEnv
+from peers_stage import NemoGym, OpenEnv, nemo_row
 from wait_stage import until
 
-from etude.environments import EnvironmentSession
+from etude.environments import EnvironmentSession, InvalidAction
 from etude.environments.loader import load_environments
+from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, InfrastructureError
 from etude.options import EnvironmentOptions
 from etude.testing.conformance import check_environment
@@ -94,6 +96,66 @@ async def test_sessions_of_a_server_that_dies_are_neither_scored_nor_left():
     assert not playing[0].entry.limiter._held
 
 
-def test_no_server_is_told_before_a_model_is_loaded():
-    with pytest.raises(ConfigError, match=r"env\[0\]: openenv:http://127.0.0.1:9: no server of OpenEnv answers"):
-        load_environments([EnvironmentOptions(id="openenv:ws://127.0.0.1:9")])
+@pytest.mark.parametrize("id", ["openenv:ws://127.0.0.1:9", "nemo_gym:http://127.0.0.1:9"])
+def test_no_server_is_told_before_a_model_is_loaded(id):
+    with pytest.raises(
+        ConfigError, match=r"env\[0\]: \w+: no such server answers at http://127.0.0.1:9.*start it first"
+    ):
+        load_environments([EnvironmentOptions(id=id)])
+
+
+# -- NeMo Gym ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(nemo_row(first, first + 3)) + "\n" for first in range(4)))
+    return str(file)
+
+
+@pytest.mark.parametrize("mcp", [False, True])
+def test_a_resources_server_conforms(mcp, rows):
+    with NemoGym(mcp) as server:
+        found = check_environment(EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows}))
+        assert [each for each in found.all if each.level.value != "ok"] == []
+
+
+def test_calls_and_answer_are_what_is_verified(rows):
+    async def play(session, server):
+        async with session:
+            assert [message["role"] for message in session.observation] == ["system", "user"]
+            await session.call_tool("increment_counter", {"count": 1})
+            with pytest.raises(InvalidAction, match="valid integer"):
+                await session.call_tool("increment_counter", {"count": "x"})
+            response, _, _ = await session.call_tool("increment_counter", {"count": 2})
+            assert response.text == '{"success": true}'
+            await session.step("<think>hm</think>Done.")
+            assert await session.score(completed=True) == (1.0, {"seen": True})
+        kinds = [item["type"] for item in server.verified[0]]
+        assert kinds == 3 * ["function_call", "function_call_output"] + ["message"]
+        assert server.verified[0][-1]["content"][0]["text"] == "Done."
+
+    with NemoGym() as server:
+        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
+        [entry] = load_environments([options]).entries.values()
+        made = list(task_rows(entry, "train", None))
+        assert (len(made), list(task_rows(entry, "val", 64))) == (4, [])
+        asyncio.run(play(EnvironmentSession(entry, {**made[0], "group_seed": 0}), server))
+        with pytest.raises(InfrastructureError, match="500"):
+            asyncio.run(broken(EnvironmentSession(entry, {**made[0], "group_seed": 0})))
+
+
+async def broken(session):
+    async with session:
+        await session.call_tool("increment_counter", {"count": 13})
+
+
+def test_a_row_that_cannot_be_shown_is_told_with_its_line(tmp_path):
+    row = nemo_row(1, 2)
+    row["responses_create_params"]["input"].append({"type": "function_call", "name": "f", "arguments": "{}"})
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(nemo_row(1, 2))}\n{json.dumps(row)}\n")
+    with NemoGym() as server:
+        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": str(tmp_path / "rows.jsonl")})
+        with pytest.raises(ConfigError, match="line 2: its input has more than texts"):
+            load_environments([options])

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import aiohttp
 
+from etude.environments.adapters.servers import as_text, fetch_json, openai_schema
 from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
-from etude.errors import ConfigError, InfrastructureError, one_line
-from etude.tools.base import function_schema
+from etude.errors import InfrastructureError
 
 _LARGEST = 100 * 2**20  # bytes of a message
 _TOLD = ("execution_error", "invalid_args", "tool_not_found")  # of a call; the other errors are not the model's
@@ -61,7 +60,7 @@ class Session(Environment):
         listed = await self._request("tools/list", {})
         if "error" in listed and self._steps_call:
             raise InfrastructureError(f"{self._url}: tools/list: {listed['error'].get('message')}")
-        tools = [_schema(each) for each in listed.get("result", {}).get("tools", ())]
+        tools = [openai_schema(each) for each in listed.get("result", {}).get("tools", ())]
         shown = [self._say(first["observation"]), "" if tools else self._rule]
         return Step("\n".join(filter(None, shown)), done=first["done"], tools=tools)
 
@@ -91,9 +90,9 @@ class Session(Environment):
             answer = await self._request("tools/call", {"name": name, "arguments": dict(arguments)})
             if "error" in answer:
                 raise InvalidAction(str(answer["error"].get("message")))
-            return _text(answer["result"])
+            return as_text(answer["result"])
         found = await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
-        step = self._acts(found, _text(found["observation"].get("result")))
+        step = self._acts(found, as_text(found["observation"].get("result")))
         if (error := found["observation"].get("error")) and error.get("error_type") not in _TOLD:
             raise InfrastructureError(f"{self._url}: {name}: {error.get('message')}")
         if error and not step.done:
@@ -138,20 +137,6 @@ class Session(Environment):
         return texts[0] if len(texts) == 1 else "\n".join(f"{key}: {text}" for key, text in zip(seen, texts))
 
 
-def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """MCP's description of a tool as OpenAI's."""
-    made = function_schema(tool["name"], tool.get("description") or "")
-    made["function"]["parameters"] = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object"}
-    return made
-
-
-def _text(result: Any) -> str:
-    """What a tool returned, as text: MCP's content, or the value itself."""
-    if isinstance(result, Mapping) and isinstance(result.get("content"), list):
-        return "\n".join(str(each.get("text", each.get("type"))) for each in result["content"])
-    return result if isinstance(result, str) else json.dumps(result)
-
-
 def open_environment(
     url: str, *, shows: Sequence[str] = ()
 ) -> tuple[Callable[[], Environment], type[Environment], str]:
@@ -161,12 +146,5 @@ def open_environment(
         ConfigError: no server of OpenEnv answers there.
     """
     url = re.sub(r"^ws", "http", url).rstrip("/")
-    try:
-        schema, about = (
-            json.load(urllib.request.urlopen(f"{url}/{each}", timeout=10)) for each in ("schema", "metadata")
-        )
-        return partial(Session, url, schema["action"], shows), Session, f"{about['name']} {about.get('version') or ''}"
-    except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(
-            f"openenv:{url}: no server of OpenEnv answers: {one_line(error)}", fix="start it first"
-        ) from error
+    schema, about = (fetch_json("openenv", f"{url}/{each}") for each in ("schema", "metadata"))
+    return partial(Session, url, schema["action"], shows), Session, f"{about['name']} {about.get('version') or ''}"
