@@ -91,7 +91,7 @@ def open_environment(
     try:
         make().reset({}, 0)
     except LookupError as error:  # NLTK's way to say that data is missing, in twenty lines
-        data = re.search(r"Resource\W+(?:\x1b\[\d+m)?(\w+)", str(error))
+        data = re.search(r"Resource (?:\x1b\[\d+m)?(\w+)", str(error))
         if data is None:
             raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}") from error
         fix = f"run  python -m nltk.downloader {data[1]}  where there is a network"
