@@ -17,13 +17,16 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], where
     """Checks names and types of `args`, which `function` (or a class) is to take.
 
     Raises:
-        ConfigError: it does not take an argument, or one of that type.
+        ConfigError: it does not take an argument, or one of that type, or one is missing.
     """
     parameters = inspect.signature(function).parameters.values()
     known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     for key in () if any(each.kind is each.VAR_KEYWORD for each in parameters) else args:
         if key not in known:
             raise unknown_name(ConfigError, f"{where}: args: unknown argument '{key}'", key, known)
+    for each in parameters:
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty and each.name not in args:
+            raise ConfigError(f"{where}: '{each.name}' is missing")
     check_types(function, args, where)
 
 

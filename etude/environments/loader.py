@@ -57,6 +57,7 @@ ADAPTERS = {
     ),
     "openenv": Adapter(f"{_HERE}.openenv", "", "", "sessions of a server of OpenEnv", "URL"),
     "harbor": Adapter(f"{_HERE}.harbor", "", "", "tasks in Harbor's format, in the sandbox", "FOLDER"),
+    "verifiers": Adapter(f"{_HERE}.verifiers", "", "", "tasksets of verifiers, in the interpreter that `python` names"),
     "nemo_gym": Adapter(f"{_HERE}.nemo_gym", "", "", "tasks of a resources server of NeMo Gym", "URL"),
 }
 
@@ -77,7 +78,8 @@ def _entry(options: EnvironmentOptions, key: str) -> EnvironmentEntry:
     try:
         if not colon:
             return registered_entry(options.id, options.args, name=options.label, **given)
-        make, kind, version = open_adapter(prefix)(name, options.args)
+        own = {} if options.python is None else {"python": options.python}
+        make, kind, version = open_adapter(prefix)(name, {**options.args, **own})
         named = {"id": options.id, "args": options.args, "version": version}
         return EnvironmentEntry.of(options.label, make, kind, **named, **given)
     except ConfigError as error:

@@ -41,7 +41,9 @@ def check_environment(options: EnvironmentOptions) -> Findings:
         yield f"{options.id} {opened[0].version}".strip()
 
     findings.run("id", open_entry, "correct the id or its args: `etude env list`")
-    if not findings.failed:
+    if not findings.failed and opened[0].drives:
+        findings.run("conformance", lambda: iter(["it drives itself: a run plays it"]), "report this: it is a bug")
+    elif not findings.failed:
         code = f"mend the environment {options.id}, or leave it out of env"
         findings.run_stage("conformance", Trial(opened[0]), fix=code)
     return findings
