@@ -75,11 +75,21 @@ def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_pat
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+class _HeapUse(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and newer: `free` is `fordblks`, the free bytes of all heaps."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("top", ctypes.c_size_t))
+
+
 def trim_heap() -> None:
-    """Returns free memory to the system. Rollouts and updates take turns, in threads with a heap each in glibc, which holds
-    on to what one of them freed: a quarter of the memory of a model of 135 million parameters."""
+    """Returns free memory to the system, if it is a gigabyte or more. Rollouts and updates take turns, in threads with a
+    heap each in glibc, which holds on to what one of them freed: a quarter of the memory of a model of 135 M parameters.
+    A small model keeps its half gigabyte: to fault its pages in again took a fifth of an update's CPU time."""
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype = _HeapUse
+        if libc.mallinfo2().free >= 2**30:
+            libc.malloc_trim(0)
 
 
 class RoleWorker(Worker):

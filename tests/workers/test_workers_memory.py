@@ -1,7 +1,10 @@
 """What an update keeps for its backward pass: with gradient checkpointing less, and the gradients stay."""
 
+import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from options_stage import changed
@@ -13,6 +16,7 @@ from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
+from etude.workers.role import trim_heap
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +71,18 @@ def test_ligers_kernels_need_a_gpu(path, key):
     actor, critic = ModelOptions(path=path, use_liger=key[0] == "a"), ValueModelOptions(use_liger=key[0] == "c")
     with pytest.raises(ConfigError, match=rf"{key}.use_liger=true needs a GPU"):
         check_placement(changed(usual, model=actor, critic=replace(usual.critic, model=critic)), "cpu")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc says what its heaps hold")
+def test_a_large_free_heap_goes_back_to_the_system():
+    def fill_heap_and_free():  # blocks too small for a mapping of their own, below one that stays
+        blocks = [torch.ones(200_000) for _ in range(2_000)]
+        kept.append(torch.ones(200_000))
+        del blocks
+
+    kept, process = [], psutil.Process()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fill_heap_and_free).result()
+        before = process.memory_info().rss
+        trim_heap()
+        assert before - process.memory_info().rss > 2**30
