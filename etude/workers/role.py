@@ -38,12 +38,13 @@ TOKENS = ("input_ids", "attention_mask", "response_mask")
 class Placement:
     """Where a worker runs and what its group is for, beside the run's options.
 
-    `device`: torch's name of it. `trains`: whether the run has an actor. `teacher`: the folder or server with which a
-    `TeacherWorker` scores.
+    `device`: torch's name of it. `trains`: whether the run has an actor. `recomputes`: whether a trained model whose options
+    leave it open uses gradient checkpointing. `teacher`: the folder or server with which a `TeacherWorker` scores.
     """
 
     device: str = "cpu"
     trains: bool = True
+    recomputes: bool | None = None
     teacher: str | None = None
 
 
@@ -183,5 +184,6 @@ class RoleWorker(Worker):
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.trainer.seed)
-        if options.enable_gradient_checkpointing:
+        given = options.enable_gradient_checkpointing
+        if self.placement.recomputes if given is None else given:
             checkpoint_layers(network)

@@ -16,7 +16,7 @@ from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
-from etude.workers.role import trim_heap
+from etude.workers.role import HERE, Placement, trim_heap
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def path(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("memory"))
 
 
-def update(role, options):
+def update(role, options, placement=HERE):
     """Bytes kept for the backward pass of one update, beside the weights, and the gradients that it stepped with."""
-    group = InProcessWorkerGroup({"actor": TrainWorker, "critic": CriticWorker}[role], 1, options)
+    group = InProcessWorkerGroup({"actor": TrainWorker, "critic": CriticWorker}[role], 1, options, placement)
     group.init_model(1)
     worker, kept, gradients = group._workers[0], {}, []
     weights = {parameter.data_ptr() for parameter in worker.model.parameters()}
@@ -49,16 +49,19 @@ def update(role, options):
     return sum(kept.values()), gradients
 
 
+@pytest.mark.parametrize("decided", ["options", "placement"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_checkpointing_keeps_less_and_changes_no_gradient(path, role):
-    usual = tiny_options(path)
-    if role == "actor":
+def test_checkpointing_keeps_less_and_changes_no_gradient(path, role, decided):
+    usual = frugal = tiny_options(path)
+    if decided == "placement":
+        pass
+    elif role == "actor":
         frugal = changed(usual, model=ModelOptions(path=path, enable_gradient_checkpointing=True))
     else:
         model = ValueModelOptions(enable_gradient_checkpointing=True)
         frugal = changed(usual, critic=replace(usual.critic, model=model))
     plain, expected = update(role, usual)
-    less, gradients = update(role, frugal)
+    less, gradients = update(role, frugal, Placement(recomputes=decided == "placement"))
     assert less < plain / 2
     assert len(gradients) == len(expected)
     for found, wanted in zip(gradients, expected):
