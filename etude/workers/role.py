@@ -23,7 +23,7 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.footprint import checkpoint_layers
 from etude.models.lora import add_adapters
-from etude.models.packable import use_packing
+from etude.models.packable import share_check, use_packing
 from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelOptions, TrainOptions
 from etude.options.validate import plain
 from etude.registry import load_plugins
@@ -122,7 +122,7 @@ class RoleWorker(Worker):
         return function(self.bundle.chat, *args) if with_chat else function(*args)
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
-        """Whether this role's model is sharded over the ranks; if so, it is loaded on the CPU and its shards are moved.
+        """Whether this role's model is sharded over the ranks.
 
         Raises:
             ConfigError: the ranks do not fit the mesh of `options`, or the optimizer or quantization cannot be sharded.
@@ -140,6 +140,18 @@ class RoleWorker(Worker):
                     f"{key} does not go with strategy={options.strategy}: write strategy=ddp, or change it"
                 )
         return True
+
+    def loading_device(self, options: ActorOptions | CriticOptions) -> torch.device:
+        """Where this role's model is loaded: if it is sharded, by the first rank alone, on the CPU; `shard` sends the others
+        their parts. Raises as `is_spread`."""
+        if not self.is_spread(options):
+            return self.device
+        return torch.device("meta" if self.rank else "cpu")
+
+    def loading_dtype(self, options: TrainedModelOptions, device: torch.device) -> str:
+        """In which precision a model that is trained is loaded on `device`: float32, unless all but LoRA's adapters is frozen
+        on a GPU, whose memory a float32 base might exceed."""
+        return self.options.model.dtype if options.lora_rank and device.type not in ("cpu", "meta") else "float32"
 
     def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
         """Loads the policy's network from `model.path`, on `device` (default: the worker's), in `dtype`; a quantised one,
@@ -164,6 +176,7 @@ class RoleWorker(Worker):
         """
         if not self.is_spread(options):
             return False
+        share_check(getattr(model, "backbone", model))
         use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
         shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
