@@ -26,12 +26,13 @@ from etude.registry import unknown_name
 @dataclass(frozen=True)
 class Adapter:
     """Environments of another package: `module` here opens them, `distribution` is what pip installs, `package` what Python
-    imports; empty where nothing is needed."""
+    imports; empty where nothing is needed. `name` is what stands after the colon of an id."""
 
     module: str
     package: str
     distribution: str
     what: str
+    name: str = "NAME"
 
     @property
     def is_installed(self) -> bool:
@@ -49,6 +50,8 @@ ADAPTERS = {
     "reasoning_gym": Adapter(f"{_HERE}.reasoning_gym", "reasoning_gym", "reasoning-gym", "generated questions"),
     "gym": Adapter(f"{_HERE}.gym", "gymnasium", "gymnasium", "environments whose spaces can be said in words"),
     "textarena": Adapter(f"{_HERE}.textarena", "textarena", "textarena", "text games"),
+    "openenv": Adapter(f"{_HERE}.openenv", "", "", "sessions of a server of OpenEnv", "URL"),
+    "nemo_gym": Adapter(f"{_HERE}.nemo_gym", "", "", "tasks of a resources server of NeMo Gym", "URL"),
 }
 
 
@@ -91,7 +94,7 @@ def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], 
     if not adapter.is_installed:
         raise MissingExtraError(f"environment '{prefix}:' ({adapter.distribution})", "environments")
     opened = importlib.import_module(adapter.module).open_environment
-    return lambda name, args: (*opened(name, **args), adapter.version)
+    return lambda name, args: (*opened(name, **args), adapter.version)[:3]  # a server tells its own version
 
 
 def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **given: Any) -> EnvironmentEntry:

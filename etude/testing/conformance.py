@@ -80,7 +80,7 @@ class Trial:
     async def start(self, number: int = 0) -> Any:
         """What `reset` observes."""
         async with self.session(number) as session:
-            return session.observation, [*session.tools]
+            return session.observation, {name: tool.tool_schema.to_openai() for name, tool in session.tools.items()}
 
     async def play(self, act: Callable[[EnvironmentSession, int], Any], number: int = 0, turns: int = _TURNS) -> float:
         """Plays a session until it is over or has had its turns; returns its reward."""
@@ -132,12 +132,10 @@ class Trial:
                 with contextlib.suppress(ToolError):  # the model is told
                     await session.tools[name].execute("check", dict(arguments), agent_data=_Loop(session))
 
-        names = self.starts[0][1] if self.starts else []
-        schemas = {name: self.entry.tools[name].get_openai_tool_schema() for name in names if name in self.entry.tools}
+        schemas = self.starts[0][1] if self.starts else {}
         for name, schema in schemas.items():
-            parameters = schema.to_openai()["function"].get("parameters") or {}
             for number in range(3):
-                asyncio.run(call(name, example_of(parameters, number) or {}))
+                asyncio.run(call(name, example_of(schema["function"].get("parameters") or {}, number) or {}))
         yield f"{len(schemas)} called" if schemas else "none: every turn is an action"
 
     @check("conformance", "own answer")

@@ -98,6 +98,14 @@ def test_a_mixed_run_draws_by_weight(start):
     assert {"env/fours/episodes", "env/other/episodes"} <= metrics[-1].keys()
 
 
+def test_rows_of_files_are_the_only_ones_also_for_validation(start, tmp_path):
+    row = {"data_source": "own", "prompt": [{"role": "user", "content": "Go."}], "extra_info": {"number": 3}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    records, metrics = start("env=fours", f"data.train_files=[{tmp_path}/rows.jsonl]", steps=1)
+    assert {"Write 3 fours." in record["input"] for record in records} == {True}
+    assert not any(name.startswith("val-core/") for name in metrics[-1])
+
+
 def test_a_limit_goes_with_an_engine_that_waits_for_every_trajectory(start):
     records, _ = start("env=[{id: fours, limit: 2}]", "trainer.deterministic=true")
     assert len(records) == 8
