@@ -145,8 +145,8 @@ class Quickstart:
             self._stage("model", "making an untrained model", self._make_model)
         if "train" not in self._times:
             self._check()
-        if self._start is None and self.example.options.model is None:
-            self._stage("warm_up", "supervised warm-up: learns to talk, and mostly bad habits", self._warm_up)
+        if self._warms_up:
+            self._stage("warm_up", "supervised warm-up on demonstrations", self._warm_up)
 
     def _stage(self, name: str, text: str, work: Callable[[], object]) -> None:
         if name in self._times:
@@ -181,17 +181,28 @@ class Quickstart:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        own = self._start is None and self.example.options.model is None
-        model = self.folder / "model" if own else self._warm_model
+        model = self._first_model if self._warms_up else self._warm_model
         setup, groups = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(groups):
             PPOTrainer(setup, groups)
 
     @property
+    def _warms_up(self) -> bool:
+        """Whether a supervised stage comes before the reinforcement learning."""
+        return self._start is None and bool(self.example.options.model is None or self.rows.demonstrations)
+
+    @property
+    def _first_model(self) -> Path:
+        """What the warm-up starts from."""
+        name = self.example.options.model
+        return self.folder / "model" if name is None else named_folder(name) if name in NAMED_MODELS else Path(name)
+
+    @property
     def _warm_model(self) -> Path:
-        if (name := self.example.options.model) is not None:
-            return named_folder(name) if name in NAMED_MODELS else Path(name)
-        return self.folder / "warm_up" / "huggingface" if self._start is None else self._start._warm_model
+        """What the reinforcement learning starts from."""
+        if self._start is not None:
+            return self._start._warm_model
+        return self.folder / "warm_up" / "huggingface" if self._warms_up else self._first_model
 
     def _warm_up(self) -> None:
         from etude.config import compose
@@ -204,7 +215,7 @@ class Quickstart:
                 [
                     f"data.train_files={self._data}/demonstrations.parquet",
                     f"target_success.data_files={self._data}/val.parquet",
-                    f"model.path={self.folder}/model",
+                    f"model.path={self._first_model}",
                     f"multi_turn.tool_config_path=[{','.join(self._tool_files())}]",
                     f"trainer.default_local_dir={self.folder}/warm_up",
                     f"trainer.seed={self.seed}",
