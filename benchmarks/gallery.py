@@ -4,9 +4,9 @@
     python benchmarks/gallery.py --only calculator,phone_book --seeds 1    some; the others stay as they are
     python benchmarks/gallery.py --only none                           table and plot again, of what is in --work
     python benchmarks/gallery.py --publish                             table and plot go into docs/
-    python benchmarks/gallery.py --real                                the same of the real models of examples/smollm2: two hours
+    python benchmarks/gallery.py --real                                the same with a real model: two hours
 
-Two at a time, each `etude quickstart --example NAME --seed N` in a fresh process of one thread, after what it starts from.
+Each is `etude quickstart --example NAME --seed N` in a fresh process of one thread, after what it starts from.
 One that has finished is read, not run again; an interrupted or failed one goes on where it stopped. CPU seconds are user and
 system time.
 """
@@ -121,7 +121,8 @@ def plan(jobs: Sequence[Job], found: Mapping[str, Example]) -> TopologicalSorter
 
 
 def run(jobs: Sequence[Job], found: Mapping[str, Example], work: Path, at_once: int = 2) -> list[Job]:
-    """Runs the jobs that have not finished, `at_once` of them; returns those that failed. Running jobs stop when this process does."""
+    """Runs the jobs that have not finished, `at_once` at a time; returns those that failed. Running jobs stop when this
+    process does."""
     sorter, waiting, failed = plan(jobs, found), set[Job](), list[Job]()
     running: dict[Job, subprocess.Popen[bytes]] = {}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

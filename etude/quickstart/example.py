@@ -49,6 +49,7 @@ class ExampleOptions:
     shows: str = key("What the example shows, in a line.")
     metric: Literal["success", "tool_use", "reward", "turns"] = key("What the claim is about.", default="success")
     margin: float = key("By how much it rises, sampled on the test questions; negative: falls.", default=0.4)
+    greedy: bool = key("Whether the evaluations are greedy, too, and not only sampled.", default=True)
     rows: Rows = key("", default_factory=Rows)
     vocabulary: int = key("Tokens of the untrained model's tokenizer.", default=512)
     warm_up: tuple[str, ...] = key("Arguments of `etude sft` beside those of quickstart_sft.", default=())

@@ -268,8 +268,8 @@ class Quickstart:
         assert model is not None
         common = [f"data.val_files={self._data}/test.parquet", "data.val_max_samples=-1"]
         val = "actor_rollout_ref.rollout.val_kwargs"
-        for how, sampling in (("greedy", "false"), ("sampled", "true")):
-            settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={sampling}"]
+        for how in self._ways:
+            settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={how == 'sampled'}"]
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
             step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
@@ -277,25 +277,28 @@ class Quickstart:
             turns = _count_turns(folder / how / f"{step}.jsonl")
             write_json(folder / f"{how}_{when}.json", json_safe(result | turns))
 
+    @property
+    def _ways(self) -> tuple[str, ...]:
+        return ("greedy", "sampled") if self.example.options.greedy else ("sampled",)
+
     # -- summary -------------------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
         results = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
-            for how in ("sampled", "greedy")
+            for how in self._ways
             for when in ("before", "after")
         }
         claim = self.example.options
         summary: dict[str, Any] = {"example": self.example.name, "seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = results["sampled", when], results["greedy", when]
-            summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
-            summary[f"tool_use_{when}"] = sampled["tool_use"]
-            summary[when] = {
-                "success, sampled": _interval(sampled, "success"),
-                "success, greedy": _interval(greedy, "success"),
-                "tool use, sampled": _interval(sampled, "tool_use"),
-            }
+            sampled = results["sampled", when]
+            summary[f"success_{when}"], summary[f"tool_use_{when}"] = sampled["success"], sampled["tool_use"]
+            summary[when] = {"success, sampled": _interval(sampled, "success")}
+            if (greedy := results.get(("greedy", when))) is not None:
+                summary[f"greedy_{when}"] = greedy["success"]
+                summary[when]["success, greedy"] = _interval(greedy, "success")
+            summary[when]["tool use, sampled"] = _interval(sampled, "tool_use")
             if claim.metric in ("reward", "turns"):  # means, not proportions: only if the claim is about them
                 summary[when][f"{claim.metric}, sampled"] = sampled[claim.metric]
         before, after = (_interval(results["sampled", when], claim.metric) for when in ("before", "after"))

@@ -85,9 +85,10 @@ def test_every_example_of_the_repository_is_found_and_can_be_ordered(gallery):
     assert all(found[job.name].options.start is None for job in ready)
     real = gallery.read_examples(real=True)
     assert not set(real) & set(found)
-    assert gallery.Job("smollm2/distillation", 1) not in gallery.plan(
-        [gallery.Job(name, 1) for name in real], real
-    ).get_ready()
+    assert (
+        gallery.Job("smollm2/distillation", 1)
+        not in gallery.plan([gallery.Job(name, 1) for name in real], real).get_ready()
+    )
 
 
 def test_a_run_waits_for_what_it_starts_from(gallery):

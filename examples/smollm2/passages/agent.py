@@ -1,8 +1,9 @@
 """Questions of SQuAD about sentences of Wikipedia, and the tool `search` to find them.
 
-The data (CC BY-SA 4.0) is not in the repository: SQUAD_SEARCH names a folder with corpus.jsonl (id, title, text) and qa.jsonl
-(question, answers, passage_id). The corpus has a line for each sentence. Asked are the questions whose answer, of at most three
-words, is in the sentence that a search for the question finds; no passage of the test is asked about in training.
+The data (CC BY-SA 4.0) is not in the repository: SQUAD_SEARCH names a folder with corpus.jsonl (id, title, text) and
+qa.jsonl (question, answers, passage_id). The corpus has a line for each sentence. Asked are the questions whose answer, of
+at most three words, is in the sentence that a search for the question finds; no passage of the test is asked about in
+training.
 """
 
 from __future__ import annotations
