@@ -43,6 +43,10 @@ _MOMENTS = {"adamw": 8.0, "muon": 4.0, "adamw_8bit": 2.0, "adamw_schedule_free":
 _INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """CPU features that compute in a dtype, of which one is enough; the last ones are ARM's."""
 _CPU_INFO = Path("/proc/cpuinfo")
+_RATES = {False: 2e-5, True: 5e-4}
+"""At which a pretrained model learnt (docs/gallery.md), by whether with LoRA."""
+_FAR = 15.0  # factor
+_SMALLEST, _LARGEST = 10e6, 1e9  # weights of a model that these rates are for
 GIB = 2**30
 _USABLE = 0.9  # share of the free memory that a run may plan with
 _PROCESS = 0.6 * GIB  # of an interpreter with torch and Transformers, chunks of logits included
@@ -165,6 +169,17 @@ def _header_weights(file: Path) -> int:
         return sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+@check("loaded", "learning rate")
+def learning_rate(setup: Setup) -> Result:
+    """Checks that the policy's rate is not far from the one at which a pretrained model of about its size learnt."""
+    model, rate = setup.options.model, setup.options.actor.optim.lr
+    weights, learnt = count_weights(model.path), _RATES[model.lora_rank > 0]
+    if _SMALLEST < weights < _LARGEST and not learnt / _FAR < rate < learnt * _FAR:
+        effect = "hardly moves" if rate < learnt else "may spoil"
+        what = f"a model of {weights / 1e6:,.0f} million weights{' with LoRA' if model.lora_rank else ''}"
+        yield warning(f"{rate:g} {effect} {what}", f"set actor_rollout_ref.actor.optim.lr={learnt:g} or close to it")
 
 
 @check("loaded", "memory")

@@ -5,13 +5,14 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agent_stage import REWARD, SCHEMA, TOOL, Agent, every_finding_has_specific_advice
 from house_stage import ACTOR, ROLLOUT
 
 from etude.checks.findings import Level
-from etude.checks.resources import count_weights
+from etude.checks.resources import count_weights, learning_rate
 from etude.cli.main import cli, run
 from etude.testing import inspect_run
 
@@ -306,6 +307,27 @@ def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkey
         assert (found["memory"].level, found["disk"].level) == (ERROR, level), found["disk"]
         assert "actor_rollout_ref.model.lora_rank=16" in found["memory"].fix
         assert "lower trainer.max_actor_ckpt_to_keep" in found["disk"].fix
+
+
+@pytest.mark.parametrize(
+    ("millions", "rate", "lora", "said"),
+    [
+        (135, "1e-6", 0, "hardly moves a model of 135 million weights"),
+        (135, "2e-5", 0, ""),
+        (135, "5e-4", 0, "may spoil a model of 135 million weights"),
+        (135, "2e-5", 16, "hardly moves a model of 135 million weights with LoRA"),
+        (135, "5e-4", 16, ""),
+        (0.6, "1e-6", 0, ""),
+        (7000, "1e-6", 0, ""),
+    ],
+)
+def test_a_rate_far_from_the_one_at_which_such_a_model_learnt_is_a_warning(millions, rate, lora, said, monkeypatch):
+    monkeypatch.setattr("etude.checks.resources.count_weights", lambda model: int(millions * 1e6))
+    settings = SimpleNamespace(lora_rank=lora, path="model"), SimpleNamespace(optim=SimpleNamespace(lr=float(rate)))
+    setup = SimpleNamespace(options=SimpleNamespace(model=settings[0], actor=settings[1]))
+    found = [*learning_rate(setup)]
+    assert [each.message for each in found] == [f"{float(rate):g} {said}"] * bool(said)
+    assert all(f"optim.lr={'0.0005' if lora else '2e-05'}" in each.fix for each in found)
 
 
 def test_micro_batches_that_do_not_fit_come_with_a_size_that_does(agent, monkeypatch):
