@@ -10,6 +10,8 @@ from etude.errors import ConfigError, DataError
 from etude.trainer.run import train
 
 ENVIRONMENTS = '''
+import aiohttp
+
 from etude.environments import Environment, Step, environment, tool
 
 
@@ -48,7 +50,20 @@ class Seeded(Environment):
         return str(self.seed)
 
 
-for name, kind in {"fours": Fours, "seeded": Seeded}.items():
+class Driver(Environment):
+    def reset(self, task, seed):
+        self.seed = seed
+        return ""
+
+    async def drive(self, base_url, api_key):
+        body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": f"Seed {self.seed}."}]}
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            async with http.post(f"{base_url}/chat/completions", json=body) as answer:
+                text = (await answer.json())["choices"][0]["message"]["content"]
+        return {"score": text.count("4") / 8, "length": len(text)}
+
+
+for name, kind in {"fours": Fours, "seeded": Seeded, "driver": Driver}.items():
     environment(name)(kind)
 '''
 
@@ -86,6 +101,14 @@ def test_an_environments_tasks_are_the_rows_and_its_score_the_reward(start):
     assert last["env/fours/episodes"] == len(records)
     assert last["env/fours/metrics/length"] > 0
     assert any(name.startswith("val-core/fours/") for name in last)
+
+
+def test_an_environment_that_drives_itself_asks_the_policy_through_the_gateway(start):
+    records, metrics = start("env=driver", steps=1)
+    assert {record["score"] for record in records} == {record["output"].count("4") / 8 for record in records}
+    assert all(f"Seed {record['extra_info']['env_seed']}." in record["input"] for record in records)
+    assert metrics[-1]["env/driver/episodes"] == len(records)
+    assert metrics[-1]["env/driver/metrics/length"] > 0
 
 
 def test_a_mixed_run_draws_by_weight(start):
