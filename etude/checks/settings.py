@@ -482,6 +482,18 @@ def _serving(run: TrainOptions) -> Faults:
             "and a GPU",
             "use folder",
         )
+    on_ray = run.trainer.backend == "ray"
+    if rollout.weight_transfer == "cuda_ipc" and on_ray and run.actor_rollout_ref.actor.strategy != "ddp":
+        why = "maps whole tensors, and with actor.strategy=fsdp2 a rank has parts of them"
+        yield fault(key, why, "use folder, or actor.strategy=ddp")
+    parallel = rollout.engine_kwargs.get("vllm") or {}
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if rollout.name == "vllm" and on_ray and (parallel.get(name) or 1) != 1:
+            yield fault(
+                f"{_ROLLOUT}.engine_kwargs",
+                f"vllm.{name}={parallel[name]} needs several GPUs, and with trainer.backend=ray a rank has one",
+                "start servers with it, and name them in server_urls",
+            )
     if rollout.weight_transfer == "adapter" and not (
         rollout.has_servers and model.lora_rank and not model.quantization
     ):

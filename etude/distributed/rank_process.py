@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
+import ipaddress
 import logging
 import os
 import pickle
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -117,6 +119,9 @@ class RankProcess:
         with suppress(OSError):
             log = os.readlink("/proc/self/fd/2")
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        if interface := network_interface(address):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, interface)
         return ProcessPlace(node, socket.gethostname(), address, os.getpid(), log)
 
     def open_store(self, address: str, world_size: int, seconds: float) -> int:
@@ -158,17 +163,15 @@ class RankProcess:
         share = len(os.sched_getaffinity(0)) // int(environment["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(self._options.num_threads or max(1, share))  # Ray sets OMP_NUM_THREADS=1
         if world_size > 1:
+            gpu = None if device is None else torch.device(device)
+            if gpu is not None:  # else `DeviceMesh` selects number LOCAL_RANK, and Ray leaves a process a single GPU
+                torch.cuda.set_device(gpu)
             limit = timedelta(seconds=seconds)
             address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
             store = self._store or dist.TCPStore(address, port, world_size, is_master=False, timeout=limit)
-            backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+            backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
             dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=limit,
-                device_id=None if device is None else torch.device(device),
+                backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=gpu
             )
         args, kwargs = given
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
@@ -219,6 +222,15 @@ class RankProcess:
             return Reply(function(*args), records=self._records.take())
         except BaseException as error:  # also KeyboardInterrupt, and SystemExit, which would end the actor
             return Reply(error=pack_error(error), records=self._records.take())
+
+
+def network_interface(address: str) -> str | None:
+    """The network interface with `address`, by which gloo and NCCL reach other nodes: otherwise they take the address of the
+    hostname, which on Debian is 127.0.1.1. None for a loopback address."""
+    if ipaddress.ip_address(address).is_loopback:
+        return None
+    named = psutil.net_if_addrs().items()
+    return next((name for name, found in named if any(a.address.partition("%")[0] == address for a in found)), None)
 
 
 def exit_with_parent(seconds: float = 1.0) -> None:

@@ -139,7 +139,7 @@ class RayWorkerGroup(WorkerGroup):
             store = actors[0].open_store.remote(places[0].address, self.world_size, self._call_seconds)
             (port,) = self._supervise("open_store", [store]).result()
         given = ray.put((args, kwargs))
-        device, refs = "cuda" if pool.use_gpu else None, []
+        device, refs = "cuda:0" if pool.use_gpu else None, []  # Ray shows a process its own GPU alone
         for rank, slot in zip(self._ranks, slots):
             environment = {
                 "WORLD_SIZE": str(self.world_size),

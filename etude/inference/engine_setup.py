@@ -24,7 +24,7 @@ class EngineSetup:
 
     `model_path` is the folder or hub name that the trainer also loads, `max_model_len` the longest context in tokens;
     times are in seconds. `engine_kwargs` are those of this engine only. The engine belongs to rollout worker `rank` of
-    `ranks`.
+    `ranks`. `shares_gpu`: with the trainer.
     """
 
     model_path: str
@@ -44,6 +44,7 @@ class EngineSetup:
     server_timeout: float = 300.0
     weight_sync_timeout: float = 600.0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    shares_gpu: bool = False
 
     def own_urls(self) -> Sequence[str]:
         """Returns this rank's share of the configured addresses, so that each server gets weights from one rank; all of

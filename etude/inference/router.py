@@ -385,9 +385,9 @@ class Router:
         """Releases the device memory of every replica that supports it."""
         await self._all("sleep")
 
-    async def wake(self) -> None:
-        """Reallocates the memory that `sleep` released."""
-        await self._all("wake")
+    async def wake(self, *parts: str) -> None:
+        """Reallocates the memory that `sleep` released: see `ServedEngine.wake`."""
+        await self._all("wake", *parts)
 
     async def shutdown(self) -> None:
         """Ends the health checks, the processes that engines started, and the servers started here."""

@@ -191,8 +191,8 @@ class ServedEngine(ABC):
     async def sleep(self) -> None:  # noqa: B027  (not every engine can release memory)
         """Releases device memory until `wake`, if the engine can."""
 
-    async def wake(self) -> None:  # noqa: B027
-        """Reallocates what `sleep` released."""
+    async def wake(self, *parts: str) -> None:  # noqa: B027
+        """Reallocates what `sleep` released: of "weights" and "kv_cache" those in `parts`; none: both."""
 
     async def shutdown(self) -> None:  # noqa: B027
         """Ends the processes that the engine started."""

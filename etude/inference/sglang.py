@@ -24,6 +24,8 @@ from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
 _CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
 
+_KV_CACHE = {"tags": ["kv_cache"]}
+
 
 @ENGINES.register("sglang")
 class SGLangEngine(ServedEngine):
@@ -113,9 +115,11 @@ class SGLangEngine(ServedEngine):
         await self._server.post("/unload_lora_adapter", {"lora_name": name}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
-        """Releases the server's GPU memory (it needs --enable-memory-saver)."""
-        await self._server.post("/release_memory_occupation", {}, timeout=_CONTROL_SECONDS)
+        """Releases the KV cache (the server needs --enable-memory-saver). The weights stay: SGLang would drop them without a
+        copy, and sample from undefined ones if no weight sync came first."""
+        await self._server.post("/release_memory_occupation", _KV_CACHE, timeout=_CONTROL_SECONDS)
 
-    async def wake(self) -> None:
-        """Reallocates the GPU memory that `sleep` released."""
-        await self._server.post("/resume_memory_occupation", {}, timeout=_CONTROL_SECONDS)
+    async def wake(self, *parts: str) -> None:
+        """Reallocates the KV cache, unless `parts` leave it out."""
+        if not parts or "kv_cache" in parts:
+            await self._server.post("/resume_memory_occupation", _KV_CACHE, timeout=_CONTROL_SECONDS)

@@ -74,9 +74,9 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel:
-    """Loads the causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
-    vision-language model (see `etude.models.vision`), the whole model. `attn_implementation`: None for "sdpa" where the
-    model supports it, else "eager". `quantization`: see `etude.models.quantized`.
+    """Loads the causal language model of a local folder or hub name, in evaluation mode on `device` (on "meta", without its
+    weights); for a supported vision-language model (see `etude.models.vision`), the whole model. `attn_implementation`: None
+    for "sdpa" where the model supports it, else "eager". `quantization`: see `etude.models.quantized`.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
@@ -89,8 +89,8 @@ def load_causal_lm(
     kind = model_config(path).get("model_type")
     if kind not in KINDS and kind in images.keys() - texts.keys():
         raise ConfigError(f"{path}: models of type '{kind}' are not supported (of those that see: {', '.join(KINDS)})")
-    load = (AutoModelForImageTextToText if kind in KINDS else AutoModelForCausalLM).from_pretrained
-    return _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
+    auto = AutoModelForImageTextToText if kind in KINDS else AutoModelForCausalLM
+    return _load_model(auto, path, dtype, device, attn_implementation, trust_remote_code, quantization)
 
 
 def is_sequence_classifier(path: str | Path) -> bool:
@@ -109,8 +109,7 @@ def load_sequence_classifier(
     `load_causal_lm`, and ConfigError unless it has exactly one label."""
     from transformers import AutoModelForSequenceClassification
 
-    load = AutoModelForSequenceClassification.from_pretrained
-    model = _load_model(load, path, dtype, device, None, trust_remote_code, None)
+    model = _load_model(AutoModelForSequenceClassification, path, dtype, device, None, trust_remote_code, None)
     if model.config.num_labels != 1:
         raise ConfigError(f"{path}: a reward model has one label, this classifier has {model.config.num_labels}")
     return model
@@ -129,8 +128,7 @@ def load_value_model(
     Raises as `load_causal_lm`."""
     from transformers import AutoModel
 
-    load = AutoModel.from_pretrained
-    backbone = _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
+    backbone = _load_model(AutoModel, path, dtype, device, attn_implementation, trust_remote_code, quantization)
     model = ValueModel(backbone)
     head = (local_folder(path) or Path(path)) / VALUE_HEAD_FILE
     if head.is_file():
@@ -261,7 +259,7 @@ def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | 
 
 
 def _load_model(
-    load: Callable[..., Any],
+    auto: Any,
     path: str | Path,
     dtype: str,
     device: str | torch.device,
@@ -269,14 +267,31 @@ def _load_model(
     trust_remote_code: bool,
     quantization: str | None,
 ) -> PreTrainedModel:
+    import torch
+
     precision = _dtype_name(dtype)
     if quantization is not None:
         check_quantization(quantization, device)
     folder = local_folder(path)
     if folder is not None:
         read_config(folder)
+    if str(device) == "meta":
+        from transformers import AutoConfig
+
+        config = _from_pretrained(
+            AutoConfig.from_pretrained, path, folder, "model", trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"):
+            empty = auto.from_config(
+                config,
+                dtype=getattr(torch, precision),
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        zero_dropout(empty)
+        return empty.eval()
     model, info = _from_pretrained(
-        load,
+        auto.from_pretrained,
         path,
         folder,
         "model",
@@ -293,5 +308,10 @@ def _load_model(
         if quantization is not None:
             quantize(model, quantization, device)
         return model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{path}: its weights in {precision} do not fit the free memory of '{device}'",
+            fix="set actor.strategy=fsdp2 on several GPUs, a smaller model, or model.lora_rank with model.quantization=nf4",
+        ) from error
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device '{device}' cannot be used: {one_line(error)}") from error

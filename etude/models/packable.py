@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from etude.errors import ConfigError, one_line
@@ -95,6 +96,13 @@ def use_packing(model: Any) -> bool:
     if not found.packed:
         enable_packing(model)
     return not found.packed
+
+
+def share_check(model: Any) -> None:
+    """Takes over the first rank's comparison of `model`, of which the other ranks have no weights (collective)."""
+    found = [_find(model) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    _known[model] = found[0]
 
 
 def _refusal(model: Any, reason: str) -> str:

@@ -428,7 +428,7 @@ class RolloutOptions:
     )
     free_cache_engine: Flag = key(
         "True: the engine frees device memory between rollouts (vllm: needs engine_kwargs.vllm.enable_sleep_mode or the "
-        "server's flag; sglang: the server's --enable-memory-saver).",
+        "server's flag; sglang: the KV cache alone, with the server's --enable-memory-saver).",
         default=False,
         when=COPIES,
         verl_default="true",

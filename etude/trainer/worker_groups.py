@@ -245,8 +245,8 @@ def _on_ray(
     cpus = sum(nodes * each for nodes, each in sizes.values())
     cpus += QueueStore.CPUS if cluster.data_plane == "transferqueue" else 0
     stack.callback(connect(cluster.address, cluster.init_kwargs, cpus))
-    if trainer.device == "auto" and has_gpus():
-        placement = replace(placement, device="cuda")  # even if the driver's node has no GPU
+    if placement.device.startswith("cuda") or (trainer.device == "auto" and has_gpus()):
+        placement = replace(placement, device="cuda")  # a process's only one, even if the driver's node has none
     use_gpu, pools = placement.device.startswith("cuda"), list[ResourcePool]()
     for key, (nodes, each) in sizes.items():
         least = sections[key].min_nnodes or nodes

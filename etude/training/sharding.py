@@ -77,8 +77,10 @@ def mesh_shape(options: FSDPOptions, world_size: int) -> tuple[int, int, int]:
 
 
 def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards `model`, which is whole on every rank, over `mesh`, in place: each decoder layer separately, and the rest
-    together. It computes in `dtype`, frozen weights are stored in it, and a value head computes in float32.
+    """Shards `model` over `mesh`, in place: each decoder layer separately, and the rest together. The first rank has the
+    weights, on the others they may be on the meta device: each layer's are sent just before it is sharded, so that no other
+    rank ever holds the whole model. It computes in `dtype`, frozen weights are stored in it, and a value head computes in
+    float32.
 
     Raises:
         ConfigError: the model cannot be sharded in this way.
@@ -86,11 +88,11 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     body = getattr(model, "backbone", model)
     if Vision.of(model.config) is not None:
         raise ConfigError("strategy=fsdp2: vision-language models cannot be sharded yet: write strategy=ddp")
-    if mesh["tensor"].size() > 1:
-        _split_layers(model, body, mesh["tensor"])
+    split = _plan_split(model, body, mesh["tensor"].size()) if mesh["tensor"].size() > 1 else {}
     for parameter in body.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    fill = _Fill(torch.device(mesh.device_type))
     several = mesh["replicate"].size() > 1
     given: dict[str, Any] = {
         "mesh": mesh["replicate", "shard"] if several else mesh["shard"],
@@ -101,7 +103,11 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     kinds = set(body._no_split_modules or ())
     for layer in [part for part in body.modules() if type(part).__name__ in kinds]:
+        fill(layer)
+        if layer in split:
+            parallelize_module(layer, mesh["tensor"], split[layer])
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, mp_policy=half, **given)
+    fill(model)
     if body is not model:
         fully_shard(model.head, **given)
     fully_shard(model, mp_policy=half, **given)
@@ -114,6 +120,31 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     with torch.no_grad():
         # FSDP fixes what is trainable in its first pass, which must not be one with adapters disabled.
         run_forward(model, lambda: None)
+
+
+class _Fill:
+    """Gives parts of a model the first rank's parameters and buffers, on `device` (collective); tied ones stay tied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._filled = device, dict[int, Tensor]()
+
+    @torch.no_grad()
+    def __call__(self, part: nn.Module) -> None:
+        for module in part.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and not isinstance(tensor, DTensor):
+                        held[name] = self._fill(tensor)
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._filled:
+            return self._filled[id(tensor)]
+        whole = torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.detach().to(self._device)
+        dist.broadcast(whole, 0)
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        self._filled[id(tensor)] = self._filled[id(whole)] = whole
+        return whole
 
 
 def _run(model: Any, compute: Callable[[], T]) -> T:
@@ -156,9 +187,10 @@ def count_passes(model: Any, own: int) -> int:
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
-    """Splits attention heads and the feed-forward width; norms, embedding and head are replicated over these ranks."""
-    config, size = model.config, mesh.size()
+def _plan_split(model: Any, body: Any, size: int) -> dict[nn.Module, dict[str, Any]]:
+    """Plans for each layer how attention heads and the feed-forward width are split over `size` ranks; norms, embedding and
+    head are replicated over them."""
+    config, plans = model.config, dict[nn.Module, dict[str, Any]]()
     if config.model_type not in _TENSOR_PARALLEL:
         known = ", ".join(_TENSOR_PARALLEL)
         raise ConfigError(f"fsdp_config.tensor_parallel_size={size}: type '{config.model_type}' is not one of {known}")
@@ -178,7 +210,8 @@ def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
             for name in _HEAD_NORMS
             if name in parts
         }
-        parallelize_module(layer, mesh, plan)
+        plans[layer] = plan
+    return plans
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

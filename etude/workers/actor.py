@@ -59,8 +59,8 @@ class TrainWorker(TrainedWorker):
             ConfigError: the model's folder or an optimizer setting is wrong.
         """
         options, actor = self.options, self.options.actor
-        device = "cpu" if self.is_spread(actor) else None
-        self.model = self.load_policy("float32", device)
+        device = self.loading_device(actor)
+        self.model = self.load_policy(self.loading_dtype(options.model, device), device)
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(
             actor, total_steps, options.trainer.critic_warmup if "values" in options.needs else 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from etude.agents.batch import IMAGES
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
@@ -30,12 +28,12 @@ class CriticWorker(TrainedWorker):
         """Loads the model and builds the optimizer, whose learning-rate schedule ends after `total_steps` training steps."""
         critic, model = self.options.critic, self.options.model
         path = critic.model.path or model.path
-        device = torch.device("cpu") if self.is_spread(critic) else self.device
+        device = self.loading_device(critic)
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(
             path,
-            dtype=model.dtype if critic.model.quantization else "float32",
+            dtype=model.dtype if critic.model.quantization else self.loading_dtype(critic.model, device),
             device=device,
             trust_remote_code=model.trust_remote_code,
             quantization=critic.model.quantization,

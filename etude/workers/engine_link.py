@@ -2,8 +2,9 @@
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 verified that its log-probs match the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle (CUDA IPC). If the trainer is
-another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer judges the probe's samples.
+others copy named tensors (see `full_state`), load a checkpoint, which the first rank of each node writes, or take tensors by
+handle (CUDA IPC). If the trainer is another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer
+judges the probe's samples.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from etude.inference import (
 )
 from etude.metrics import Max, Metrics
 from etude.model_folder import local_folder, longest_context
-from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.models import load_causal_lm, torch_dtype
 from etude.models.loading import DTYPES
-from etude.models.lora import add_adapters, merged_state, save_adapters
-from etude.models.named_weights import full_state, gather_weights
+from etude.models.lora import add_adapters
+from etude.models.named_weights import full_state
 from etude.models.vision import Vision
 from etude.options import RolloutOptions, TrainOptions
 from etude.protocol import DataProto
@@ -48,11 +49,21 @@ from etude.scratch import Scratch, sweep
 from etude.timeouts import within
 from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
-from etude.workers.weights import CheckpointFolder, keeps_adapters, model_bytes, tensors_of
+from etude.workers.weights import (
+    CheckpointFolder,
+    checkpoint_chunks,
+    folder_config,
+    keeps_adapters,
+    model_bytes,
+    share_on_node,
+    tensors_of,
+    weight_bytes,
+)
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "etude-weights-"
+_PARTS = frozenset({"weights", "kv_cache"})  # of an engine's memory
 _ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and a margin
 
 
@@ -103,6 +114,7 @@ def build_engine(
         server_timeout=rollout.server_timeout,
         weight_sync_timeout=rollout.weight_sync_timeout,
         engine_kwargs=rollout.engine_kwargs.get(rollout.name) or {},
+        shares_gpu=placement.trains and not options.has_rollout_group and placement.device.startswith("cuda"),
     )
     served: Engine = engine.from_setup(setup)
     return served
@@ -153,9 +165,11 @@ class EngineLink:
         self.drawn: list[ProbeDraws] = []  # the probe's samples after the last sync
         self._files: CheckpointFolder | None = None
         self._sync_began: float | None = None
-        self._asleep = False
+        self._asleep: frozenset[str] = frozenset()  # of _PARTS
         self._version = 0
         self._folder: Scratch | None = None
+        self._base: Path | None = None  # of a node: its first rank writes there
+        self._writes, self._config = True, ""
         self._written: list[Path] = []
         self._numbers = 0  # number of the last received folder
         self._adapter_versions = adapter_versions
@@ -187,14 +201,12 @@ class EngineLink:
         """
         if not self.is_current:
             raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
-        slept = self._asleep
+        slept = bool(self._asleep)
         await self._wake()
-        if slept and self._receives and self._probe is not None:
+        if slept and self._probe is not None:
             before = {draws.name: draws for draws in self.drawn}
             for draws in await within(self._rollout.weight_sync_timeout, self._draw, self._version):
                 draws.judge_again(before.get(draws.name, draws))
-        elif slept and self._actor is not None and not is_sharded(self._actor.model):
-            await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
 
     async def receive(self, data: DataProto) -> None:
         """Takes a chunk of the weights that the next `push` activates.
@@ -204,7 +216,7 @@ class EngineLink:
         """
         if self._sync_began is None:
             self._sync_began = time.perf_counter()
-            await self._wake()
+            await self._wake("weights")
         if isinstance(self.engine, NativeEngine):
             await self.engine.load_weights(*tensors_of(data))
             return
@@ -214,8 +226,8 @@ class EngineLink:
             if not adapters:  # no room for a second copy of the model; a replica that comes back waits for this version
                 self._forget_versions(0)
             self._numbers += 1
-            self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters)
-        self._files.write(data)
+            self._files = CheckpointFolder(base / f"version-{self._numbers}", adapters, self._writes)
+        self._config = self._files.receive(data)
 
     async def push(self, version: int) -> Metrics:
         """Syncs the current weights to the engine as `version`, and probes it.
@@ -230,10 +242,11 @@ class EngineLink:
         if self._actor is None and not self._receives:
             return {}
         started, self._sync_began = self._sync_began or time.perf_counter(), None
-        await self._wake()
+        await self._wake("weights")
         try:
             source = await self._source(version)
             await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
+            await self._wake()
             metrics = await within(self._rollout.weight_sync_timeout, self._run_probe, version)
         except Exception as error:
             if not is_infrastructure(error):
@@ -288,19 +301,17 @@ class EngineLink:
         if self._receives:
             return self._received_source()
         assert self._actor is not None
-        model = self._actor.model
+        model, dtype = self._actor.model, torch_dtype(self._dtype)
         if isinstance(self.engine, NativeEngine):
-            return full_state(model, dtype=torch_dtype(self._rollout.dtype or self._dtype))
-        weights = gather_weights(model, torch_dtype(self._dtype)) if is_sharded(model) else None
+            return full_state(model, dtype=torch_dtype(self._rollout.dtype) if self._rollout.dtype else dtype)
         if self._rollout.weight_transfer == "cuda_ipc":
-            return merged_state(model, weights)
+            return dict(tensor for chunk in checkpoint_chunks(model, dtype, False) for tensor in chunk)
         adapters = self._rollout.weight_transfer == "adapter"
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        folder = self._base_folder(size) / f"version-{version}"
-        if adapters:
-            save_adapters(model, folder, weights)
-        else:
-            save_pretrained(model, None, folder, weights)
+        folder = self._base_folder(weight_bytes(model)) / f"version-{version}"
+        files = CheckpointFolder(folder, adapters, self._writes)
+        for chunk in checkpoint_chunks(model, dtype, adapters):
+            files.write(chunk)
+        files.finish(folder_config(model, adapters))
         return self._written_source(folder)
 
     def _received_source(self) -> Any:
@@ -310,7 +321,7 @@ class EngineLink:
         files, self._files = self._files, None
         if files is None:
             raise EtudeError("the engine was sent no weights")
-        files.finish()
+        files.finish(self._config)
         return self._written_source(files.folder)
 
     def _written_source(self, folder: Path) -> Path | AdapterFolder:
@@ -324,32 +335,43 @@ class EngineLink:
 
     def _forget_versions(self, keep: int) -> None:
         while len(self._written) > keep:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+            folder = self._written.pop(0)
+            if self._writes:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _base_folder(self, size: int) -> Path:
-        if self._folder is None:
-            parent = self._rollout.weight_sync_dir
-            if parent is None:
-                sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
-                parent = _memory_folder(int(_ROOM * size))
-            else:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            self._folder = Scratch.make(_PREFIX, parent)
-            weakref.finalize(self, self._folder.remove)
+        if self._base is None:
+            self._base, self._writes = share_on_node(functools.partial(self._make_folder, size))
+        return self._base
+
+    def _make_folder(self, size: int) -> Path:
+        parent = self._rollout.weight_sync_dir
+        if parent is None:
+            sweep(_MEMORY_FOLDER, _PREFIX)  # before free space is measured
+            parent = _memory_folder(int(_ROOM * size))
+        else:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        self._folder = Scratch.make(_PREFIX, parent)
+        weakref.finalize(self, self._folder.remove)
         return self._folder.folder
 
     # -- memory --------------------------------------------------------------------------------------------------
 
     async def rest(self) -> None:
         """Called after a rollout: frees the engine's memory if `rollout.free_cache_engine` is set."""
-        if self._rollout.free_cache_engine and not self._asleep:
-            self._asleep = await self._call_engine("sleep")
+        if self._rollout.free_cache_engine and not self._asleep and await self._call_engine("sleep"):
+            self._asleep = _PARTS
 
-    async def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = not await self._call_engine("wake")
+    async def _wake(self, *parts: str) -> None:
+        """Wakes these parts of the engine, by default all that sleep: the KV cache only after a weight sync, whose tensors
+        need the memory."""
+        if waking := self._asleep.intersection(parts or _PARTS):
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what the update held is the engine's now
+            await self._call_engine("wake", *(sorted(waking) if waking != _PARTS else ()))
+            self._asleep -= waking
 
-    async def _call_engine(self, what: str) -> bool:
+    async def _call_engine(self, what: str, *given: str) -> bool:
         """Calls the engine's `sleep` or `wake`; returns whether it supports them.
 
         Raises:
@@ -358,7 +380,7 @@ class EngineLink:
         if not hasattr(self.engine, what):
             return False
         try:
-            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what))
+            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what), *given)
         except Exception as error:
             if not is_infrastructure(error):
                 raise

@@ -23,7 +23,7 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.footprint import checkpoint_layers
 from etude.models.lora import add_adapters
-from etude.models.packable import use_packing
+from etude.models.packable import share_check, use_packing
 from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelOptions, TrainOptions
 from etude.options.validate import plain
 from etude.registry import load_plugins
@@ -38,12 +38,13 @@ TOKENS = ("input_ids", "attention_mask", "response_mask")
 class Placement:
     """Where a worker runs and what its group is for, beside the run's options.
 
-    `device`: torch's name of it. `trains`: whether the run has an actor. `teacher`: the folder or server with which a
-    `TeacherWorker` scores.
+    `device`: torch's name of it. `trains`: whether the run has an actor. `recomputes`: whether a trained model whose options
+    leave it open uses gradient checkpointing. `teacher`: the folder or server with which a `TeacherWorker` scores.
     """
 
     device: str = "cpu"
     trains: bool = True
+    recomputes: bool | None = None
     teacher: str | None = None
 
 
@@ -75,11 +76,21 @@ def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_pat
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+class _HeapUse(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and newer: `free` is `fordblks`, the free bytes of all heaps."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("top", ctypes.c_size_t))
+
+
 def trim_heap() -> None:
-    """Returns free memory to the system. Rollouts and updates take turns, in threads with a heap each in glibc, which holds
-    on to what one of them freed: a quarter of the memory of a model of 135 million parameters."""
+    """Returns free memory to the system, if it is a gigabyte or more. Rollouts and updates take turns, in threads with a
+    heap each in glibc, which holds on to what one of them freed: a quarter of the memory of a model of 135 M parameters.
+    A small model keeps its half gigabyte: to fault its pages in again took a fifth of an update's CPU time."""
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype = _HeapUse
+        if libc.mallinfo2().free >= 2**30:
+            libc.malloc_trim(0)
 
 
 class RoleWorker(Worker):
@@ -111,7 +122,7 @@ class RoleWorker(Worker):
         return function(self.bundle.chat, *args) if with_chat else function(*args)
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
-        """Whether this role's model is sharded over the ranks; if so, it is loaded on the CPU and its shards are moved.
+        """Whether this role's model is sharded over the ranks.
 
         Raises:
             ConfigError: the ranks do not fit the mesh of `options`, or the optimizer or quantization cannot be sharded.
@@ -129,6 +140,18 @@ class RoleWorker(Worker):
                     f"{key} does not go with strategy={options.strategy}: write strategy=ddp, or change it"
                 )
         return True
+
+    def loading_device(self, options: ActorOptions | CriticOptions) -> torch.device:
+        """Where this role's model is loaded: if it is sharded, by the first rank alone, on the CPU; `shard` sends the others
+        their parts. Raises as `is_spread`."""
+        if not self.is_spread(options):
+            return self.device
+        return torch.device("meta" if self.rank else "cpu")
+
+    def loading_dtype(self, options: TrainedModelOptions, device: torch.device) -> str:
+        """In which precision a model that is trained is loaded on `device`: float32, unless all but LoRA's adapters is frozen
+        on a GPU, whose memory a float32 base might exceed."""
+        return self.options.model.dtype if options.lora_rank and device.type not in ("cpu", "meta") else "float32"
 
     def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
         """Loads the policy's network from `model.path`, on `device` (default: the worker's), in `dtype`; a quantised one,
@@ -153,6 +176,7 @@ class RoleWorker(Worker):
         """
         if not self.is_spread(options):
             return False
+        share_check(getattr(model, "backbone", model))
         use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
         shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
@@ -173,5 +197,6 @@ class RoleWorker(Worker):
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.trainer.seed)
-        if options.enable_gradient_checkpointing:
+        given = options.enable_gradient_checkpointing
+        if self.placement.recomputes if given is None else given:
             checkpoint_layers(network)

@@ -9,11 +9,14 @@ other engines it is verified before the file that they load is written.
 from __future__ import annotations
 
 import json
+import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +31,7 @@ from etude.protocol import DataProto
 from etude.training import is_sharded
 
 INDEX = "model.safetensors.index.json"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of one hostname apart
 _WEIGHTS, _TENSORS, _CONFIG, _BYTES = "weights", "tensors", "config", "bytes"
 
 
@@ -66,47 +70,96 @@ class WeightSender:
             for chunk in full_state(model, dtype=dtype, adapters=kept if keeps_adapters(options) else "merged"):  # type: ignore[arg-type]
                 yield chunk, {}
             self._frozen_sent = True
-        elif rollout.weight_transfer == "adapter":
-            whole = [each for chunk in full_state(model, adapters="alone") for each in chunk]
-            yield [(peft_name(name), tensor) for name, tensor in whole], {_CONFIG: adapter_config(model)}
         else:
-            from transformers.core_model_loading import revert_weight_conversion
+            adapters = rollout.weight_transfer == "adapter"
+            about = {_CONFIG: folder_config(model, adapters), _BYTES: weight_bytes(model)}
+            for chunk in checkpoint_chunks(model, dtype, adapters):
+                yield chunk, about
 
-            about = {_CONFIG: model.config.to_json_string(), _BYTES: sum(t.nbytes for t in own_weights(model).values())}
-            for chunk in full_state(model, dtype=dtype):  # under the names of the checkpoint, which servers know
-                yield list(revert_weight_conversion(model, dict(chunk)).items()), about
+
+def checkpoint_chunks(model: Any, dtype: torch.dtype, adapters: bool) -> Iterator[Chunk]:
+    """Yields the weights in `dtype` under the names of a checkpoint, which engines know; with `adapters`, LoRA's alone, as
+    one chunk under peft's names. Collective over the ranks of a sharded model."""
+    if adapters:
+        yield [(peft_name(name), tensor) for chunk in full_state(model, adapters="alone") for name, tensor in chunk]
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for chunk in full_state(model, dtype=dtype):
+        yield list(revert_weight_conversion(model, dict(chunk)).items())
+
+
+def folder_config(model: Any, adapters: bool) -> str:
+    """The config.json of a folder with these weights, or adapter_config.json."""
+    return adapter_config(model) if adapters else str(model.config.to_json_string())
+
+
+def weight_bytes(model: Any) -> int:
+    """Size of the whole model's weights."""
+    return sum(tensor.nbytes for tensor in own_weights(model).values())
 
 
 class CheckpointFolder:
-    """A folder for a server to load, written chunk by chunk: a whole model, or `adapters`, which are a single chunk."""
+    """A folder for an engine to load, written chunk by chunk: a whole model, or `adapters`, which are a single chunk."""
 
-    def __init__(self, folder: Path, adapters: bool) -> None:
-        self.folder, self._adapters = folder, adapters
-        shutil.rmtree(folder, ignore_errors=True)  # left by a sync that failed
-        folder.mkdir(parents=True)
+    def __init__(self, folder: Path, adapters: bool, writes: bool = True) -> None:
+        """`writes`: false on a rank whose node's first rank writes the folder."""
+        self.folder, self._adapters, self._writes = folder, adapters, writes
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a sync that failed
+            folder.mkdir(parents=True)
         self._files: dict[str, str] = {}
-        self._config = ""
 
-    def write(self, data: DataProto) -> None:
-        """Adds a chunk.
+    def receive(self, data: DataProto) -> str:
+        """Adds a chunk that another group sent; returns the config to `finish` with.
 
         Raises:
             EtudeError: a tensor differs from what was sent; names it.
         """
         chunk, sums = tensors_of(data)
-        for name, tensor in chunk:
-            check_sent(name, tensor, sums)
-        self._config = data.meta_info[_CONFIG]
+        if self._writes:
+            for name, tensor in chunk:
+                check_sent(name, tensor, sums)
+        self.write(chunk)
+        return str(data.meta_info[_CONFIG])
+
+    def write(self, chunk: Chunk) -> None:
+        """Adds a chunk."""
+        if not self._writes:
+            return
         number = len(set(self._files.values()))
         file = "adapter_model.safetensors" if self._adapters else f"model-{number:05}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in chunk}, self.folder / file, {"format": "pt"})
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in chunk}
+        save_file(tensors, self.folder / file, {"format": "pt"})
         self._files |= {name: file for name, _ in chunk}
 
-    def finish(self) -> None:
-        """Writes the model or adapter config and, for a model, the index of the files."""
-        (self.folder / ("adapter_config.json" if self._adapters else "config.json")).write_text(self._config)
-        if not self._adapters:
-            (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
+    def finish(self, config: str) -> None:
+        """Writes the model or adapter config and, for a model, the index of the files; waits for the ranks that write."""
+        try:
+            if self._writes:
+                (self.folder / ("adapter_config.json" if self._adapters else "config.json")).write_text(config)
+                if not self._adapters:
+                    (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
+        finally:
+            gather_objects(None)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The `value` of every rank of this process's world (collective); that of this one alone if it is in none."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def share_on_node(make: Callable[[], Path]) -> tuple[Path, bool]:
+    """Returns the folder that the first rank on this node makes, and whether this is that rank (collective)."""
+    nodes = gather_objects((platform.node(), _BOOT.read_text() if _BOOT.exists() else ""))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    first = nodes.index(nodes[rank])
+    made = gather_objects(make() if first == rank else None)
+    return made[first], first == rank
 
 
 def tensors_of(data: DataProto) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:

@@ -149,6 +149,8 @@ reward_model.reward_manager | reward_model.reward_manager=parallel
 trainer.max_staleness | trainer.deterministic=true trainer.max_staleness=1
 {ROLLOUT}.mode | trainer.max_staleness=1 {ROLLOUT}.mode=sync
 {ROLLOUT}.weight_transfer | {ROLLOUT}.weight_transfer=cuda_ipc
+{ROLLOUT}.weight_transfer | trainer.backend=ray {ROLLOUT}.name=vllm {ROLLOUT}.weight_transfer=cuda_ipc {ACTOR}.strategy=fsdp2
+{ROLLOUT}.engine_kwargs | trainer.backend=ray {ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.tensor_parallel_size=2
 {ROLLOUT}.weight_transfer | {ROLLOUT}.name=vllm {ROLLOUT}.server_urls=[http://127.0.0.1:9] {ROLLOUT}.weight_transfer=adapter
 {ACTOR}.clip_ratio | {LOSS}=sapo {ACTOR}.clip_ratio=0.2
 {ACTOR}.clip_ratio_c | {LOSS}=gspo {ACTOR}.clip_ratio_c=3
@@ -417,7 +419,7 @@ def test_nothing_is_said_of_what_has_an_effect(caplog):
     assert notices(caplog, "algorithm.gamma=0.9", "critic.ppo_epochs=2") == []
     assert notices(caplog, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.ppo_epochs=2") == []
     assert notices(caplog, *GRPO, "algorithm.gamma=1.0") == []  # what it is anyway
-    for root in ("quickstart", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
+    for root in ("quickstart", "quickstart_pretrained", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
         assert notices(caplog, root=root) == []
 
 

@@ -5,7 +5,10 @@ import asyncio
 import os
 import signal
 import socket
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from options_stage import changed
+from safetensors.torch import save_file
 from serving_stage import serving
 
 from etude.errors import ConfigError, EngineError
@@ -263,6 +267,44 @@ def test_weights_lost_in_a_servers_sleep_are_named():
 
     against(app, scenario)
     assert calls == ["etude_checksums"] * 4
+
+
+def test_beside_a_trainer_vllm_leaves_it_half_of_the_gpu():
+    setup = EngineSetup("model", None, 100, engine_kwargs={"enable_sleep_mode": False})
+    alone, beside = (VLLMEngine.from_setup(replace(setup, shares_gpu=shares))._arguments for shares in (False, True))
+    assert "gpu_memory_utilization" not in alone
+    assert (beside["gpu_memory_utilization"], beside["enable_sleep_mode"]) == (0.5, False)
+
+
+class SwappingExperts(torch.nn.Module):
+    """A layer of vLLM's as FlashInfer's kernel has it: after loading, the halves of `w13` are exchanged."""
+
+    def __init__(self):
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+
+    def load_weights(self, weights):
+        for place, (_, tensor) in enumerate(weights):
+            self.w13.view(2, 2, 2)[place].copy_(tensor)
+
+    def reload_weights(self, weights_iterator):
+        self.load_weights(weights_iterator)
+        self.w13.copy_(self.w13.roll(2, 0))
+
+
+def test_experts_are_rearranged_again_after_a_weight_sync(monkeypatch, tmp_path):
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.delitem(sys.modules, "etude.inference.vllm.worker", raising=False)
+    from etude.inference.vllm.worker import WeightReceiver
+
+    layer, receiver = SwappingExperts(), WeightReceiver()
+    receiver.model_runner = SimpleNamespace(get_model=lambda: layer, reload_weights=layer.reload_weights)
+    gate, up = torch.ones(2, 2), 2 * torch.ones(2, 2)
+    save_file({"experts.0.gate_proj.weight": gate, "experts.0.up_proj.weight": up}, tmp_path / "model.safetensors")
+    assert receiver.etude_load_folder(str(tmp_path)) == 2
+    assert torch.equal(layer.w13, torch.cat([up, gate]))
 
 
 @pytest.mark.parametrize(

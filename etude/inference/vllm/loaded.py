@@ -22,11 +22,13 @@ class WatchedLoad:
         self._model, self._parameters = model, dict(model.named_parameters())
         packed = getattr(model, "packed_modules_mapping", None) or {}
         self._fused = {part: (whole, place) for whole, parts in packed.items() for place, part in enumerate(parts)}
+        self.tensors = 0  # watched so far
         self._sent: dict[str, dict[int, tuple[str, int, int]]] = {}  # parameter → place in it → (name, rows, checksum)
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields `weights` unchanged, for the model's loader, and records their checksums."""
         for name, tensor in weights:
+            self.tensors += 1
             owner, _, kind = name.rpartition(".")
             rest, _, module = owner.rpartition(".")
             whole, place = self._fused.get(module, (module, 0))

@@ -31,6 +31,8 @@ from etude.registry import did_you_mean
 
 _RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
 _SHUTDOWN_SECONDS = 5.0
+_BESIDE_TRAINER = {"gpu_memory_utilization": 0.5, "enable_sleep_mode": True}
+"""vLLM takes 0.92 of a GPU by default, and does not start on one that the trainer uses, too."""
 _OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # the engine's correctness depends on these
 
 
@@ -63,6 +65,7 @@ class VLLMEngine(ServedEngine):
             "seed": setup.seed,
             "generation_config": "vllm",
             "disable_log_stats": True,
+            **(_BESIDE_TRAINER if setup.shares_gpu else {}),
             **setup.engine_kwargs,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": _RECEIVER,
@@ -168,14 +171,14 @@ class VLLMEngine(ServedEngine):
         self._slept_with = await (await self._started()).collective_rpc("etude_checksums")
         await (await self._started()).sleep(level=1)
 
-    async def wake(self) -> None:
-        """Reallocates device memory.
+    async def wake(self, *parts: str) -> None:
+        """See `ServedEngine.wake`.
 
         Raises:
             EngineError: the weights are not those from before `sleep`.
         """
-        await (await self._started()).wake_up()
-        if self._slept_with is not None:
+        await (await self._started()).wake_up(list(parts) or None)
+        if self._slept_with is not None and (not parts or "weights" in parts):
             check_same(self._slept_with, await (await self._started()).collective_rpc("etude_checksums"), "vLLM")
 
     async def shutdown(self) -> None:

@@ -149,14 +149,17 @@ class VLLMServerEngine(ServedEngine):
         self._slept_with = await self._checksums()
         await self._control("/sleep", level="1", mode="wait")
 
-    async def wake(self) -> None:
-        """Reallocates device memory.
+    async def wake(self, *parts: str) -> None:
+        """See `ServedEngine.wake`.
 
         Raises:
             EngineError: the weights are not those from before `sleep`.
         """
-        await self._control("/wake_up")
-        if self._slept_with is not None:
+        for part in parts:
+            await self._control("/wake_up", tags=part)
+        if not parts:
+            await self._control("/wake_up")
+        if self._slept_with is not None and (not parts or "weights" in parts):
             check_same(self._slept_with, await self._checksums(), self._server.url)
 
     async def _checksums(self) -> Any:

@@ -44,7 +44,7 @@ def compute_with_parameters() -> None:
 
 
 class WeightReceiver:
-    """Methods that `collective_rpc` calls by name. Those that load weights return the number of loaded parameters, and
+    """Methods that `collective_rpc` calls by name. Those that load weights return the number of tensors loaded, and
     raise ValueError if a parameter is not what was sent."""
 
     model_runner: Any
@@ -61,9 +61,12 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         watched = WatchedLoad(model)
         with torch.inference_mode():
-            loaded = model.load_weights(watched.watch(weights)) or ()
+            if _on_cpu():
+                model.load_weights(watched.watch(weights))
+            else:  # kernels have rearranged what they loaded (experts' w1 and w3 are swapped): vLLM's reload does so again
+                self.model_runner.reload_weights(weights_iterator=watched.watch(weights))
             watched.check()
-        return len(loaded)
+        return watched.tensors
 
 
 class SharedWeightReceiver(WeightReceiver):
