@@ -8,6 +8,7 @@ from house_stage import ROLLOUT
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.trainer.run import train
+from etude.workers import RolloutWorker
 
 ENVIRONMENTS = '''
 import aiohttp
@@ -75,13 +76,15 @@ def plugin(tmp_path_factory):
     return f"plugins=[{file}]"
 
 
+OWN = [f"{ROLLOUT}.multi_turn.tool_config_path=null", f"{ROLLOUT}.multi_turn.format=hermes"]
+
+
 @pytest.fixture
 def start(tiny, tmp_path, plugin):
     """Trains with overrides; the records of the last step, and the metrics by step."""
 
     def start(*overrides, steps=2):
-        own = [f"{ROLLOUT}.multi_turn.tool_config_path=null", f"{ROLLOUT}.multi_turn.format=hermes"]
-        own += [plugin, f"trainer.total_training_steps={steps}", "custom_reward_function.path=null"]
+        own = [*OWN, plugin, f"trainer.total_training_steps={steps}", "custom_reward_function.path=null"]
         own += ["data.train_files=[]", "data.val_files=[]", "trainer.logger=[jsonl]"]
         train(tiny.config(tmp_path / "run", *own, *overrides))
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -132,6 +135,14 @@ def test_rows_of_files_are_the_only_ones_also_for_validation(start, tmp_path):
 def test_a_limit_goes_with_an_engine_that_waits_for_every_trajectory(start):
     records, _ = start("env=[{id: fours, limit: 2}]", "trainer.deterministic=true")
     assert len(records) == 8
+
+
+@pytest.mark.parametrize(("limit", "share"), [(5, 2), (1, 1)])
+def test_ranks_that_wait_for_all_their_trajectories_share_a_limit(tiny, tmp_path, plugin, limit, share):
+    env = f"env=[{{id: fours, limit: {limit}}}]"
+    options = tiny.config(tmp_path / "run", *OWN, plugin, env, "trainer.deterministic=true")
+    context = RolloutWorker(options, rank=1, world_size=2).context
+    assert context.options.max_concurrent_trajectories == share
 
 
 def test_a_resumed_run_needs_the_same_environments(start):
