@@ -28,7 +28,7 @@ from etude.training.loss_scale import LossScale, MicroLoss, weigh
 from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
-from etude.training.sharding import compute_device, count_passes, run_forward
+from etude.training.sharding import compute_device, count_passes, delay_sums, run_forward
 from etude.training.value import ValueLearner
 
 
@@ -147,7 +147,8 @@ class PolicyLearner:
         idle = count_passes(self.model, len(micros)) - len(micros)
         with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
             whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
-            for rows in micros:
+            for number, rows in enumerate(micros, 1):
+                delay_sums(self.model, number == len(micros) + idle)
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
                 taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
@@ -173,7 +174,8 @@ class PolicyLearner:
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-            for _ in range(idle):
+            for left in reversed(range(idle)):
+                delay_sums(self.model, not left)
                 optimizer.backward(self._idle())
             found = add_metrics(parts) | step_metrics(optimizer)
             return found if critic is None else found | critic.step()
