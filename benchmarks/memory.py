@@ -75,7 +75,7 @@ def estimate(shape: Shape, folder: Path) -> float:
 
     values = {"path": folder, "dtype": shape.dtype, "lora_rank": shape.lora_rank}
     model = [f"actor_rollout_ref.model.{name}={value}" for name, value in values.items()]
-    options = compose(overrides=[*model, "actor_rollout_ref.rollout.kv_cache_memory_mb=null"])
+    options = compose(overrides=[*model, "algorithm.adv_estimator=grpo"])  # no critic
     assert isinstance(options, TrainOptions)
     setup = Setup(options)
     setup.placement = Placement("cpu")

@@ -127,7 +127,8 @@ def _refusal(url: str) -> str:
 
 @check("loaded", "precision")
 def _precision(setup: Setup) -> Result:
-    yield from slow_dtypes(setup.placement.device, setup.options.model.dtype, "actor_rollout_ref.model.dtype")
+    device = setup.placement.device
+    yield from slow_dtypes(device, setup.options.model.dtype_on(device), "actor_rollout_ref.model.dtype")
 
 
 def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
@@ -235,7 +236,7 @@ def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool
     options, trainer = setup.options, setup.options.trainer
     sharded = trainer.backend == "ray" and options.actor.strategy != "ddp"
     ranks = trainer.n_gpus_per_node * trainer.nnodes if sharded else 1
-    computed = _STORED.get(options.model.dtype, 2)
+    computed = _STORED.get(options.model.dtype_on(setup.placement.device), 2)
     if options.model.lora_rank:
         per_weight = {"frozen weights": 0.6 if options.model.quantization else computed, "adapters": 0.2}
     else:
@@ -278,7 +279,7 @@ def _bytes_per_token(setup: Setup, checkpointing: bool) -> float | None:
     model = setup.options.model
     found = activation_bytes(
         str(model.path),
-        torch_dtype(model.dtype),
+        torch_dtype(model.dtype_on(setup.placement.device)),
         checkpointing=checkpointing,
         trust_remote_code=model.trust_remote_code,
     )
@@ -334,7 +335,7 @@ def disk(setup: Setup) -> Result:
         return
     trainer, options = setup.options.trainer, setup.options
     state = 0.2 if options.model.lora_rank else 4 + _MOMENTS.get(options.actor.optim.name, 8.0)
-    size = weights * (_STORED.get(options.model.dtype, 2) + state)
+    size = weights * (_STORED.get(options.model.dtype_on(setup.placement.device), 2) + state)
     kept = trainer.max_actor_ckpt_to_keep or 1
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())

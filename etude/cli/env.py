@@ -44,7 +44,7 @@ def list_environments(package: str | None, plugins: tuple[str, ...]) -> int:
         return 0
     table = Table("id", "what", "installed", box=None)
     for prefix, adapter in ADAPTERS.items():
-        missing = "no: pip install 'etude[environments]'"
+        missing = f"no: pip install 'etude[{adapter.extra}]'"
         table.add_row(
             f"{prefix}:{adapter.name}", adapter.what, adapter.version or "yes" if adapter.is_installed else missing
         )

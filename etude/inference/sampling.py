@@ -121,19 +121,31 @@ def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     padded = F.pad(weights, (0, -width % _BLOCK)) if width % _BLOCK else weights
     blocks = padded.view(rows, -1, _BLOCK)
-    cumulative = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    cumulative = _running_sums(blocks.sum(dim=-1, dtype=torch.float64))
     total = cumulative[:, -1:]
     target = draws[:, None] * total
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=logits.device), block[:, 0]]
-    within = inside.double().cumsum(dim=-1)
+    within = _running_sums(inside.double())
     place = torch.searchsorted(within, target - before, right=True)
     # Rounding may put a draw past the end of its block: then take the block's last token with nonzero probability.
     last = (inside > 0).mul(torch.arange(1, _BLOCK + 1, device=logits.device)).amax(dim=-1, keepdim=True) - 1
     tokens = block * _BLOCK + torch.minimum(place, last)
     log_probs = (weights.gather(1, tokens).double() / total).log().float()
     return tokens[:, 0], log_probs[:, 0]
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """Cumulative sums of each row. A GPU adds up several rows in a fixed order, a single one in any, and PyTorch refuses
+    both where `trainer.deterministic` wants determinism."""
+    if rows.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return rows.cumsum(dim=-1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return rows.expand(max(2, len(rows)), -1).cumsum(dim=-1)[: len(rows)]
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -177,7 +189,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
         inside = torch.arange(size, device=logits.device) < top_k[:, None]
         weights = torch.exp((values - top).double()) * inside
         probs = weights / torch.where((top_k < width)[:, None], weights.sum(dim=-1, keepdim=True), mass)
-        reached = probs.cumsum(dim=-1)
+        reached = _running_sums(probs)
         if size == width or bool((~nucleus | (top_k < width) | (reached[:, -1] >= top_p)).all()):
             break
         size = min(4 * size, width)

@@ -100,7 +100,7 @@ def use_packing(model: Any) -> bool:
 
 def share_check(model: Any) -> None:
     """Takes over the first rank's comparison of `model`, of which the other ranks have no weights (collective)."""
-    found = [_find(model) if dist.get_rank() == 0 else None]
+    found: list[Any] = [_find(model) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     _known[model] = found[0]
 

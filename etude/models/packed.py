@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from etude.errors import ConfigError
@@ -30,6 +32,7 @@ from etude.models.vision import PlacedFeatures, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
 _MASKED_LOGIT = -1e30  # finite, so that 0 · logit is 0, at any temperature
+_BLOCK = 1 << 25  # scores of a block of queries (128 MiB in float32)
 _UNKNOWN_ARGUMENTS = ("sinks", "position_bias", "indices", "block_indices")
 
 
@@ -55,6 +58,7 @@ class CausalSequences:
         self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
         self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._cut: dict[int | None, Any] = {}  # see `_pieces`
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns position ids (1, total_tokens), counted from the root of each run's sequence."""
@@ -62,6 +66,8 @@ class CausalSequences:
         return torch.cat([torch.arange(depth, depth + length, device=device) for depth, length in runs])[None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        if query.device.type != "cpu":
+            return self._attend_pieces(query, key, value, scoring)
         queries, keys, values = (x.split(self.lengths, dim=1) for x in (query, key, value))
         outputs = []
         for i, up in enumerate(self.ancestors):
@@ -78,6 +84,52 @@ class CausalSequences:
             outputs.append(out[0])
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
+    def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """`attend` on a GPU, where scaled_dot_product_attention with a mask is its slowest kernel, and keeps scores and mask
+        for the backward pass: one call of flash attention for all runs, which aligns a run with the end of its context, or
+        small blocks of queries that are computed again in the backward pass."""
+        contexts = [self._contexts(x) for x in (key, value)]
+        if not takes_flash(query, scoring):
+            runs = zip(query.split(self.lengths, dim=1), contexts[0], contexts[1])
+            return torch.cat([_attend_blocks(q, k, v, scoring) for q, k, v in runs], dim=1).transpose(0, 1)
+        spans, starts, longest = self._pieces(scoring.chunk, query.device)
+        keys, values = (
+            torch.cat([context[:, first:end] for context, cuts in zip(parts, spans) for first, end in cuts], dim=1)
+            for parts in contexts
+        )
+        from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes seconds
+
+        window = (-1 if scoring.window is None else scoring.window - 1, 0)
+        query, keys, values = (x.transpose(0, 1) for x in (query, keys, values))
+        out: Tensor = varlen_attn(
+            query, keys, values, *starts, *longest, scale=scoring.scale, window_size=window, enable_gqa=True
+        )  # type: ignore[assignment]  # a tuple if it is asked for more
+        return out
+
+    def _contexts(self, tensor: Tensor) -> list[Tensor]:
+        """For each run (heads, depth + length, head_dim): its ancestors' keys or values, and its own."""
+        parts = tensor.split(self.lengths, dim=1)
+        return [
+            torch.cat([parts[a] for a in (*up, i)], dim=1) if up else parts[i] for i, up in enumerate(self.ancestors)
+        ]
+
+    def _pieces(
+        self, chunk: int | None, device: torch.device
+    ) -> tuple[list[list[tuple[int, int]]], tuple[Tensor, Tensor], tuple[int, int]]:
+        """The pieces into which `chunk` cuts the runs: for each run, which part of its context each piece attends to; where
+        queries and keys of each begin, twice (pieces + 1,); and the largest number of queries and of keys."""
+        if chunk not in self._cut:
+            spans, queries, keys = list[list[tuple[int, int]]](), [0], [0]
+            for depth, length in zip(self.depths, self.lengths):
+                end, size = depth + length, chunk or depth + length
+                firsts = [depth, *range(depth - depth % size + size, end, size)]
+                spans.append([(p - p % size, min(p - p % size + size, end)) for p in firsts])
+                queries += [last - p for p, (_, last) in zip(firsts, spans[-1])]
+                keys += [last - first for first, last in spans[-1]]
+            starts = [torch.tensor([*accumulate(counts)], dtype=torch.int32).to(device) for counts in (queries, keys)]
+            self._cut[chunk] = spans, (starts[0], starts[1]), (max(queries), max(keys))
+        return self._cut[chunk]
+
     def _mask(self, run: int, scoring: Scoring, device: torch.device) -> Tensor:
         """(length, depth + length) bool mask, cached for layers and runs of the same shape."""
         depth, length = self.depths[run], self.lengths[run]
@@ -86,6 +138,38 @@ class CausalSequences:
             places = torch.arange(depth + length, device=device)
             self._masks[shape] = scoring.visible(places[depth:], places)
         return self._masks[shape]
+
+
+def takes_flash(query: Tensor, scoring: Scoring) -> bool:
+    """Whether PyTorch's flash attention computes this: in half precision, without soft caps, and without sinks, whose
+    gradient needs that of its normaliser."""
+    if scoring.softcap is not None or scoring.sinks is not None or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return False
+    return query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _attend_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attends from the last tokens of a context, (heads, tokens, head_dim), to the context, (kv_heads, keys, head_dim), in
+    blocks of queries of which only the inputs are kept for the backward pass."""
+    heads, tokens, _ = query.shape
+    size = max(1, _BLOCK // (heads * key.shape[1]))
+
+    def attend(block: Tensor, keys: Tensor, values: Tensor, first: int, start: int) -> Tensor:
+        places = torch.arange(first, first + keys.shape[1], device=query.device)
+        mask = scoring.visible(places[start - first :], places)
+        return masked_attention(block[None], keys[None], values[None], mask, scoring)[0]
+
+    outputs, depth = [], key.shape[1] - tokens
+    for start in range(depth, key.shape[1], size):
+        end = min(start + size, key.shape[1])
+        first = int(scoring.first(torch.tensor([start])))
+        block = query[:, start - depth : end - depth]
+        outputs.append(
+            checkpoint(attend, block, key[:, first:end], value[:, first:end], first, start, use_reentrant=False)
+        )
+    return torch.cat(outputs, dim=1)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

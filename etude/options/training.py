@@ -201,14 +201,20 @@ class TrainedModelOptions:
 class ModelOptions(TrainedModelOptions):
     """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
 
-    dtype: Precision = key(
-        "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
-        "CPUs, quick choice.",
-        default="float32",
+    dtype: Precision | Literal["auto"] = key(
+        "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. auto: bfloat16 on a GPU, and "
+        "float32, the exact and quick choice, on a CPU.",
+        default="auto",
     )
     trust_remote_code: Flag = key(
         "Run Python code that comes with the model. False: such a model is refused.", default=False
     )
+
+    def dtype_on(self, device: str) -> Precision:
+        """`dtype` as it is on `device`."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else "bfloat16"
 
 
 @options

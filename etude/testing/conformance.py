@@ -41,7 +41,9 @@ def check_environment(options: EnvironmentOptions) -> Findings:
         yield f"{options.id} {opened[0].version}".strip()
 
     findings.run("id", open_entry, "correct the id or its args: `etude env list`")
-    if not findings.failed:
+    if not findings.failed and opened[0].drives:
+        findings.run("conformance", lambda: iter(["it drives itself: a run plays it"]), "report this: it is a bug")
+    elif not findings.failed:
         code = f"mend the environment {options.id}, or leave it out of env"
         findings.run_stage("conformance", Trial(opened[0]), fix=code)
     return findings
@@ -140,10 +142,15 @@ class Trial:
 
     @check("conformance", "own answer")
     def _answer(self) -> Result:
-        async def act(session: EnvironmentSession, turn: int) -> Any:
-            return await session.step(session.environment.answer())  # type: ignore[union-attr]
+        kind: Any = self.entry.kind
 
-        if not hasattr(self.entry.kind, "answer"):
+        async def act(session: EnvironmentSession, turn: int) -> Any:
+            environment: Any = session.environment
+            if hasattr(kind, "solve"):
+                await environment.solve()
+            return await session.step(environment.answer() if hasattr(kind, "answer") else "Done.")
+
+        if not hasattr(kind, "answer") and not hasattr(kind, "solve"):
             yield "there is none"
             return
         earned = [asyncio.run(self.play(act, number, 1)) for number in range(len(self._tasks))]

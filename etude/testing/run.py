@@ -147,7 +147,7 @@ def _fine_tuning(run: Inspection) -> Result:
     assert isinstance(options, SFTOptions)
     trainer = SFTTrainer(replace(options, trainer=replace(options.trainer, backend="local")))  # the same, without Ray
     with closing(trainer.groups):
-        yield from slow_dtypes(trainer.device, options.model.dtype, "model.dtype")
+        yield from slow_dtypes(trainer.device, options.model.dtype_on(trainer.device), "model.dtype")
         yield f"{len(trainer.examples)} examples, {trainer.total_steps} steps; each fits data.max_length"
 
 

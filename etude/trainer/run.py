@@ -58,7 +58,7 @@ def fine_tune(options: Options, emit: EventSink = ignore_event) -> Path:
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> SFTTrainer:
         trainer = SFTTrainer(options, restarts=restarts, resume_from=resume_from)
-        _warn(slow_dtypes(trainer.device, trainer.options.model.dtype, "model.dtype"))
+        _warn(slow_dtypes(trainer.device, trainer.options.model.dtype_on(trainer.device), "model.dtype"))
         return trainer
 
     return restart_on_loss(open_trainer, lambda trainer: trainer.fit(emit))

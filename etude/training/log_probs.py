@@ -1,7 +1,8 @@
 """Log-probs and entropies of given tokens without materialising the full logits matrix.
 
-Invariant: about `_CHUNK` logits exist at a time, plus up to `_KEEP` probabilities that a small batch keeps for the backward
-pass; a larger batch recomputes its chunks there. Autograd saves no intermediate matrices: the gradient is implemented here.
+Invariant: about `_CHUNK` logits (on a GPU `_GPU_CHUNK`) exist at a time, plus up to `_KEEP` probabilities that a small batch
+keeps for the backward pass; a larger batch recomputes its chunks there. Autograd saves no intermediate matrices: the
+gradient is implemented here.
 
 With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot(y) - p  and  ∂H / ∂z = -p (log p + H).
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from etude.trajectory import Kept
 
 _CHUNK = 1 << 22  # logits per chunk (16 MiB in float32): fits into a CPU's cache
+_GPU_CHUNK = 1 << 27  # 512 MiB: a GPU reads the whole output embedding from memory once a chunk
 _MASKED_LOGIT = -1e30  # logit of an id that could not be sampled
 _KEEP = 1 << 24  # max probabilities (64 MiB) to keep: up to here, keeping is cheaper than recomputing
 
@@ -98,13 +100,18 @@ def token_log_probs(
     Returns:
         Log-probs of the shape of `labels` and (tokens,) entropies, in nats.
     """
-    size = chunk or max(64, _CHUNK // weight.shape[0])
+    size = chunk or tokens_per_chunk(weight)
     keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
     head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, top_k, support)
     log_probs, entropies = _LabelLogProbs.apply(
         hidden, weight, bias, labels[:, None] if labels.ndim == 1 else labels, head
     )
     return log_probs.view(labels.shape), entropies
+
+
+def tokens_per_chunk(weight: Tensor) -> int:
+    """How many tokens' logits are computed at a time with this output embedding."""
+    return max(64, (_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // weight.shape[0])
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,7 @@ from etude.options import FSDPOptions
 
 T = TypeVar("T")
 
+_WHOLE_GRADIENT_BYTES = 2 << 30
 _BUCKET_BYTES = 64 << 20  # gradients are summed in buffers of about this size
 _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 _COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
@@ -134,7 +135,7 @@ class _Fill:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None and not isinstance(tensor, DTensor):
-                        held[name] = self._fill(tensor)
+                        held[name] = self._fill(tensor)  # type: ignore[assignment]
 
     def _fill(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._filled:
@@ -172,6 +173,17 @@ def run_forward(model: Any, compute: Callable[[], T]) -> T:
     if not torch.is_grad_enabled():
         model.reshard()  # without a backward pass, nothing else does, and the next pass would reuse stale weights
     return found
+
+
+def delay_sums(model: Any, last: bool) -> None:
+    """Says, before each pass with a backward pass, whether it is the last before the optimizer's step: until then, whole
+    gradients of up to `_WHOLE_GRADIENT_BYTES` (LoRA's) are added up on each rank and then reduced once; larger ones are
+    reduced after each pass to the ranks that share a copy, and only at the end summed over copies. Does nothing for an
+    unsharded model."""
+    if is_sharded(model):
+        whole = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        model.set_requires_gradient_sync(last or whole > _WHOLE_GRADIENT_BYTES)
+        model.set_requires_all_reduce(last)
 
 
 def count_passes(model: Any, own: int) -> int:

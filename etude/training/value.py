@@ -17,7 +17,7 @@ from etude.training.loss_scale import LossScale, weigh
 from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
-from etude.training.sharding import compute_device, count_passes, run_forward
+from etude.training.sharding import compute_device, count_passes, delay_sums, run_forward
 
 
 class ValueLearner:
@@ -66,7 +66,8 @@ class ValueLearner:
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
         with self.optimizer.training():
-            for rows in micros:
+            for number, rows in enumerate(micros, 1):
+                delay_sums(self.model, number == len(micros) + idle)
                 micro = batch.select_idxs(rows).to(self._device)
                 mask = micro.batch["response_mask"]
                 loss, metrics = value_loss(
@@ -81,7 +82,8 @@ class ValueLearner:
                 )
                 self.optimizer.backward(loss)
                 parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
-            for _ in range(idle):
+            for left in reversed(range(idle)):
+                delay_sums(self.model, not left)
                 self.optimizer.backward(self._idle())
             return add_metrics(parts) | self.step()
 

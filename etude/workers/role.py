@@ -10,7 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,7 +73,8 @@ def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_pat
     torch.manual_seed(run.seed)
     if run.deterministic and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds up in no fixed order
+        torch.use_deterministic_algorithms(True)  # an operation without such an algorithm stops the run, with its name
 
 
 class _HeapUse(ctypes.Structure):
@@ -99,7 +100,10 @@ class RoleWorker(Worker):
     def __init__(self, options: TrainOptions, placement: Placement = HERE, **place: Any) -> None:
         start_process(options.plugins, options.trainer, options.rollout.agent.agent_loop_config_path)
         super().__init__(device=placement.device, **place)
-        self.options, self.placement = options, placement
+        policy = options.actor_rollout_ref
+        model = replace(policy.model, dtype=policy.model.dtype_on(placement.device))
+        self.options = replace(options, actor_rollout_ref=replace(policy, model=model))
+        self.placement = placement
 
     @cached_property
     def bundle(self) -> TokenizerBundle:
@@ -149,8 +153,8 @@ class RoleWorker(Worker):
         return torch.device("meta" if self.rank else "cpu")
 
     def loading_dtype(self, options: TrainedModelOptions, device: torch.device) -> str:
-        """In which precision a model that is trained is loaded on `device`: float32, unless all but LoRA's adapters is frozen
-        on a GPU, whose memory a float32 base might exceed."""
+        """The dtype in which a trained model is loaded on `device`: float32, but `model.dtype` on a GPU where all but LoRA's
+        adapters is frozen, because a float32 base might exceed its memory."""
         return self.options.model.dtype if options.lora_rank and device.type not in ("cpu", "meta") else "float32"
 
     def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:

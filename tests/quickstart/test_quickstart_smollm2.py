@@ -60,3 +60,9 @@ def test_the_model_takes_a_step(tmp_path):
     [step] = [step for step in read_metrics(tmp_path / "metrics.jsonl") if step["step"]]
     assert step["actor/optimizer_steps"] == 1
     assert len(list(read_rollouts(tmp_path / "rollouts" / "1.jsonl"))) == 2
+
+
+def test_the_tutorial_shows_an_example_as_it_is():
+    for page in ("tutorial.md", "tutorial.zh.md"):
+        text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
+        assert (EXAMPLES / "smollm2" / "products" / "agent.yaml").read_text() in text

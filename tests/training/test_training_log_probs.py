@@ -8,7 +8,7 @@ import torch
 from torch.distributions import Categorical
 
 from etude.training import log_probs, token_log_probs
-from etude.training.log_probs import Support
+from etude.training.log_probs import Support, tokens_per_chunk
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 
@@ -220,3 +220,9 @@ def test_sums_of_squares_are_those_of_a_dense_softmax(inputs, finish, temperatur
     assert not squares.requires_grad
     for one, other in zip(with_squares, token_log_probs(leaf, weight, labels, **given)):
         assert torch.equal(one, other)
+
+
+def test_a_gpu_computes_more_logits_at_a_time():
+    """At 152 k ids: 64 tokens fit a CPU's cache, and a GPU would read the whole matrix from memory for them."""
+    sizes = [tokens_per_chunk(torch.empty(152_000, 8, device=device)) for device in ("cpu", "meta")]
+    assert sizes == [64, 883]

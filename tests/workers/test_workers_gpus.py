@@ -1,6 +1,7 @@
 """What a run on GPUs does, walked without one: PyTorch is told of GPUs, and everything else is real."""
 
 import asyncio
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from options_stage import changed
-from ranks_stage import run_ranks
+from ranks_stage import run_ranks, uneven_batch
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers_stage import tiny_options
 
 from etude.distributed import rank_process
@@ -18,10 +22,12 @@ from etude.distributed.rank_process import ProcessOptions, RankProcess, network_
 from etude.distributed.worker import Worker
 from etude.models import load_causal_lm, loading
 from etude.models.named_weights import full_tensor, own_weights
-from etude.options import FSDPOptions
-from etude.training import build_mesh
+from etude.options import FSDPOptions, RunOptions
+from etude.training import build_mesh, count_scored, sharding
+from etude.training.microbatches import micro_batches
 from etude.workers import CriticWorker, TrainWorker
 from etude.workers.engine_link import EngineLink
+from etude.workers.role import start_process
 from etude.workers.weights import gather_objects
 
 
@@ -193,3 +199,60 @@ def test_only_the_first_rank_of_a_sharded_model_loads_it(model_path, tmp_path):
     assert [loaded for loaded, *_ in second] == [0] * 3
     assert [each[1:] for each in first] == [each[1:] for each in second]
     assert all(count > 20 and same and tied is not False for _, count, same, tied in first)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of each collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.calls[function.name().removeprefix("c10d::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("limit", "reductions"), [(2 << 30, 1), (0, 2)])
+def test_gradients_that_fit_are_reduced_once_a_step(model_path, monkeypatch, limit, reductions):
+    """64 ranks without a network: the size of a shard, and the collectives of a step with several micro-batches."""
+    monkeypatch.setattr(sharding, "_WHOLE_GRADIENT_BYTES", limit)
+    monkeypatch.setattr(TrainWorker, "prepare_saves", lambda self: None)  # has a group of its own, over gloo
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        options = tiny_options(model_path)
+        short = replace(options.actor, strategy="fsdp2", ppo_max_token_len_per_gpu=30)
+        worker = TrainWorker(changed(options, actor=short), rank=0, world_size=64)
+        worker.init_model()
+        whole, held = (sum(count(p) for p in worker.model.parameters()) for count in (sizes, shard_sizes))
+        assert whole / 64 <= held < whole / 16  # a shard has at least one row
+        batch = uneven_batch().select_idxs([0, 1, 6, 10])
+        batch.meta_info |= count_scored(batch) | {"compare_rollout": False}
+        passes = len(micro_batches(batch, 30))
+        with Collectives() as seen:
+            worker.update_actor(batch)
+    finally:
+        dist.destroy_process_group()
+    groups = sum(isinstance(part, FSDPModule) for part in worker.model.modules())
+    assert passes == 2
+    assert seen.calls["_reduce_scatter_base_"] == groups * reductions
+    assert seen.calls["_allgather_base_"] <= 2 * groups * passes
+
+
+def sizes(parameter):
+    return parameter.numel()
+
+
+def shard_sizes(parameter):
+    return parameter.to_local().numel()
+
+
+def test_determinism_on_a_gpu_is_no_warning(monkeypatch):
+    """PyTorch's flash attention is deterministic only where an operation that cannot be would stop the run."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = {}
+    monkeypatch.setattr("torch.use_deterministic_algorithms", lambda on, **given: found.update(on=on, **given))
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", lambda on: found.update(cudnn=on))
+    start_process((), RunOptions(deterministic=True))
+    assert found == {"on": True, "cudnn": False}

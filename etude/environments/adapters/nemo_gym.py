@@ -111,15 +111,16 @@ class Session(Environment):
         return found
 
 
-def _messages(given: Any) -> list[dict[str, str]]:
+def _messages(given: Any) -> list[dict[str, Any]]:
     """The input of the Responses API as messages.
 
     Raises:
         ConfigError: it has more than texts of users and the system.
     """
-    messages = []
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        role, content = {"developer": "system"}.get(item.get("role"), item.get("role")), item.get("content")
+    messages, items = list[dict[str, Any]](), [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for item in items:
+        role: Any = "system" if item.get("role") == "developer" else item.get("role")
+        content: Any = item.get("content")
         parts = content if isinstance(content, list) else [{"type": "input_text", "text": content}]
         if role not in ("user", "system") or any(part.get("type") != "input_text" for part in parts):
             raise ConfigError(f"its input has more than texts of users and the system: {item!r:.120}")
