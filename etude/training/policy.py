@@ -161,9 +161,9 @@ class PolicyLearner:
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
-<<<<<<< HEAD
         whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
-        for rows in micros:
+        for number, rows in enumerate(micros, 1):
+            delay_sums(self.model, number == len(micros) + idle)
             packed = pack(batch, rows, self._device, self._vision)
             micro = batch.select_idxs(rows).to(self._device)
             taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
@@ -176,15 +176,6 @@ class PolicyLearner:
                 log_probs, entropies, *values = self._forward(
                     packed, temperature, entropy_grad, labels=labels, values=critic is not None
                 )
-=======
-        with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
-            whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
-            for number, rows in enumerate(micros, 1):
-                delay_sums(self.model, number == len(micros) + idle)
-                packed = pack(batch, rows, self._device, self._vision)
-                micro = batch.select_idxs(rows).to(self._device)
-                taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
->>>>>>> main
                 if taught is not None:
                     micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
                     log_probs = log_probs[:, 0]
@@ -197,21 +188,12 @@ class PolicyLearner:
                     metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
                 if torch.is_grad_enabled():
                     optimizer.backward(loss)
-<<<<<<< HEAD
             mask = micro.batch["response_mask"]
             parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-        for _ in range(idle):
+        for left in reversed(range(idle)):
+            delay_sums(self.model, not left)
             optimizer.backward(self._idle())
         return add_metrics(parts)
-=======
-                mask = micro.batch["response_mask"]
-                parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-            for left in reversed(range(idle)):
-                delay_sums(self.model, not left)
-                optimizer.backward(self._idle())
-            found = add_metrics(parts) | step_metrics(optimizer)
-            return found if critic is None else found | critic.step()
->>>>>>> main
 
     @torch.no_grad()
     def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:
