@@ -4,8 +4,9 @@
     python benchmarks/gallery.py --only calculator,phone_book --seeds 1    some; the others stay as they are
     python benchmarks/gallery.py --only none                           table and plot again, of what is in --work
     python benchmarks/gallery.py --publish                             table and plot go into docs/
+    python benchmarks/gallery.py --real                                the same with a real model: two hours
 
-Two at a time, each `etude quickstart --example NAME --seed N` in a fresh process of one thread, after what it starts from.
+Each is `etude quickstart --example NAME --seed N` in a fresh process of one thread, after what it starts from.
 One that has finished is read, not run again; an interrupted or failed one goes on where it stopped. CPU seconds are user and
 system time.
 """
@@ -36,8 +37,7 @@ from etude.run_folder import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- gallery: begin -->", "<!-- gallery: end -->"
-SLOTS = 2
+REAL = "smollm2"  # folder of the examples with a real model
 GRACE = 120  # seconds for a stopped run to end its step and save
 _TRAINING = {"success": "reward/success/mean", "reward": "reward/total/mean", "tool_use": "rollout/tool_use_rate"}
 
@@ -56,33 +56,38 @@ class Job(NamedTuple):
 
 def main() -> None:
     """Runs the requested jobs, then writes the table and plot of everything in the work folder."""
-    found = read_examples()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(found), help="comma-separated, or none [all]")
+    parser.add_argument("--real", action="store_true", help="real models, in place of tiny ones")
+    parser.add_argument("--only", default=None, help="comma-separated, or none [all]")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated [1,2,3]")
     parser.add_argument("--work", type=Path, default=Path("build/gallery"), help="folder [build/gallery]")
+    parser.add_argument("--at-once", type=int, default=2, help="runs [2]")
     parser.add_argument("--publish", action="store_true", help="table and plot go into docs/")
     arguments = parser.parse_args()
-    names = [] if arguments.only == "none" else arguments.only.split(",")
+    found = read_examples(real=arguments.real)
+    names = list(found) if arguments.only is None else [] if arguments.only == "none" else arguments.only.split(",")
     if unknown := [name for name in names if name not in found]:
         parser.error(f"no example '{unknown[0]}' (known: {', '.join(found)})")
     if not all(seed.isdecimal() for seed in arguments.seeds.split(",")):
         parser.error(f"--seeds {arguments.seeds}: numbers with commas between them")
     seeds, work = sorted({int(seed) for seed in arguments.seeds.split(",")}), arguments.work.resolve()
-    failed = run([Job(name, seed) for seed in seeds for name in found if name in names], found, work)
-    if show(found, seeds, work, failed) and arguments.publish:
-        publish((work / "gallery.md").read_text(encoding="utf-8"), work / "gallery.svg", DOCS)
+    jobs = [Job(name, seed) for seed in seeds for name in found if name in names]
+    failed = run(jobs, found, work, arguments.at_once)
+    name = "gallery_real" if arguments.real else "gallery"
+    if show(found, seeds, work, failed, name) and arguments.publish:
+        publish(name, work, DOCS)
     if failed:
         raise SystemExit("\n".join(f"failed: {job}: see {log_of(work, job)}" for job in failed))
 
 
-def read_examples() -> dict[str, Example]:
-    """Reads the examples by name, the package's own first."""
+def read_examples(*, real: bool = False) -> dict[str, Example]:
+    """Reads the examples by name: those with a tiny model, the package's own first, or those with a `real` one."""
+    pattern = f"{REAL}/*/example.yaml" if real else "*/example.yaml"
     try:
-        others = [Example.read(path.parent) for path in sorted((ROOT / "examples").glob("*/example.yaml"))]
+        others = [Example.read(path.parent) for path in sorted((ROOT / "examples").glob(pattern))]
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    return {each.name: each for each in (find_example(CALCULATOR), *others)}
+    return {each.name: each for each in (*([] if real else [find_example(CALCULATOR)]), *others)}
 
 
 def folder_of(work: Path, example: Example, seed: int) -> Path:
@@ -115,15 +120,16 @@ def plan(jobs: Sequence[Job], found: Mapping[str, Example]) -> TopologicalSorter
     return sorter
 
 
-def run(jobs: Sequence[Job], found: Mapping[str, Example], work: Path) -> list[Job]:
-    """Runs the jobs that have not finished; returns those that failed. Running jobs stop when this process does."""
+def run(jobs: Sequence[Job], found: Mapping[str, Example], work: Path, at_once: int = 2) -> list[Job]:
+    """Runs the jobs that have not finished, `at_once` at a time; returns those that failed. Running jobs stop when this
+    process does."""
     sorter, waiting, failed = plan(jobs, found), set[Job](), list[Job]()
     running: dict[Job, subprocess.Popen[bytes]] = {}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while sorter.is_active():
             waiting.update(sorter.get_ready())
-            for job in sorted(waiting, key=jobs.index)[: SLOTS - len(running)]:
+            for job in sorted(waiting, key=jobs.index)[: at_once - len(running)]:
                 waiting.remove(job)
                 if read_summary(work, found[job.name], job.seed) is not None:
                     print(f"{job}: finished before", flush=True)
@@ -188,8 +194,8 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def show(found: Mapping[str, Example], seeds: Sequence[int], work: Path, failed: Sequence[Job]) -> bool:
-    """Writes gallery.md and gallery.svg into `work`; False if nothing has finished."""
+def show(found: Mapping[str, Example], seeds: Sequence[int], work: Path, failed: Sequence[Job], name: str) -> bool:
+    """Writes `name`.md and `name`.svg into `work`; False if nothing has finished."""
     summaries = {
         Job(name, seed): summary
         for name, example in found.items()
@@ -202,9 +208,9 @@ def show(found: Mapping[str, Example], seeds: Sequence[int], work: Path, failed:
     text = table(found, seeds, summaries, failed)
     print(f"\n{text}")
     newest = max((folder_of(work, found[job.name], job.seed) / "summary.json").stat().st_mtime for job in summaries)
-    measured = f"Last measured on {date.fromtimestamp(newest):%-d %B %Y}, {SLOTS} at a time."
-    (work / "gallery.md").write_text(f"{measured}\n\n{text}\n\n![Learning curves](gallery.svg)\n", encoding="utf-8")
-    plot(found, summaries, work, work / "gallery.svg")
+    measured = f"Last measured on {date.fromtimestamp(newest):%-d %B %Y}."
+    (work / f"{name}.md").write_text(f"{measured}\n\n{text}\n\n![Learning curves]({name}.svg)\n", encoding="utf-8")
+    plot(found, summaries, work, work / f"{name}.svg")
     return True
 
 
@@ -292,19 +298,21 @@ def plot(found: Mapping[str, Example], summaries: Mapping[Job, Summary], work: P
     save_svg(figure, path)
 
 
-def publish(text: str, picture: Path, docs: Path) -> None:
-    """Writes the text between the marks of gallery.md and of its translation, and copies the picture next to them.
+def publish(name: str, work: Path, docs: Path) -> None:
+    """Writes `name`.md of `work` between its marks in gallery.md and in its translation, and `name`.svg next to them.
 
     Raises:
         SystemExit: a page has no marks.
     """
+    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
+    text = (work / f"{name}.md").read_text(encoding="utf-8")
     for page in docs.glob("gallery*.md"):
-        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise SystemExit(f"{page} has no marks {BEGIN} and {END}")
-        page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
-    (docs / picture.name).write_bytes(picture.read_bytes())
+        before, begins, rest = page.read_text(encoding="utf-8").partition(begin)
+        _, ends, after = rest.partition(end)
+        if not begins or not ends:
+            raise SystemExit(f"{page} has no marks {begin} and {end}")
+        page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+    (docs / f"{name}.svg").write_bytes((work / f"{name}.svg").read_bytes())
 
 
 if __name__ == "__main__":

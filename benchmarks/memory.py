@@ -74,13 +74,13 @@ def estimate(shape: Shape, folder: Path) -> float:
     from etude.workers.role import Placement
 
     values = {"path": folder, "dtype": shape.dtype, "lora_rank": shape.lora_rank}
-    values["enable_gradient_checkpointing"] = str(shape.checkpointing).lower()
-    options = compose(overrides=[f"actor_rollout_ref.model.{name}={value}" for name, value in values.items()])
+    model = [f"actor_rollout_ref.model.{name}={value}" for name, value in values.items()]
+    options = compose(overrides=[*model, "algorithm.adv_estimator=grpo"])  # no critic
     assert isinstance(options, TrainOptions)
     setup = Setup(options)
     setup.placement = Placement("cpu")
     tokens = shape.rows * shape.length - (shape.rows - shape.rows // shape.shared) * (shape.length // 2)
-    return sum(estimate_memory(setup, count_weights(str(folder)), tokens).values())
+    return sum(estimate_memory(setup, count_weights(str(folder)), tokens, shape.checkpointing).values())
 
 
 def measure(shape: Shape, folder: Path) -> float:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 USER_MODULE = "etude_user_"
 """Prefix of the module names of files that users import."""
+_CODE_NAME = re.compile(r"[^\s'\":,\[\]{}]+\.py\b")  # in a tool file: `class_name: tool.py:Price`, `args: [server.py]`
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -203,6 +205,54 @@ def import_beside(target: str, file: Path) -> Any:
     path, colon, name = target.rpartition(":")
     near = file.parent / Path(path).expanduser()
     return import_object(f"{near}:{name}" if colon and near.is_file() else target)
+
+
+def code_beside(path: Path) -> list[Path]:
+    """Returns the Python files that the file `path` names (YAML) or imports (Python) from its own folder, those that these
+    import, and so on, in order of path. They are found by reading: nothing is imported."""
+    found, waiting = set[Path](), [path]
+    while waiting:
+        new = {file for file in _named_code(waiting.pop()) if file.is_file()} - found - {path}
+        found |= new
+        waiting += new
+    return sorted(found)
+
+
+def _named_code(file: Path) -> Iterator[Path]:
+    if file.suffix not in (".py", ".yaml", ".yml"):
+        return
+    try:
+        text = file.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text))) if file.suffix == ".py" else []
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return
+    if file.suffix != ".py":
+        yield from (file.parent / Path(name).expanduser() for name in _CODE_NAME.findall(text))
+    for node in nodes:
+        folder, modules = file.parent, list[str]()
+        if isinstance(node, ast.Import):
+            modules = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.parents[: max(node.level, 1)][-1]
+            modules = [f"{node.module or ''}.{each.name}" for each in node.names]
+        for module in modules:
+            place = folder
+            for name in filter(None, module.split(".")):
+                place /= name
+                yield from (place.with_suffix(".py"), place / "__init__.py")
+
+
+def digest_code(item: object) -> str:
+    """Returns a digest of the user's file that defines a class or function, and of the `code_beside` it; empty if there is
+    none, as for our own."""
+    file = None if getattr(item, "__module__", "etude.").startswith("etude.") else _source_file(item)
+    digest = hashlib.sha256()
+    for each in [] if file is None else [Path(file), *code_beside(Path(file))]:
+        try:
+            digest.update(each.read_bytes())
+        except OSError:
+            return ""
+    return digest.hexdigest()[:16] if file else ""
 
 
 def share_folder(folder: str, path: Iterable[str]) -> None:

@@ -17,14 +17,10 @@ CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIGURE = re.compile(r"\d[\d,]*\.\d+|\d[\d,]+\d|\d{2,}")
 """Of two digits and more: 'two' may become 2, and the other way round."""
-HERE = re.compile(r"^(?:docs/)?(?=[\w.-]+\.md)")
-"""The Chinese home page translates the README, which stands one folder higher."""
-ELSEWHERE = re.compile(r"examples/|LICENSE|CHANGELOG")
-"""Links of the README that leave the site: text on the home page."""
 
 
 def original(page: Path) -> Path:
-    return ROOT / "README.md" if page.name == "index.zh.md" else page.with_name(page.name.replace(".zh.md", ".md"))
+    return page.with_name(page.name.replace(".zh.md", ".md"))
 
 
 def parts(text: str) -> dict[str, Counter[str]]:
@@ -32,12 +28,11 @@ def parts(text: str) -> dict[str, Counter[str]]:
     prose = BLOCK.sub("", text)
     codes = Counter(" ".join(match[2].split()) for match in CODE.finditer(prose))
     bare = CODE.sub("", prose)
-    links = [HERE.sub("", target) for target in LINK.findall(bare) if not ELSEWHERE.search(target)]
     words = re.sub(r"\d+ 月", "", LINK.sub("]", bare))  # November, in English
     return {
         "code blocks": Counter(BLOCK.findall(text)),
         "names": Counter(set(codes)),
-        "links": Counter(set(links) - {"index.zh.md"}),
+        "links": Counter(set(LINK.findall(bare))),
         "figures": Counter(figure.replace(",", "") for figure in set(FIGURE.findall(words))),
         "headings": Counter(re.findall(r"^(#+) ", prose, re.MULTILINE)),
         "rows of tables": Counter(str(row.count("|")) for row in re.findall(r"^\|.*\|$", words, re.MULTILINE)),

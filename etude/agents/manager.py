@@ -158,8 +158,9 @@ class AgentLoopManager:
             self._watch = None
 
     def loop_name(self, row: Mapping[str, Any]) -> str:
-        """Returns the agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` if an
-        environment is configured, or `tool_agent` if the row has tools or an interaction, else `single_turn_agent`.
+        """Returns the agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or, if an environment is
+        configured, `env_agent` (`driving_agent` for one that drives itself), or `tool_agent` if the row has tools or an
+        interaction, else `single_turn_agent`.
 
         With `multi_turn.enable=false`, `single_turn_agent` replaces `tool_agent`.
         """
@@ -168,7 +169,7 @@ class AgentLoopManager:
         if chosen and (enabled or chosen != "tool_agent"):
             return str(chosen)
         if self.context.environment is not None and enabled and not chosen:
-            return "env_agent"
+            return "driving_agent" if self.context.environment.pick(row).drives else "env_agent"
         several_turns = row.get("active_tools", list(self.context.tools)) or row.get("interaction_kwargs")
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
 

@@ -43,6 +43,10 @@ _MOMENTS = {"adamw": 8.0, "muon": 4.0, "adamw_8bit": 2.0, "adamw_schedule_free":
 _INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """CPU features that compute in a dtype, of which one is enough; the last ones are ARM's."""
 _CPU_INFO = Path("/proc/cpuinfo")
+_RATES = {False: 2e-5, True: 5e-4}
+"""At which a pretrained model learnt (docs/gallery.md), by whether with LoRA."""
+_FAR = 15.0  # factor
+_SMALLEST, _LARGEST = 10e6, 1e9  # weights of a model that these rates are for
 GIB = 2**30
 _USABLE = 0.9  # share of the free memory that a run may plan with
 _PROCESS = 0.6 * GIB  # of an interpreter with torch and Transformers, chunks of logits included
@@ -168,6 +172,17 @@ def _header_weights(file: Path) -> int:
         return 0
 
 
+@check("loaded", "learning rate")
+def learning_rate(setup: Setup) -> Result:
+    """Checks that the policy's rate is not far from the one at which a pretrained model of about its size learnt."""
+    model, rate = setup.options.model, setup.options.actor.optim.lr
+    weights, learnt = count_weights(model.path), _RATES[model.lora_rank > 0]
+    if _SMALLEST < weights < _LARGEST and not learnt / _FAR < rate < learnt * _FAR:
+        effect = "hardly moves" if rate < learnt else "may spoil"
+        what = f"a model of {weights / 1e6:,.0f} million weights{' with LoRA' if model.lora_rank else ''}"
+        yield warning(f"{rate:g} {effect} {what}", f"set actor_rollout_ref.actor.optim.lr={learnt:g} or close to it")
+
+
 @check("loaded", "memory")
 def memory(setup: Setup) -> Result:
     """Checks whether a rank's weights, gradients, optimizer states and the activations of a full micro-batch fit its memory;
@@ -176,16 +191,14 @@ def memory(setup: Setup) -> Result:
         yield "the model's size is not known here: it is fetched when the run starts"
         return
     options, cluster = setup.options, setup.options.trainer.backend == "ray"
-    here = setup.options.trainer.n_gpus_per_node if cluster else 1  # ranks on this machine
-    ranks = (
-        here * setup.options.trainer.nnodes if cluster and options.actor.strategy != "ddp" else 1
-    )  # ranks over which the model is sharded
     key, tokens = _micro_batch(setup)
-    parts = estimate_memory(setup, weights, tokens, ranks)
-    total, free, where = _memory_here(setup.placement.device, here)
+    checkpointing = recomputes(setup)
+    parts = estimate_memory(setup, weights, tokens, checkpointing)
+    total, free, where = _memory_here(setup)
     needed, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     told = "activations" in parts
     counted = f"micro-batches of up to {tokens:,} tokens" if told else "activations not counted"
+    counted += ", with gradient checkpointing" if told and checkpointing else ""
     how_sure = "up to" if told else "at least"
     line = f"{how_sure} {needed / GIB:.2f} GiB of {total / GIB:.1f} GiB {where} ({listed}; {counted})"
     fix = (
@@ -194,7 +207,7 @@ def memory(setup: Setup) -> Result:
     )
     fixed = needed - parts.get("activations", 0.0)
     if told and fixed < _USABLE * free:
-        fix = _smaller_micro_batches(setup, key, tokens, _USABLE * free - fixed)
+        fix = _smaller_micro_batches(setup, key, tokens, checkpointing, _USABLE * free - fixed)
     elif max(parts, key=lambda part: parts[part]) == "KV cache":
         fix = f"lower actor_rollout_ref.rollout.kv_cache_memory_mb={options.rollout.kv_cache_memory_mb}"
     if fixed > total and not cluster:
@@ -205,10 +218,24 @@ def memory(setup: Setup) -> Result:
         yield line
 
 
-def estimate_memory(setup: Setup, weights: int, tokens: int, ranks: int = 1) -> dict[str, float]:
+def recomputes(setup: Setup) -> bool:
+    """Whether the run uses gradient checkpointing: as its placement or its options say, else where the largest micro-batch
+    would not fit the free memory without it. Of a cluster's machines this one stands for all."""
+    given = (setup.placement.recomputes, setup.options.model.enable_gradient_checkpointing)
+    if (decided := next((each for each in given if each is not None), None)) is not None:
+        return decided
+    if not (weights := count_weights(setup.options.model.path)):
+        return False
+    parts = estimate_memory(setup, weights, _micro_batch(setup)[1], False)
+    return "activations" in parts and sum(parts.values()) > _USABLE * _memory_here(setup)[1]
+
+
+def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool) -> dict[str, float]:
     """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens. Without
     `activations` where these cannot be told."""
-    options = setup.options
+    options, trainer = setup.options, setup.options.trainer
+    sharded = trainer.backend == "ray" and options.actor.strategy != "ddp"
+    ranks = trainer.n_gpus_per_node * trainer.nnodes if sharded else 1
     computed = _STORED.get(options.model.dtype_on(setup.placement.device), 2)
     if options.model.lora_rank:
         per_weight = {"frozen weights": 0.6 if options.model.quantization else computed, "adapters": 0.2}
@@ -225,7 +252,7 @@ def estimate_memory(setup: Setup, weights: int, tokens: int, ranks: int = 1) -> 
     parts = {name: size * weights / ranks for name, size in per_weight.items()}
     if cache := options.rollout.kv_cache_memory_mb:
         parts["KV cache"] = cache * 2**20
-    needs = _bytes_per_token(setup, options.model.enable_gradient_checkpointing)
+    needs = _bytes_per_token(setup, checkpointing)
     return parts if needs is None else parts | {"activations": needs * tokens, "working": _working_bytes(setup)}
 
 
@@ -269,16 +296,16 @@ def _working_bytes(setup: Setup) -> float:
     return _PROCESS + head
 
 
-def _smaller_micro_batches(setup: Setup, key: str, tokens: int, room: float) -> str:
+def _smaller_micro_batches(setup: Setup, key: str, tokens: int, checkpointing: bool, room: float) -> str:
     """Returns the advice for activations that do not fit `room` (bytes)."""
     row, advice = _longest_row(setup), []
-    for checkpointing in sorted({setup.options.model.enable_gradient_checkpointing, True}):
-        needs = _bytes_per_token(setup, checkpointing)
+    for switched in sorted({checkpointing, True}):
+        needs = _bytes_per_token(setup, switched)
         fits = min(tokens, int(room / needs)) if needs else 0
         if fits < row:
             continue
-        switch = checkpointing and not setup.options.model.enable_gradient_checkpointing
-        settings = ["actor_rollout_ref.model.enable_gradient_checkpointing=true"] if switch else []
+        switch = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+        settings = [switch] if switched and not checkpointing else []
         if fits < tokens:
             settings.append(f"{key}={max(row, fits // 256 * 256)}")
         advice.append(" and ".join(settings))
@@ -290,11 +317,13 @@ def _smaller_micro_batches(setup: Setup, key: str, tokens: int, room: float) -> 
     )
 
 
-def _memory_here(device: str, processes: int) -> tuple[float, float, str]:
+def _memory_here(setup: Setup) -> tuple[float, float, str]:
     """Returns (total bytes, free bytes, where) for one rank."""
-    if device.startswith("cuda") and torch.cuda.is_available():
+    if setup.placement.device.startswith("cuda") and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total, free, "of the GPU"
+    trainer = setup.options.trainer
+    processes = trainer.n_gpus_per_node if trainer.backend == "ray" else 1
     machine = psutil.virtual_memory()
     return machine.total / processes, machine.available / processes, "of memory"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,13 +84,8 @@ class Setup:
                 "function_tool_path": list(multi_turn.function_tool_path or ()),
             }
             given = custom_rows(self.options.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
-        elif not files and (environments := self.environments) is not None:
-            limits = {
-                each.label: each.tasks if split == "train" else each.val_tasks for each in self.options.environments
-            }
-            entries = [each for each in environments.entries.values() if limits[each.name] != 0]
-            given = (row for each in entries for row in task_rows(each, split, limits[each.name]))
-            files = [f"env ({split})"]
+        elif not files and self.environments is not None:
+            given, files = self._made_rows(split), [f"env ({split})"]
         reward, custom = self.options.reward_model, self.options.custom_reward_function
         own = bool(custom.path or custom.rewards or reward.model.path)
         dataset = RLDataset(
@@ -117,9 +112,17 @@ class Setup:
         """Those of `env`, as opened in this process."""
         return load_environments(self.options.environments)
 
+    def _made_rows(self, split: str) -> Iterator[dict[str, Any]]:
+        for options, entry in zip(
+            self.options.environments, self.environments.entries.values() if self.environments else ()
+        ):
+            if (most := options.tasks if split == "train" else options.val_tasks) != 0:
+                yield from task_rows(entry, split, most)
+
     def validation_set(self) -> RLDataset | None:
-        """Loads the rows of `data.val_files`, or makes those of `env`; None if there are none."""
-        data, made = self.options.data, any(each.val_tasks for each in self.options.environments)
+        """Loads the rows of `data.val_files`; of a run without files, makes those of `env`. None if there are none."""
+        data = self.options.data
+        made = not data.train_files and any(True for _ in self._made_rows("val"))
         return self.dataset(data.val_files, data.val_max_samples, split="val") if data.val_files or made else None
 
 

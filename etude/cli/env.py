@@ -38,13 +38,16 @@ def list_environments(package: str | None, plugins: tuple[str, ...]) -> int:
     load_plugins(plugins)
     if package is not None:
         open_adapter(package.rstrip(":"))
-        for name in import_module(ADAPTERS[package.rstrip(":")].module).names():
+        adapter = ADAPTERS[package.rstrip(":")]
+        for name in getattr(import_module(adapter.module), "names", lambda: [adapter.name])():
             click.echo(f"{package.rstrip(':')}:{name}")
         return 0
     table = Table("id", "what", "installed", box=None)
     for prefix, adapter in ADAPTERS.items():
-        missing = "no: pip install 'etude[environments]'"
-        table.add_row(f"{prefix}:NAME", adapter.what, adapter.version or "yes" if adapter.is_installed else missing)
+        missing = f"no: pip install 'etude[{adapter.extra}]'"
+        table.add_row(
+            f"{prefix}:{adapter.name}", adapter.what, adapter.version or "yes" if adapter.is_installed else missing
+        )
     for name in ENVIRONMENTS.names():
         table.add_row(name, "registered by a plug-in", "yes")
     open_console().print(table)

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import click
+import yaml
 
 from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
+from etude.cli.env import plugins_option
 
 
 @click.command(context_settings=PLAIN_SETTINGS)
 @configuration_arguments
+@plugins_option
 @click.option("--row", default=0, show_default=True, type=click.IntRange(0), help="Which row, from 0.")
 @click.option("--val", "validation", is_flag=True, help="A row of data.val_files instead of data.train_files.")
 @click.option(
@@ -24,6 +27,7 @@ def play(
     config_name: str | None,
     config_path: str | None,
     overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
     row: int,
     validation: bool,
     folder: Path | None,
@@ -34,12 +38,25 @@ def play(
     {"name": "TOOL", "arguments": {…}} or as  TOOL key=value;  anything else is an answer. At the end come the score and its
     parts, and the trajectory is kept as a run keeps its rollouts, for `etude explain` and `etude view`.
 
+    With the id of an environment, its arguments and nothing else, that is played, without a run or a model.
+
     \b
     Example:
       etude play --config-path shop --config-name agent --row 3
+      etude play gym:FrozenLake-v1 is_slippery=false
     """
     from etude.testing.play import play as play_row
 
+    if overrides and "=" not in overrides[0]:
+        from etude.options import EnvironmentOptions
+        from etude.registry import load_plugins
+        from etude.testing.play import play_environment
+
+        load_plugins(plugins)
+        args = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides[1:])}
+        options = EnvironmentOptions(id=overrides[0], args=args)
+        earned = play_environment(options, row=row, validation=validation, typed=sys.stdin, echo=click.echo)
+        return 0 if earned is not None else 1
     scored = play_row(
         config_name,
         overrides,

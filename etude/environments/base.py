@@ -129,6 +129,11 @@ class Environment:
         """Answers a call of a tool that `reset` gave as a schema; see `tool` for what it returns."""
         raise NotImplementedError(f"{type(self).__name__} does not define call_tool")
 
+    async def drive(self, base_url: str, api_key: str) -> Any:
+        """Defined by a class that drives itself: plays the whole episode, as a client of OpenAI's or Anthropic's interface
+        at `base_url`, and returns what `score` would. Its steps are not called; the limit of its time is the rollout's."""
+        raise NotImplementedError(f"{type(self).__name__} does not define drive")
+
     def score(self) -> Any:
         """Returns the reward of the whole episode: a number, or a dict with `score` and what is reported beside it. Called
         at every ending, also if a limit cut the episode. None: the rewards of its steps are all it earns."""

@@ -74,6 +74,11 @@ class EnvironmentEntry:
         return "env" if self.noun == "environment" else self.noun
 
     @property
+    def drives(self) -> bool:
+        """Whether the environment drives itself."""
+        return self.kind.drive is not Environment.drive
+
+    @property
     def sessions(self) -> int | None:
         """Most sessions at once, in the whole run; None: as many as there are trajectories."""
         return self.kind.limit if self.limit is None else self.limit

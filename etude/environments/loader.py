@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from etude.environments.arguments import check_arguments
 from etude.environments.base import ENVIRONMENTS, Environment
 from etude.environments.entry import EnvironmentEntry, Environments
 from etude.environments.text_env import TextEnvironment, is_gym_shaped
@@ -26,12 +27,14 @@ from etude.registry import unknown_name
 @dataclass(frozen=True)
 class Adapter:
     """Environments of another package: `module` here opens them, `distribution` is what pip installs, `package` what Python
-    imports; empty where nothing is needed."""
+    imports; empty where nothing is needed. `name` is what stands after the colon of an id."""
 
     module: str
     package: str
     distribution: str
     what: str
+    name: str = "NAME"
+    extra: str = "environments"
 
     @property
     def is_installed(self) -> bool:
@@ -49,6 +52,13 @@ ADAPTERS = {
     "reasoning_gym": Adapter(f"{_HERE}.reasoning_gym", "reasoning_gym", "reasoning-gym", "generated questions"),
     "gym": Adapter(f"{_HERE}.gym", "gymnasium", "gymnasium", "environments whose spaces can be said in words"),
     "textarena": Adapter(f"{_HERE}.textarena", "textarena", "textarena", "text games"),
+    "inspect": Adapter(
+        f"{_HERE}.inspect", "inspect_ai", "inspect-ai", "tasks of Inspect", "FILE.py:FUNCTION", "inspect"
+    ),
+    "openenv": Adapter(f"{_HERE}.openenv", "", "", "sessions of a server of OpenEnv", "URL"),
+    "harbor": Adapter(f"{_HERE}.harbor", "", "", "tasks in Harbor's format, in the sandbox", "FOLDER"),
+    "verifiers": Adapter(f"{_HERE}.verifiers", "", "", "tasksets of verifiers, in the interpreter that `python` names"),
+    "nemo_gym": Adapter(f"{_HERE}.nemo_gym", "", "", "tasks of a resources server of NeMo Gym", "URL"),
 }
 
 
@@ -68,7 +78,8 @@ def _entry(options: EnvironmentOptions, key: str) -> EnvironmentEntry:
     try:
         if not colon:
             return registered_entry(options.id, options.args, name=options.label, **given)
-        make, kind, version = open_adapter(prefix)(name, options.args)
+        own = {} if options.python is None else {"python": options.python}
+        make, kind, version = open_adapter(prefix)(name, {**options.args, **own})
         named = {"id": options.id, "args": options.args, "version": version}
         return EnvironmentEntry.of(options.label, make, kind, **named, **given)
     except ConfigError as error:
@@ -89,9 +100,15 @@ def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], 
         )
     adapter = ADAPTERS[prefix]
     if not adapter.is_installed:
-        raise MissingExtraError(f"environment '{prefix}:' ({adapter.distribution})", "environments")
+        raise MissingExtraError(f"environment '{prefix}:' ({adapter.distribution})", adapter.extra)
     opened = importlib.import_module(adapter.module).open_environment
-    return lambda name, args: (*opened(name, **args), adapter.version)
+
+    def checked(name: str, args: Mapping[str, Any]) -> tuple[Callable[[], Environment], type[Environment], str]:
+        check_arguments(opened, args, f"{prefix}:{name}")
+        made: Any = (*opened(name, **args), adapter.version)
+        return made[0], made[1], made[2]  # some have a version of their own
+
+    return checked
 
 
 def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **given: Any) -> EnvironmentEntry:
@@ -111,6 +128,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         inspect.signature(found).bind(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment '{id}': args: {one_line(error)}") from error
+    check_arguments(found, args, f"environment '{id}'")
     make = partial(found, **args)
     return EnvironmentEntry.of(
         name or id,

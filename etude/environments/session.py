@@ -190,7 +190,17 @@ class EnvironmentSession:
         Raises:
             EtudeError: there is no reward at all, or the score is no finite number.
         """
-        returned = await self._call("score", self._environment.score)
+        return self._read_score(await self._call("score", self._environment.score), completed)
+
+    async def drive(self, base_url: str, api_key: str) -> tuple[float | None, dict[str, Any]]:
+        """Lets an environment that drives itself play; returns what `score` does.
+
+        Raises:
+            EtudeError: it returned no number.
+        """
+        return self._read_score(await self._environment.drive(base_url, api_key), True)
+
+    def _read_score(self, returned: Any, completed: bool) -> tuple[float | None, dict[str, Any]]:
         value, info = returned, dict[str, Any]()
         if isinstance(returned, Mapping):
             info = dict(returned)

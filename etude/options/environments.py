@@ -28,6 +28,7 @@ class EnvironmentOptions:
     id: Text = key("A registered name of yours, or package:name (`etude env list`).")
     name: Text | None = key("Picks it, as a row's extra_info.env, and names its metrics. Null: the id.", default=None)
     args: FreeForm = key("Arguments of the environment; any keys.", default_factory=dict)
+    python: Text | None = key("The interpreter that has the package, of those that need their own.", default=None)
     tasks: Count | None = key("Most tasks to train on. Null: all it has, or 1000 seeds.", default=None, unit="tasks")
     val_tasks: Natural = key("Most tasks to validate on. 0: none.", default=64, unit="tasks")
     weight: NonNegative = key("Its share of each batch, relative to the others'.", default=1.0)

@@ -193,7 +193,10 @@ class AgentOptions:
         "Loop for rows without agent_name. Null: tool_agent for rows with tools or an interaction, else "
         "single_turn_agent.",
         default=None,
-        names=Names("etude.agents.base:AGENT_LOOPS", ("env_agent", "openai_agent", "single_turn_agent", "tool_agent")),
+        names=Names(
+            "etude.agents.base:AGENT_LOOPS",
+            ("driving_agent", "env_agent", "openai_agent", "single_turn_agent", "tool_agent"),
+        ),
         verl_default="single_turn_agent",
     )
     agent_loop_config_path: Text | None = key(

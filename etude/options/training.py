@@ -165,10 +165,11 @@ class TrainedModelOptions:
         path="model",
         verl_default="~/models/deepseek-llm-7b-chat",
     )
-    enable_gradient_checkpointing: Flag = key(
+    enable_gradient_checkpointing: Flag | None = key(
         "Keep only the layers' inputs for the backward pass, and compute each layer again there: less memory, about a third "
-        "more time, the same gradients.",
-        default=False,
+        "more time, the same gradients. Null: where an update would not fit the free memory otherwise, by the estimate of "
+        "`etude check`; off in supervised training.",
+        default=None,
         verl_default="true",
     )
     use_liger: Flag = key(

@@ -39,7 +39,7 @@ class Rows:
     train: int = key("Questions to train on.", default=1024)
     val: int = key("Questions that the warm-up and the run are watched on.", default=64)
     test: int = key("Questions of the evaluations before and after.", default=256)
-    demonstrations: int = key("Conversations of the warm-up.", default=8000)
+    demonstrations: int = key("Conversations of the warm-up; 0: none, for a pretrained model.", default=8000)
 
 
 @options
@@ -49,11 +49,12 @@ class ExampleOptions:
     shows: str = key("What the example shows, in a line.")
     metric: Literal["success", "tool_use", "reward", "turns"] = key("What the claim is about.", default="success")
     margin: float = key("By how much it rises, sampled on the test questions; negative: falls.", default=0.4)
+    greedy: bool = key("Whether the evaluations are greedy, too, and not only sampled.", default=True)
     rows: Rows = key("", default_factory=Rows)
     vocabulary: int = key("Tokens of the untrained model's tokenizer.", default=512)
     warm_up: tuple[str, ...] = key("Arguments of `etude sft` beside those of quickstart_sft.", default=())
     model: str | None = key(
-        "Pretrained model that it starts from, as in model.path, in place of an untrained one and a warm-up.",
+        "Pretrained model that it starts from, as in model.path, in place of an untrained one.",
         default=None,
     )
     start: str | None = key(
@@ -94,8 +95,9 @@ class Example:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return self.folder.name
+        """The folder's name; in a checkout's `examples/`, its path there."""
+        inside = _GALLERY.resolve() in self.folder.parents
+        return self.folder.relative_to(_GALLERY.resolve()).as_posix() if inside else self.folder.name
 
     @property
     def prepare(self) -> Callable[[Path, int, Rows], Tables] | None:
@@ -128,7 +130,7 @@ def find_example(given: str) -> Example:
     Raises:
         ConfigError: there is none.
     """
-    names = [path.parent.name for path in sorted(_GALLERY.glob("*/example.yaml"))]
+    names = [path.parent.relative_to(_GALLERY).as_posix() for path in sorted(_GALLERY.glob("**/example.yaml"))]
     for folder in (Path(given).expanduser(), (_BUILT_IN if given in (STORIES, CALCULATOR) else _GALLERY) / given):
         if (folder / "example.yaml").is_file():
             return Example.read(folder)

@@ -5,10 +5,12 @@ Invariant: everything follows from the seed. A `model` folder that `prepare` wro
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from etude.errors import ConfigError
-from etude.quickstart.example import CALCULATOR, Example, Rows, find_example
+from etude.quickstart.example import CALCULATOR, Example, Rows, Tables, find_example
 
 TOOLS = (
     Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"
@@ -31,6 +33,15 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
         raise ConfigError(f"{example.folder / 'agent.py'}: prepare must return the tables {', '.join(TABLES)}")
     for name, table in tables.items():
         write_parquet(list(table), folder / "data" / f"{name}.parquet")
+
+
+def show_example(tables: Tables, turns: Sequence[Mapping[str, Any]]) -> Tables:
+    """Returns the tables with a worked example, given as messages, before each question: for a model whose chat template
+    shows no tools. Demonstrations are left out: they were for a model that could not talk."""
+    return {
+        split: [{**row, "prompt": [*row["prompt"][:-1], *turns, row["prompt"][-1]]} for row in tables[split]]
+        for split in TABLES[:3]
+    }
 
 
 def write_model(folder: Path, tool_files: list[str], seed: int, vocabulary: int) -> None:

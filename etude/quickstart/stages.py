@@ -145,8 +145,8 @@ class Quickstart:
             self._stage("model", "making an untrained model", self._make_model)
         if "train" not in self._times:
             self._check()
-        if self._start is None and self.example.options.model is None:
-            self._stage("warm_up", "supervised warm-up: learns to talk, and mostly bad habits", self._warm_up)
+        if self._warms_up:
+            self._stage("warm_up", "supervised warm-up on demonstrations", self._warm_up)
 
     def _stage(self, name: str, text: str, work: Callable[[], object]) -> None:
         if name in self._times:
@@ -181,17 +181,28 @@ class Quickstart:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        own = self._start is None and self.example.options.model is None
-        model = self.folder / "model" if own else self._warm_model
+        model = self._first_model if self._warms_up else self._warm_model
         setup, groups = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(groups):
             PPOTrainer(setup, groups)
 
     @property
+    def _warms_up(self) -> bool:
+        """Whether a supervised stage comes before the reinforcement learning."""
+        return self._start is None and bool(self.example.options.model is None or self.rows.demonstrations)
+
+    @property
+    def _first_model(self) -> Path:
+        """What the warm-up starts from."""
+        name = self.example.options.model
+        return self.folder / "model" if name is None else named_folder(name) if name in NAMED_MODELS else Path(name)
+
+    @property
     def _warm_model(self) -> Path:
-        if (name := self.example.options.model) is not None:
-            return named_folder(name) if name in NAMED_MODELS else Path(name)
-        return self.folder / "warm_up" / "huggingface" if self._start is None else self._start._warm_model
+        """What the reinforcement learning starts from."""
+        if self._start is not None:
+            return self._start._warm_model
+        return self.folder / "warm_up" / "huggingface" if self._warms_up else self._first_model
 
     def _warm_up(self) -> None:
         from etude.config import compose
@@ -204,7 +215,7 @@ class Quickstart:
                 [
                     f"data.train_files={self._data}/demonstrations.parquet",
                     f"target_success.data_files={self._data}/val.parquet",
-                    f"model.path={self.folder}/model",
+                    f"model.path={self._first_model}",
                     f"multi_turn.tool_config_path=[{','.join(self._tool_files())}]",
                     f"trainer.default_local_dir={self.folder}/warm_up",
                     f"trainer.seed={self.seed}",
@@ -257,8 +268,8 @@ class Quickstart:
         assert model is not None
         common = [f"data.val_files={self._data}/test.parquet", "data.val_max_samples=-1"]
         val = "actor_rollout_ref.rollout.val_kwargs"
-        for how, sampling in (("greedy", "false"), ("sampled", "true")):
-            settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={sampling}"]
+        for how in self._ways:
+            settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={how == 'sampled'}"]
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
             step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
@@ -266,25 +277,28 @@ class Quickstart:
             turns = _count_turns(folder / how / f"{step}.jsonl")
             write_json(folder / f"{how}_{when}.json", json_safe(result | turns))
 
+    @property
+    def _ways(self) -> tuple[str, ...]:
+        return ("greedy", "sampled") if self.example.options.greedy else ("sampled",)
+
     # -- summary -------------------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
         results = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
-            for how in ("sampled", "greedy")
+            for how in self._ways
             for when in ("before", "after")
         }
         claim = self.example.options
         summary: dict[str, Any] = {"example": self.example.name, "seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = results["sampled", when], results["greedy", when]
-            summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
-            summary[f"tool_use_{when}"] = sampled["tool_use"]
-            summary[when] = {
-                "success, sampled": _interval(sampled, "success"),
-                "success, greedy": _interval(greedy, "success"),
-                "tool use, sampled": _interval(sampled, "tool_use"),
-            }
+            sampled = results["sampled", when]
+            summary[f"success_{when}"], summary[f"tool_use_{when}"] = sampled["success"], sampled["tool_use"]
+            summary[when] = {"success, sampled": _interval(sampled, "success")}
+            if (greedy := results.get(("greedy", when))) is not None:
+                summary[f"greedy_{when}"] = greedy["success"]
+                summary[when]["success, greedy"] = _interval(greedy, "success")
+            summary[when]["tool use, sampled"] = _interval(sampled, "tool_use")
             if claim.metric in ("reward", "turns"):  # means, not proportions: only if the claim is about them
                 summary[when][f"{claim.metric}, sampled"] = sampled[claim.metric]
         before, after = (_interval(results["sampled", when], claim.metric) for when in ("before", "after"))

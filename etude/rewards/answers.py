@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.chat.placeholders import text_of
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
-from etude.rewards.numeral import CONTINUATION, MAGNITUDES, Numeral, read_numeral
+from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
 
 MAX_ANSWER_CHARS = 1000
@@ -31,8 +31,13 @@ _SYMBOLS = {
     "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
 _SPELLINGS = [  # what models write → LaTeX
-    (re.compile(r",\\!\s*"), ","),  # thousands
+    (re.compile(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))"), ","),  # thousands
+    (re.compile(r"\.(?=\s*(?:\$|\\\)|\\\])+\.?\s*\Z)"), ""),
+    (re.compile(r"\A\s*(?:\\\(|\\\[|\$\$)((?:(?!\\\(|\\\[|\$).)*)(?:\\\)|\\\]|\$\$)\.?\s*\Z", re.S), r"$\1$"),
     (re.compile(r"\A\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s?\{([^{}]*\d[^{}]*)\}\Z"), r"\1"),  # \text{8 apples}
+    (re.compile(r"\$,?\s*(and|or)\s*\$"), r" \1 "),  # $3$ and $4$
+    (re.compile(r"\A\\text\s?\{([^{}\d]*\bis\s*)\}"), r"\1 "),  # \text{The answer is } 8
+    (re.compile(r"\\mathrm\{i\}"), "i"),
     (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
     (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
@@ -57,7 +62,7 @@ _SPELLINGS = [  # what models write → LaTeX
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(  # after a number or a closing bracket, at the end
-    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?"
+    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\\[dt]?frac(?:\{\s*\\(?:text|mathrm)\s*\{[^{}]*\}\s*\}){2}|\^\s*\{?\\circ\}?"
     r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹]"
     r"|(?![\s\u4e00-\u9fff]*(?:[平立次]方\s*\Z|阶乘))(?!(?<=\d)\s*[\u4e00-\u9fff]*[万亿兆千百十几零一二三四五六七八九半又点加减乘除与至到不非无以上下内外的错否折成多余])[\u4e00-\u9fff]{1,6})"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
@@ -85,7 +90,8 @@ _COMPARED = re.compile(  # the number that follows is not the answer
     re.I,
 )
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
-_TWO_VALUES = re.compile(r"(\d+),(\d{1,2})")  # or a decimal comma
+_ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
+_TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
 _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
@@ -138,6 +144,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         and len(lines := [each for each in ours.split("\n") if each.strip(" $")]) > 1
     ):
         ours = ", ".join(lines)
+    values = _TWO_VALUES.fullmatch(ours.strip("$")), _TWO_VALUES.fullmatch(theirs.strip("$"))
+    if _number(theirs) is not None and values[1] is None and _number(ours) is None and _ALTERNATIVE.search(ours):
+        return False
     if (formulas := _SEGMENT.findall(ours)) and len(
         formulas
     ) > 1:  # all of them are the answer, whatever the words between
@@ -145,17 +154,19 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     sides = _CONDITION.sub("(X)", _OUTER.sub("", ours.strip("$ "))).split("=")
     if len(sides) > 1 and "=" not in theirs and not _RELATION.search(ours.replace("=", "")):
         is_number = _number(theirs) is not None and not any(map(_DELIMITED.search, sides))
-        is_number = is_number and not _TWO_VALUES.fullmatch(theirs.strip("$"))
+        is_number = is_number and values[1] is None
         stated = [side for side in sides if not (is_number and _is_symbolic(side))]  # 12 of "m + n = 12"
         if is_number or not _NAME.fullmatch(sides[0]):
             return bool(stated) and all(answers_equal(side, theirs) for side in stated)  # "7 = 12" is not 12
-    based = _BASED.fullmatch(ours.strip("$")), _BASED.fullmatch(theirs.strip("$"))
-    if based[0] and based[1]:
-        return based[0][1] == based[1][1] and int(based[0][2] or based[0][3]) == int(based[1][2] or based[1][3])
+    if based := _BASED.fullmatch(theirs.strip("$")):
+        if any(_based(each) != _based(based.groups()) for each in _BASED.findall(ours)):
+            return False  # algebra sees no base
+        if _BASED.fullmatch(ours.strip("$")):
+            return True
     words = _words(ours), _words(theirs)
     if words[0] and words[1] and words[0] == words[1]:
         return True
-    values = _TWO_VALUES.fullmatch(ours.strip("$")), _TWO_VALUES.fullmatch(theirs.strip("$"))
+    values = _TWO_VALUES.fullmatch(ours.strip("$")), values[1]
     if values[0] and values[1] and values[0][1] == values[1][2] and values[0][2] == values[1][1]:
         return True  # "2,1" and "1,2" are the same two values, as "2, 1" and "1, 2" are
     numbers = _number(ours), _number(theirs)
@@ -328,6 +339,12 @@ def _number(text: str) -> Numeral | None:
 def _variable(text: str) -> str | None:
     assigned = _ASSIGNED.fullmatch(_bare(text))
     return assigned[1] if assigned else None
+
+
+def _based(found: Sequence[str | None]) -> tuple[str | None, int]:
+    """Returns the digits and the base of a match of `_BASED`."""
+    digits, braced, bare = found
+    return digits, int(braced or bare or 0)
 
 
 def _is_symbolic(side: str) -> bool:

@@ -1,24 +1,72 @@
-r"""`last_boxed`: the answer in the last `\boxed{…}` of a text, in linear time."""
+r"""`last_boxed`: the answer in the last `\boxed{…}` of a text, in linear time.
+
+Boxes joined by a comma, "and" or "or" are one answer of several values: `\boxed{1} and \boxed{-2}` is "1, -2". So a second
+guess in a box of its own makes an answer as wrong as one inside the box. A box alone on a later line corrects it.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE_STEP = {"{": 1, "}": -1}
+_TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\\\(?!boxed|fbox)|\\[{}]|(?P<open>\{)|(?P<close>\})")
+_LINK = r"[,;&]|\\q?quad|(?:\\text\s?\{\s?)?\b(?:and|or)\b(?:\s?\})?"
+_LINKED = re.compile(_LINK)
+_BETWEEN = re.compile(rf"(?:{_LINK}|[\s$.]|\\[()\[\],;:! ]|[a-z](?:_\{{?\w{{1,9}}\}}?)?\s?=)*")
+_COMMAND = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+
+
+@dataclass
+class _Box:
+    command: int
+    """Where `\boxed{` begins."""
+    start: int
+    end: int | None = None
+    """Where its closing brace is; None: unfinished."""
+    outer: _Box | None = None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}` with balanced braces; None if it is missing or unfinished."""
-    start = None
-    for match in _BOXED.finditer(text):
-        start = match.end()
-    if start is None:
+    r"""Returns the content of the last `\boxed{…}` with balanced braces, after those of the boxes joined to it; None if it
+    is missing or unfinished. A box within a box is read as its content."""
+    boxes = _boxes(text)
+    if not boxes or boxes[-1].end is None:
         return None
-    depth, position = 1, start
-    while position < len(text):
-        depth += _BRACE_STEP.get(text[position], 0)
-        if depth == 0:
-            return text[start:position].strip()
-        position += 2 if text[position] == "\\" else 1  # an escaped brace is literal
-    return None
+    answers: list[str] = []
+    after: _Box | None = None
+    for box in reversed(boxes):
+        if after is not None and box.start >= after.start:
+            continue  # within the box before
+        read = box  # the innermost with all that the outermost says
+        while box.end is not None and box.outer is not None and box.outer.end is not None:
+            says_more = text[box.outer.start : box.command].strip() or text[box.end + 1 : box.outer.end].strip()
+            box = box.outer
+            read = box if says_more else read
+        if box.end is None or (after is not None and not _are_joined(text[box.end + 1 : after.command])):
+            break
+        answers.append(_COMMAND.sub("", text[read.start : read.end]).strip())
+        after = box
+    return ", ".join(dict.fromkeys(reversed(answers)))
+
+
+def _boxes(text: str) -> list[_Box]:
+    """Returns all boxes, in the order in which they begin."""
+    boxes: list[_Box] = []
+    opened: list[_Box | None] = []  # None: a brace of another kind
+    around: list[_Box] = []
+    for token in _TOKEN.finditer(text):
+        if token["box"]:
+            box = _Box(token.start(), token.end(), outer=around[-1] if around else None)
+            boxes.append(box)
+            opened.append(box)
+            around.append(box)
+        elif token["open"]:
+            opened.append(None)
+        elif token["close"] and opened and (closed := opened.pop()):
+            closed.end = token.start()
+            around.pop()
+    return boxes
+
+
+def _are_joined(between: str) -> bool:
+    return bool(_BETWEEN.fullmatch(between) and ("\n" not in between or _LINKED.search(between)))

@@ -1,7 +1,8 @@
 """Scoring of multiple-choice questions: the letter of the chosen option.
 
-Invariant: the answer is taken from the last `<answer>…</answer>` if there is one, else from the whole text; a letter
-that starts a sentence ("A man walks in") is never taken for a choice, unless nothing follows it.
+Invariant: the answer is taken from what follows `</think>`, and there from the last `<answer>…</answer>` if there is one. A
+stated answer ("the answer is C", "C is correct") goes before an option that is merely mentioned, and a letter that starts a
+sentence ("A man walks in") is never taken for a choice, unless nothing follows it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,40 @@ _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
     r"(?![)\]*\"'`]{0,3}[ \t]{0,9}(?:[,;/|&+、，；~(\[]|or\b|and\b|vs\b|或者?|和|还是)"
     r"(?:[ \t]{0,9}(?:or|and|maybe|perhaps)\b|[ \t,(\[*&\"'`]){0,9}[A-Z](?![A-Za-z'’]|[ \t]+(?!(?:or|and)\b)[a-z]))"
 )
-_OPENING = r"[:：=]?[\s*]{0,9}[*(（\[{\"'`$“]{0,3}"
+_OPENING = r"[:：=]?[\s*]{0,9}(?:[*(（\[{\"'`$“]|\\\(){0,3}"
 _CHOSEN = r"([A-Z])(?!['’]?[A-Za-z])" + _NOT_ANOTHER
 _STATED = re.compile(
-    r"\b(?i:answer|option|choice)\b\*{0,2}\s{0,9}(?i:is\b|(?:must|should|would)\sbe\b)?\s{0,9}" + _OPENING + _CHOSEN
+    r"\b(?i:answer|(?:correct|right|best)\s(?:option|choice)|I(?:\swould|['’]d)?\s(?:choose|pick|select))\b\*{0,2}\s{0,9}"
+    r"(?i:(?:is|(?:must|should|would)\sbe)\b)?\s{0,9}[:*]{0,3}\s{0,9}(?i:(?:option|choice)\b)?\s{0,9}"
+    + _OPENING
+    + _CHOSEN
+)
+_APPROVED = re.compile(
+    r"(?:\A|[.:\n]\s{0,9}|(?i:\b(?:so|thus|hence|therefore),?\s)|(?i:\b(?:option|choice)\s))[*(]{0,3}"
+    + _CHOSEN
+    + r"(?:[).:]\s[^.\n]{1,80}?)?[*)]{0,3}\sis\s(?:clearly\s|therefore\s|thus\s)?(?:the\s)?(?:correct|right|best)\b"
+)
+_MENTIONED = re.compile(
+    r"\b(?i:option|choice)\b\*{0,2}\s{0,9}(?i:is\b)?\s{0,9}"
+    + _OPENING
+    + _CHOSEN
+    + r"(?![*).]{0,3}\s(?:is\s|was\s|can\s?)?(?:n['’]t|not|incorrect|wrong|false)\b)"
 )
 _STATED_CHINESE = re.compile(r"(?:答案|正确选项|(?<!不)选择?)\s{0,9}[是为选]?\s{0,9}" + _OPENING + _CHOSEN)
 _LEADING = re.compile(
-    r"\s*[*(\[]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)\s]|\Z))"
-    r"(?:[*)\]]{1,3}|[.:,;。：、]|[ \t]+[-–—][ \t]|\s*$|\s*\n)"
+    r"\s*[*(\[`]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)\s]|\Z))"
+    r"(?:[*)\]`]{1,3}|[.:,;。：、]|[ \t]+[-–—][ \t]|\s*$|\s*\n)"
 )
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 
 def extract_choice(text: str) -> str | None:
     """Returns the chosen letter in upper case; None if there is none."""
-    text = text[-MAX_CHARS:]
+    text = text[-MAX_CHARS:].rpartition("</think>")[2]
     marked = _ANSWER.findall(text)
     if marked:
         text = marked[-1]
-    for pattern in (_BOXED, _STATED, _STATED_CHINESE):
+    for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _MENTIONED):
         found = pattern.findall(text)
         if found:
             return found[-1].upper()

@@ -15,10 +15,11 @@ import os
 import re
 import textwrap
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.rewards.code_judge import Case, StdioCase, Verdict, judge, read_cases
+from etude.rewards.code_judge import CallCase, Case, StdioCase, Verdict, judge, read_cases
 from etude.rewards.truth import reads_truth, require_truth
 from etude.sandbox import Language, Limits, SandboxClient
 from etude.timeouts import background_loop, gather
@@ -35,22 +36,45 @@ CASES_AT_ONCE = 4
 URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
 _FENCE = re.compile(r"(?:(?m:^)([ \t]{1,16}))?```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = {"python", "py", "python3"}
+_DEFINED = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*=[ \t]*lambda\b", re.MULTILINE)
+_READS = re.compile(r"\b(?:input\s*\(|stdin\b|fileinput\b|(?:open|read)\s*\(\s*0\b)")
 
 _clients: dict[tuple[str | None, str | None], SandboxClient] = {}
 _clients_lock = threading.Lock()
 
 
-def extract_code(text: str) -> str:
-    """Returns the last block fenced as Python after `</think>`, else the last fenced block, else the whole text."""
+def extract_code(text: str, cases: Sequence[Case] = ()) -> str:
+    """Returns the last fenced block after `</think>` that can pass `cases`: one that defines a name they take from the
+    solution, or reads the input they give. Blocks fenced as Python go before others; without such a block, the last one
+    counts, and without any, the whole text."""
     text = text.rpartition("</think>")[2]
     blocks = [
-        (name.strip().lower(), textwrap.dedent(code) if indented else code)
+        (name.strip(" \t{.}").lower().partition(" ")[0], textwrap.dedent(code) if indented else code)
         for indented, name, code in _FENCE.findall(text)
     ]
     if not blocks:
         return "" if "```" in text else text
-    python = [code for name, code in blocks if name in _PYTHON]
-    return python[-1] if python else blocks[-1][1]
+    programs = [code for name, code in blocks if name in _PYTHON] or [code for _, code in blocks]
+    names, reads = _needs(cases)
+    able = [code for code in programs if names & _defined(code) or (reads and _READS.search(code))]
+    return (able or programs)[-1]
+
+
+def _needs(cases: Sequence[Case]) -> tuple[set[str], bool]:
+    """Returns the names that `cases` may take from a solution, and whether it must read input."""
+    names, reads = set[str](), False
+    for case in cases:
+        if isinstance(case, StdioCase):
+            reads = reads or bool(case.input.strip())
+        elif isinstance(case, CallCase):
+            names.add(case.function)
+        else:
+            names |= set(re.findall(r"\w+", case.statement)) - _defined(case.statement)
+    return names, reads
+
+
+def _defined(code: str) -> set[str]:
+    return {name for found in _DEFINED.findall(code) for name in found if name}
 
 
 async def score_code(
@@ -86,7 +110,7 @@ async def score_code(
         raise ConfigError(f"tests of functions are for Python, not for {written_in.value}")
     cases = cases[: max_cases or (MAX_CASES if mode == "fraction" else None)]
     limits = Limits(wall_seconds=timeout, cpu_seconds=4 * timeout, memory_mb=memory_limit_mb)
-    code = extract_code(solution_str)
+    code = extract_code(solution_str, cases)
     if not code.strip() or len(code) > MAX_CODE_CHARS:
         verdicts = [Verdict.COMPILE_ERROR] * len(cases)
     else:

@@ -1,8 +1,8 @@
 """Scoring of grade-school mathematics (GSM8K): the final number of a solution against the reference number.
 
 Invariant: numbers are compared as numbers ("1,000", "$1000" and "1000.0" are one answer). `strict` reads the last
-`#### <number>` near the end of the text, `flexible` the last number anywhere in it. The beginning of an expression or of
-several numbers ("5*4", "3 or 4") is no number.
+`#### <number>` (or `#### The answer is <number>`) near the end of the text, `flexible` the last number anywhere in it. The
+beginning of an expression or of several numbers ("5*4", "3 or 4") is no number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from etude.errors import DataError
-from etude.rewards.numeral import CONTINUATION, MAGNITUDES
+from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES
 from etude.rewards.truth import reads_truth, truths_of
 
 Method = Literal["strict", "flexible"]
@@ -20,11 +20,13 @@ Method = Literal["strict", "flexible"]
 _TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(
-    r"####[ \t]*(?:\*\*|`|\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
+    r"####[\s:]{0,9}(?:(?i:\*{0,2}(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is)?[ \t]*:?\*{0,2})\s{0,9})?"
+    r"(?:[a-zA-Z][ \t]*=[ \t]*)?"
+    r"(?:\*\*|`|\$?\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
     rf"(?![0-9.,!½⅓⅔¼¾²³]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|[kKM]\b|(?:squared|cubed)\b))"
     r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
-    rf"(?!{CONTINUATION})"
+    rf"(?!{CONTINUATION}|{ALTERNATIVE})"
 )
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12

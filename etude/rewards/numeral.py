@@ -36,6 +36,14 @@ CONTINUATION = (
     r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b)"
 )
 """Words after a number that make another one of it, as a pattern: "5 plus six", "5 feet six inches"."""
+_FILL = r"(?:[ \t$*^`(){}\[\]\\]|\\(?:text(?:bf)?|boxed)(?![a-z]))"
+_OR = r"(?<![a-z])(?:or|and|but|maybe|perhaps|possibly|vs\.?|versus|to|otherwise|alternatively|else|either|wait|no)(?![a-z])"
+ALTERNATIVE = (
+    rf"(?i:{_FILL}{{0,9}}(?:(?:[a-z]{{2,20}}(?![a-z]){_FILL}{{0,9}}){{0,2}}"
+    rf"(?:,(?={_FILL})|[;|&∨、或?]|\\\\|\\(?:lor|vee|pm)(?![a-z])|(?:\.{_FILL}{{1,9}})?{_OR})"
+    rf"|(?<=[$)\]])\s?[-/–]|[-/–]\s?(?=\$|\\[(\[]))(?:{_FILL}|,|{_OR}){{0,9}}[-−]?\d)"
+)
+"""What follows a number if the text names another one beside it, as a pattern: "7 apples, or maybe 5"."""
 _CHINESE_DIGITS = "零一二三四五六七八九"
 _CHINESE = re.compile(rf"([{_CHINESE_DIGITS[1:]}])?(十)?(?:(?<=十)([{_CHINESE_DIGITS[1:]}]))?([百千万亿])?")
 _CHINESE_POWERS = {"百": 2, "千": 3, "万": 4, "亿": 8}

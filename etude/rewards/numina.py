@@ -12,8 +12,11 @@ from etude.rewards.answers import is_answer, references_of
 from etude.rewards.boxed import last_boxed
 from etude.rewards.truth import reads_truth
 
+_HOPE = re.compile(r"\s*I hope it is correct\.?\s*\Z")  # how Minerva's prompt has answers end
 TAIL = 2000  # characters searched for a stated answer, from a solution's end
-_STATED = re.compile(r"\b(?:final answer|answer)\b[*_]{0,3}(?:\s+is|\s*:)\s*:?[\s*_]{0,9}([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(
+    r"\banswer\b[*_]{0,3}(?:\s+is|\s*:)\s*:?[\s*_]{0,9}(?:the\s(?:final\s)?answer\sis:?\s)?([^\n]+)", re.IGNORECASE
+)
 
 
 def extract_answer(text: str) -> str | None:
@@ -23,7 +26,7 @@ def extract_answer(text: str) -> str | None:
     if boxed is not None or "\\boxed" in text:  # an unfinished box is no answer, nor is the text before it
         return boxed
     stated = _STATED.findall(text[-TAIL:])
-    return stated[-1].strip().rstrip(".").strip("*_` ") if stated else None
+    return _HOPE.sub("", stated[-1]).strip().rstrip(".").strip("*_` ") if stated else None
 
 
 @reads_truth(references_of)

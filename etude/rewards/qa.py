@@ -2,7 +2,7 @@
 
 Invariant: only the last `<answer>…</answer>` after `</think>` is the answer; the order of the reference answers and
 duplicates among them do not change a score. Normalisation is that of SQuAD's evaluation: lower case, no punctuation, no
-articles, single spaces.
+articles, single spaces; here typographic quotes and dashes are punctuation too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.rewards.truth import reads_truth, truths_of
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = str.maketrans("", "", string.punctuation + "‘’‚“”„´–—‐‑−…")  # SQuAD's, and the same marks as typeset
 
 
 def normalise(text: str) -> str:

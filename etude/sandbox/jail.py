@@ -40,6 +40,8 @@ _DEVICE_LINKS = (
     ("/proc/self/fd", "/dev/fd"),
     *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
 )
+_WORK_LINKS = tuple((f"{WORK}/{name}", f"/{name}") for name in ("app", "workspace", "tests", "solution", "logs"))
+"""Where tasks in Harbor's format look for their files: folders of the work directory, if there are."""
 _ETC = {
     "passwd": "root:x:0:0:root:/:/usr/sbin/nologin\nsandbox:x:1000:1000:sandbox:/tmp:/bin/bash\n",
     "group": "root:x:0:\nsandbox:x:1000:\n",
@@ -92,7 +94,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
     root, etc = scratch / "root", scratch / "etc"
     root.mkdir()
     _write_etc(etc)
-    links: list[tuple[str, str]] = list(_DEVICE_LINKS)
+    links: list[tuple[str, str]] = [*_DEVICE_LINKS, *_WORK_LINKS]
     binds: list[tuple[str, str]] = []
     for path in _SYSTEM:
         if os.path.islink(path):

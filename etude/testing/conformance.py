@@ -41,7 +41,9 @@ def check_environment(options: EnvironmentOptions) -> Findings:
         yield f"{options.id} {opened[0].version}".strip()
 
     findings.run("id", open_entry, "correct the id or its args: `etude env list`")
-    if not findings.failed:
+    if not findings.failed and opened[0].drives:
+        findings.run("conformance", lambda: iter(["it drives itself: a run plays it"]), "report this: it is a bug")
+    elif not findings.failed:
         code = f"mend the environment {options.id}, or leave it out of env"
         findings.run_stage("conformance", Trial(opened[0]), fix=code)
     return findings
@@ -80,7 +82,7 @@ class Trial:
     async def start(self, number: int = 0) -> Any:
         """What `reset` observes."""
         async with self.session(number) as session:
-            return session.observation, [*session.tools]
+            return session.observation, {name: tool.tool_schema.to_openai() for name, tool in session.tools.items()}
 
     async def play(self, act: Callable[[EnvironmentSession, int], Any], number: int = 0, turns: int = _TURNS) -> float:
         """Plays a session until it is over or has had its turns; returns its reward."""
@@ -132,20 +134,23 @@ class Trial:
                 with contextlib.suppress(ToolError):  # the model is told
                     await session.tools[name].execute("check", dict(arguments), agent_data=_Loop(session))
 
-        names = self.starts[0][1] if self.starts else []
-        schemas = {name: self.entry.tools[name].get_openai_tool_schema() for name in names if name in self.entry.tools}
+        schemas = self.starts[0][1] if self.starts else {}
         for name, schema in schemas.items():
-            parameters = schema.to_openai()["function"].get("parameters") or {}
             for number in range(3):
-                asyncio.run(call(name, example_of(parameters, number) or {}))
+                asyncio.run(call(name, example_of(schema["function"].get("parameters") or {}, number) or {}))
         yield f"{len(schemas)} called" if schemas else "none: every turn is an action"
 
     @check("conformance", "own answer")
     def _answer(self) -> Result:
-        async def act(session: EnvironmentSession, turn: int) -> Any:
-            return await session.step(session.environment.answer())  # type: ignore[union-attr]
+        kind: Any = self.entry.kind
 
-        if not hasattr(self.entry.kind, "answer"):
+        async def act(session: EnvironmentSession, turn: int) -> Any:
+            environment: Any = session.environment
+            if hasattr(kind, "solve"):
+                await environment.solve()
+            return await session.step(environment.answer() if hasattr(kind, "answer") else "Done.")
+
+        if not hasattr(kind, "answer") and not hasattr(kind, "solve"):
             yield "there is none"
             return
         earned = [asyncio.run(self.play(act, number, 1)) for number in range(len(self._tasks))]

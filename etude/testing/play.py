@@ -7,6 +7,7 @@ as if the model had sampled them: a tool call is written in the format that the 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import tempfile
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from etude.dumps import list_dump_steps
-from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.environments import EnvironmentEntry, EnvironmentSession
+from etude.environments.loader import load_environments
+from etude.environments.tasks import task_rows
+from etude.errors import ConfigError, DataError, EtudeError, ToolError, one_line
+from etude.options import EnvironmentOptions
 from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
 from etude.timeouts import BlockingCalls
 from etude.trajectory import Rollout, Trajectory
@@ -53,7 +58,7 @@ class Seat:
 
     async def _read(self) -> list[int] | None:
         """Reads one input and returns its ids; None if it was a command or invalid."""
-        line = await self._line()
+        line = await read_line(self._typed)
         command, _, rest = line.partition(" ")
         if command == "/quit":
             raise Left("left before the end: nothing is scored")
@@ -80,16 +85,22 @@ class Seat:
             )
         return ids
 
-    async def _line(self) -> str:
-        lines = []
-        while True:
-            line = await _keyboard.run(self._typed.readline)
-            if not line:
-                raise Left("the input ended before the conversation: nothing is scored")
-            line = line.rstrip("\n").encode(errors="replace").decode()  # invalid UTF-8 arrives as lone surrogates
-            lines.append(line.removesuffix("\\"))
-            if not line.endswith("\\"):
-                return "\n".join(lines)
+
+async def read_line(typed: TextIO) -> str:
+    """Reads a line, and those that it goes on in.
+
+    Raises:
+        Left: the input ended.
+    """
+    lines = []
+    while True:
+        line = await _keyboard.run(typed.readline)
+        if not line:
+            raise Left("the input ended before the conversation: nothing is scored")
+        line = line.rstrip("\n").encode(errors="replace").decode()  # invalid UTF-8 arrives as lone surrogates
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            return "\n".join(lines)
 
 
 def read_call(line: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
@@ -198,3 +209,55 @@ def _print_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory
     if rewards.score is not None:
         details = sanitize_text(json.dumps(rewards.score_info, ensure_ascii=False, default=str))
         echo(f"  {weights.score_weight:g} × {rewards.score:g}  {weights.reward_manager}, {details}")
+
+
+def play_environment(
+    options: EnvironmentOptions, *, row: int, validation: bool, typed: TextIO, echo: Echo
+) -> float | None:
+    """Plays task number `row` of an environment, without a run or a model; returns its reward.
+
+    Raises:
+        ConfigError: the environment cannot be opened.
+        DataError: it has no such task.
+        Left: the player left.
+    """
+    environments = load_environments([options])
+    assert environments is not None
+    [entry] = environments.entries.values()
+    rows = [*task_rows(entry, "val" if validation else "train", row + 1)]
+    if row >= len(rows):
+        raise DataError(f"{entry.label}: no task {row}: there are {len(rows)}")
+    return asyncio.run(_play_session(entry, rows[row], typed, echo))
+
+
+async def _play_session(entry: EnvironmentEntry, row: Mapping[str, Any], typed: TextIO, echo: Echo) -> float | None:
+    total, rewarded = 0.0, False
+    async with EnvironmentSession(entry, {**row, "group_seed": 0, "request_id": "play"}) as session:
+        schemas = {name: tool.tool_schema.to_openai() for name, tool in session.tools.items()}
+        for schema in schemas.values():
+            echo(json.dumps(schema["function"], ensure_ascii=False))
+        shown = session.observation
+        echo(
+            sanitize_text(shown if isinstance(shown, str) else "\n".join(f"{m['role']}: {m['content']}" for m in shown))
+        )
+        while not session.done:
+            line = await read_line(typed)
+            if line == "/quit":
+                break
+            reward = None
+            try:
+                if (call := read_call(line, schemas)) is not None and call[0] in schemas:
+                    response, reward, _ = await session.call_tool(*call)
+                    echo(sanitize_text(response.text or ""))
+                else:
+                    step, messages = await session.step(line)
+                    reward = step.reward
+                    echo(sanitize_text("\n".join(str(message["content"]) for message in messages)))
+            except (ToolError, DataError) as error:
+                echo(f"error: {sanitize_text(one_line(error))}")
+            total, rewarded = total + (reward or 0.0), rewarded or reward is not None
+        score, info = await session.score(completed=session.done)
+    if score is None and not rewarded:
+        return None
+    echo(f"reward {total + (score or 0.0):g}{f', {json.dumps(info, default=str)}' if info else ''}")
+    return total + (score or 0.0)

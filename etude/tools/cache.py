@@ -2,7 +2,7 @@
 `ResultStore` keeps them, and recordings (see `recording`), in an SQLite file that processes share.
 
 Pure means: the result (text, media, step reward and metrics) depends only on the arguments, the row's `create_kwargs` and
-`execute_kwargs`, and the tool's configuration; and executing has no side effects. Enabling the cache declares that.
+`execute_kwargs`, the tool's configuration and its code; and executing has no side effects. Enabling the cache declares that.
 
 Invariant: a result is served only for an equal key; errors are never cached. At most one execution per key runs in this
 event loop at a time, in the trajectory that asked first; if that trajectory is cancelled, the next waiting one executes
@@ -184,7 +184,15 @@ class ResultStore:
 
     async def get(self, key: str) -> dict[str, Any] | None:
         """Returns the result stored under `key`; None if there is none or it has expired."""
-        return None if self._failed else await _thread.run(self._get, key)
+        return None if self._failed else await _thread.run(self._get, "key = ?", key)
+
+    async def latest(self, key: str) -> dict[str, Any] | None:
+        """Like `get`, whichever code of the tool the result is of (`key:code`): the last stored."""
+        return (
+            None
+            if self._failed
+            else await _thread.run(self._get, "key = ? OR key BETWEEN ? || ':' AND ? || ';'", *[key] * 3)
+        )
 
     async def put(self, key: str, answer: Mapping[str, Any]) -> None:
         """Stores a result, replacing any previous one."""
@@ -201,9 +209,10 @@ class ResultStore:
                 made.execute(statement)
         return self._connection[1]
 
-    def _get(self, key: str) -> dict[str, Any] | None:
+    def _get(self, where: str, *keys: str) -> dict[str, Any] | None:
         try:
-            row = self._open().execute("SELECT stored, answer FROM answers WHERE key = ?", (key,)).fetchone()
+            statement = f"SELECT stored, answer FROM answers WHERE {where} ORDER BY stored DESC LIMIT 1"
+            row = self._open().execute(statement, keys).fetchone()
             if row is None or (self._ttl is not None and not 0 <= time.time() - row[0] <= self._ttl):
                 return None
             answer = json.loads(row[1])

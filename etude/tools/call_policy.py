@@ -33,7 +33,7 @@ from etude.errors import (
     one_line,
 )
 from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
-from etude.registry import one_edit_from
+from etude.registry import digest_code, one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
@@ -134,6 +134,7 @@ class ToolRuntime:
                 logger.warning(WARNING, problem, f"did you mean config.{near}?")
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # a function tool has its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
+        self._code = digest_code(getattr(tool, "__wrapped__", type(tool))) if self._cache is not None else ""
         self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")
         self.reads_agent_data = _accepts_keyword(tool, "execute", "agent_data")
         self._logged: set[str] = set()
@@ -215,7 +216,7 @@ class ToolRuntime:
         if self._cache is None:
             result = await self._within_limits(call, execute)
         else:
-            result = await self._cache.answer(key, lambda: self._within_limits(call, execute))
+            result = await self._cache.answer(f"{key}:{self._code}", lambda: self._within_limits(call, execute))
         if recording is not None:
             await recording.keep(*place, result)
         return result

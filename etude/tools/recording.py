@@ -84,7 +84,7 @@ class Recording:
         )
         try:
             if self._is_cache:
-                kept = await self._store.get(key) if key else {}
+                kept = await self._store.latest(key) if key else {}
                 found = [] if kept is None else [(result_from_json(kept, Source.REPLAY), True)]
             else:
                 rows = await self._store.run(statement, *values, trajectory)

@@ -6,7 +6,6 @@ cannot be determined is null.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import logging
 import os
@@ -14,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import etude
 from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
+from etude.registry import code_beside
 from etude.run_folder import read_run_record, redact_arguments, utc_now
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ _WHOLE_BYTES = 2**30  # of a larger file, only the size and three parts are hash
 _PART_BYTES = 2**26
 _MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
-_CODE_NAME = re.compile(r"[^\s'\":,\[\]{}]+\.py\b")  # in a tool file: `class_name: tool.py:Price`, `args: [server.py]`
 
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
@@ -104,41 +103,6 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for file in code_beside(path):
                 found.setdefault(str(file), {"key": key, **digest_path(file)})
     return found
-
-
-def code_beside(path: Path) -> list[Path]:
-    """Returns the Python files that the file `path` names (YAML) or imports (Python) from its own folder, those that these
-    import, and so on, in order of path. They are found by reading: nothing is imported."""
-    found, waiting = set[Path](), [path]
-    while waiting:
-        new = {file for file in _named_code(waiting.pop()) if file.is_file()} - found - {path}
-        found |= new
-        waiting += new
-    return sorted(found)
-
-
-def _named_code(file: Path) -> Iterator[Path]:
-    if file.suffix not in (".py", ".yaml", ".yml"):
-        return
-    try:
-        text = file.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(text))) if file.suffix == ".py" else []
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return
-    if file.suffix != ".py":
-        yield from (file.parent / Path(name).expanduser() for name in _CODE_NAME.findall(text))
-    for node in nodes:
-        folder, modules = file.parent, list[str]()
-        if isinstance(node, ast.Import):
-            modules = [each.name for each in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            folder = file.parents[: max(node.level, 1)][-1]
-            modules = [f"{node.module or ''}.{each.name}" for each in node.names]
-        for module in modules:
-            place = folder
-            for name in filter(None, module.split(".")):
-                place /= name
-                yield from (place.with_suffix(".py"), place / "__init__.py")
 
 
 def warn_of_changed_files(run_dir: Path, facts: Mapping[str, Any]) -> None:

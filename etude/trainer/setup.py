@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from etude.checks.resources import recomputes
 from etude.checks.setup import Setup, check_options, check_tool_messages
 from etude.options import Options
 from etude.trainer.worker_groups import WorkerGroups, open_groups
@@ -18,7 +19,7 @@ def prepare(options: Options, *, trains: bool = True, restarts: bool = False) ->
         ConfigError, DataError: one line that names the key or file.
     """
     setup = check_options(options)
-    setup.placement = replace(setup.placement, trains=trains)
+    setup.placement = replace(setup.placement, trains=trains, recomputes=trains and recomputes(setup))
     critic = trains and setup.options.has_critic
     groups = open_groups(setup.options, setup.placement, critic=critic, keeps_batches=trains, restarts=restarts)
     with groups.closed_on_error():

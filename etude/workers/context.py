@@ -74,8 +74,9 @@ def addresses_in(values: object, place: str = "") -> Iterator[tuple[str, str]]:
         yield place, values
 
 
-def load_context(options: TrainOptions, bundle: TokenizerBundle) -> AgentContext:
-    """Loads the configured tools, interactions and environment, and everything else that a worker's trajectories share.
+def load_context(options: TrainOptions, bundle: TokenizerBundle, ranks: int = 1) -> AgentContext:
+    """Loads the configured tools, interactions and environment, and everything else that the trajectories of a worker, one
+    of `ranks`, share.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -90,8 +91,9 @@ def load_context(options: TrainOptions, bundle: TokenizerBundle) -> AgentContext
         environment = load_environment(options.actor_rollout_ref.env, tools, lockstep=rollout.mode == "sync")
         environment = environment or load_environments(options.environments)
     if environment is not None and options.trainer.deterministic:
-        # The engine waits for every trajectory that has begun: none may wait for a place.
-        lanes = min([rollout.max_concurrent_trajectories, *environment.limits])
+        # The engine waits for every trajectory that has begun: none may wait for a place, which another rank may hold.
+        shares = (max(1, limit // ranks) for limit in environment.limits)
+        lanes = min([rollout.max_concurrent_trajectories, *shares])
         rollout = replace(rollout, max_concurrent_trajectories=lanes)
     return AgentContext(
         config=user_config(options),

@@ -38,12 +38,13 @@ TOKENS = ("input_ids", "attention_mask", "response_mask")
 class Placement:
     """Where a worker runs and what its group is for, beside the run's options.
 
-    `device`: torch's name of it. `trains`: whether the run has an actor. `teacher`: the folder or server with which a
-    `TeacherWorker` scores.
+    `device`: torch's name of it. `trains`: whether the run has an actor. `recomputes`: whether a trained model whose options
+    leave it open uses gradient checkpointing. `teacher`: the folder or server with which a `TeacherWorker` scores.
     """
 
     device: str = "cpu"
     trains: bool = True
+    recomputes: bool | None = None
     teacher: str | None = None
 
 
@@ -76,11 +77,21 @@ def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_pat
         torch.use_deterministic_algorithms(True)  # an operation without such an algorithm stops the run, with its name
 
 
+class _HeapUse(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and newer: `free` is `fordblks`, the free bytes of all heaps."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("top", ctypes.c_size_t))
+
+
 def trim_heap() -> None:
-    """Returns free memory to the system. Rollouts and updates take turns, in threads with a heap each in glibc, which holds
-    on to what one of them freed: a quarter of the memory of a model of 135 million parameters."""
+    """Returns free memory to the system, if it is a gigabyte or more. Rollouts and updates take turns, in threads with a
+    heap each in glibc, which holds on to what one of them freed: a quarter of the memory of a model of 135 M parameters.
+    A small model keeps its half gigabyte: to fault its pages in again took a fifth of an update's CPU time."""
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype = _HeapUse
+        if libc.mallinfo2().free >= 2**30:
+            libc.malloc_trim(0)
 
 
 class RoleWorker(Worker):
@@ -190,5 +201,6 @@ class RoleWorker(Worker):
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.trainer.seed)
-        if options.enable_gradient_checkpointing:
+        given = options.enable_gradient_checkpointing
+        if self.placement.recomputes if given is None else given:
             checkpoint_layers(network)

@@ -66,7 +66,7 @@ class RolloutWorker(RoleWorker):
                 f"reward_model.model.path={self.options.reward_model.model.path}: an environment's judge is a language "
                 "model, and this is a classifier, which scores with another reward_manager than parallel"
             )
-        return replace(load_context(self.options, self.bundle), reward_model=judge)
+        return replace(load_context(self.options, self.bundle, self.world_size), reward_model=judge)
 
     @cached_property
     def reward_model(self) -> RewardModel | GenerativeRewardModel | None:

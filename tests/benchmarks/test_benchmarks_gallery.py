@@ -83,6 +83,12 @@ def test_every_example_of_the_repository_is_found_and_can_be_ordered(gallery):
     ready = sorter.get_ready()
     assert gallery.Job("calculator", 1) in ready
     assert all(found[job.name].options.start is None for job in ready)
+    real = gallery.read_examples(real=True)
+    assert not set(real) & set(found)
+    assert (
+        gallery.Job("smollm2/distillation", 1)
+        not in gallery.plan([gallery.Job(name, 1) for name in real], real).get_ready()
+    )
 
 
 def test_a_run_waits_for_what_it_starts_from(gallery):
@@ -164,13 +170,15 @@ def test_the_table_shows_what_came_of_each_seed(gallery):
     assert alone.endswith("| failed: `logs/alone-seed-2.txt` | 40 | 1 of 2 |")
 
 
-def test_the_page_gets_table_and_plot_the_same_each_time(gallery, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["gallery", "gallery_real"])
+def test_the_page_gets_table_and_plot_the_same_each_time(name, gallery, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     work, docs = tmp_path / "work", tmp_path / "docs"
     docs.mkdir()
-    for name in ("gallery.md", "gallery.zh.md"):
-        (docs / name).write_text(f"# Gallery\n\n{gallery.BEGIN}\nold\n{gallery.END}\n\nthe end\n")
-    assert not gallery.show(FOUND, (1,), work, [])  # nothing has finished
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    for page in ("gallery.md", "gallery.zh.md"):
+        (docs / page).write_text(f"# Gallery\n\n{begin}\nold\n{end}\n\nthe end\n")
+    assert not gallery.show(FOUND, (1,), work, [], name)  # nothing has finished
     base = finish(gallery, work, gallery.Job("base", 1))
     rows = [{"step": 0, "val": 1}, *({"step": step, "reward/success/mean": step / 4} for step in (1, 2, 3, 2))]
     (base / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -183,21 +191,22 @@ def test_the_page_gets_table_and_plot_the_same_each_time(gallery, tmp_path, caps
     assert gallery.read_curve(alone, "turns") == {1: 5.0, 10: 2.0}
     pictures = []
     for _ in range(2):
-        assert gallery.show(FOUND, (1,), work, [])
-        gallery.publish((work / "gallery.md").read_text(), work / "gallery.svg", docs)
-        pictures.append((docs / "gallery.svg").read_bytes())
+        assert gallery.show(FOUND, (1,), work, [], name)
+        gallery.publish(name, work, docs)
+        pictures.append((docs / f"{name}.svg").read_bytes())
     assert pictures[0] == pictures[1]
     page = (docs / "gallery.md").read_text()
     assert page == (docs / "gallery.zh.md").read_text()
-    assert page.startswith(f"# Gallery\n\n{gallery.BEGIN}\n\nLast measured on ")
-    assert page.endswith(f"![Learning curves](gallery.svg)\n\n{gallery.END}\n\nthe end\n")
+    assert page.startswith(f"# Gallery\n\n{begin}\n\nLast measured on ")
+    assert page.endswith(f"![Learning curves]({name}.svg)\n\n{end}\n\nthe end\n")
     assert "old" not in page
     assert page.count("| What base does. |") == 1
     (docs / "gallery.md").write_text("# Gallery\n")
     with pytest.raises(SystemExit, match="has no marks"):
-        gallery.publish("x", work / "gallery.svg", docs)
+        gallery.publish(name, work, docs)
 
 
 def test_the_page_has_the_marks(gallery):
     page = (gallery.DOCS / "gallery.md").read_text(encoding="utf-8")
-    assert page.count(gallery.BEGIN) == page.count(gallery.END) == 1
+    for name in ("gallery", "gallery_real"):
+        assert page.count(f"<!-- {name}: begin -->") == page.count(f"<!-- {name}: end -->") == 1

@@ -419,7 +419,7 @@ def test_nothing_is_said_of_what_has_an_effect(caplog):
     assert notices(caplog, "algorithm.gamma=0.9", "critic.ppo_epochs=2") == []
     assert notices(caplog, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.ppo_epochs=2") == []
     assert notices(caplog, *GRPO, "algorithm.gamma=1.0") == []  # what it is anyway
-    for root in ("quickstart", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
+    for root in ("quickstart", "quickstart_pretrained", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
         assert notices(caplog, root=root) == []
 
 

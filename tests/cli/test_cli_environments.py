@@ -1,5 +1,6 @@
 """`etude env list` and `etude env check`."""
 
+import io
 import json
 
 import pytest
@@ -27,6 +28,20 @@ def own(tmp_path_factory):
     file = tmp_path_factory.mktemp("own") / "own.py"
     file.write_text(OWN)
     return f"--plugins={file}"
+
+
+def test_an_environment_is_played_by_its_id(own, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("right\nright\ndown\n\ndown\ndown\nright\n"))
+    assert run(cli, ["play", "gym:FrozenLake-v1", "is_slippery=false"]) == 0
+    shown = capsys.readouterr().out
+    assert "write one action: left, down, right, up" in shown
+    assert "Write one of: left, down, right, up." in shown
+    assert shown.endswith("reward 1\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    assert run(cli, ["play", "cli_own", own, "--row=2"]) == 0
+    assert capsys.readouterr().out == "4\nreward 0\n"
+    assert run(cli, ["play", "gym:FrozenLak-v1"]) == 2
+    assert "did you mean 'FrozenLake-v1'" in capsys.readouterr().err
 
 
 def test_what_can_be_opened_is_listed(own, capsys):

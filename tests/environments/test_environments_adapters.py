@@ -9,7 +9,7 @@ from etude.environments.base import ENVIRONMENTS
 from etude.environments.loader import load_environments
 from etude.environments.randomness import GlobalRandom
 from etude.environments.tasks import task_rows
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.options import EnvironmentOptions
 from etude.testing.conformance import check_environment
 
@@ -43,6 +43,103 @@ def test_an_adapted_environment_conforms(name):
     assert [each for each in found.all if each.level.value != "ok" and not each.message.startswith(MEANT)] == []
 
 
+INSPECTED = """
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser
+from inspect_ai.scorer import includes, match
+from inspect_ai.solver import generate, solver, system_message, use_tools
+from inspect_ai.tool import ToolError, tool
+
+
+@tool
+def add():
+    async def execute(a: int, b: int) -> str:
+        \"""Adds.
+
+        Args:
+            a: first.
+            b: second.
+        \"""
+        if a < 0:
+            raise ToolError("not so")
+        return str(a + b)
+
+    return execute
+
+
+@solver
+def twice():
+    async def solve(state, generate):
+        state = await generate(state)
+        if state.output.completion != state.target.text:
+            state.messages.append(ChatMessageUser(content="Wrong."))
+            state = await generate(state)
+        return state
+
+    return solve
+
+
+def sums(size=4, sandbox=None):
+    samples = [Sample(input=f"{n} + {n + 1} = ?", target=str(2 * n + 1)) for n in range(size)]
+    solvers = [system_message("Add."), use_tools(add()), twice()]
+    return Task(dataset=samples, solver=solvers, scorer=[match(), includes()], sandbox=sandbox)
+
+
+def silent():
+    return Task(dataset=[Sample(input="x", target="y")], solver=system_message("Add."), scorer=match())
+"""
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory):
+    pytest.importorskip("inspect_ai")
+    file = tmp_path_factory.mktemp("inspected") / "inspected_tasks.py"
+    file.write_text(INSPECTED)
+    return f"inspect:{file}"
+
+
+def test_a_task_of_inspect_conforms_and_is_played_turn_by_turn(inspected):
+    found = check_environment(EnvironmentOptions(id=f"{inspected}:sums"))
+    assert [each for each in found.all if each.level.value != "ok"] == []
+
+    async def main():
+        [entry] = load_environments([EnvironmentOptions(id=f"{inspected}:sums", args={"size": 3})]).entries.values()
+        async with EnvironmentSession(entry, row(sample=2)) as session:
+            assert [(m["role"], m["content"]) for m in session.observation] == [
+                ("system", "Add."),
+                ("user", "2 + 3 = ?"),
+            ]
+            assert (await session.call_tool("add", {"a": 2, "b": 3}))[0].text == "5"
+            with pytest.raises(InvalidAction, match="not so"):
+                await session.call_tool("add", {"a": -2, "b": 3})
+            assert await session.step("6") == (
+                Step([{"role": "user", "content": "Wrong."}]),
+                [{"role": "user", "content": "Wrong."}],
+            )
+            step, _ = await session.step("<think>6?</think>5")
+            assert step.done
+            assert await session.score(completed=True) == (1.0, {"score_2": 1.0})
+
+    asyncio.run(main())
+
+
+def test_samples_of_inspect_are_kept_for_validation(inspected):
+    [entry] = load_environments([EnvironmentOptions(id=f"{inspected}:sums", args={"val_samples": 1})]).entries.values()
+    made = [[each["extra_info"]["task"]["sample"] for each in task_rows(entry, split, 9)] for split in ("train", "val")]
+    assert made == [[0, 1, 2], [3]]
+
+
+def test_a_solver_that_never_asks_ends_the_run(inspected):
+    with pytest.raises(EtudeError, match="never asks for the model"):
+        play(EnvironmentOptions(id=f"{inspected}:silent"), [], sample=0)
+
+
+def test_a_task_of_inspect_in_a_container_is_refused(inspected):
+    with pytest.raises(ConfigError, match="need a container"):
+        load_environments([EnvironmentOptions(id=f"{inspected}:sums", args={"sandbox": "docker"})])
+
+
 OPPONENT = """
 def first_free(shown):
     free = [cell for cell in "012345678" if f"[{cell}]" in shown.rpartition("Available Moves")[2]]
@@ -61,12 +158,12 @@ def row(seed=0, **task):
     return {"extra_info": {"task": task}, "group_seed": seed, "request_id": "r"}
 
 
-def play(options, texts, seed=0):
+def play(options, texts, seed=0, **task):
     """(first observation, steps, score) of a session."""
 
     async def main():
         [entry] = load_environments([options]).entries.values()
-        async with EnvironmentSession(entry, row(seed)) as session:
+        async with EnvironmentSession(entry, row(seed, **task)) as session:
             steps = [(await session.step(text))[0] for text in texts]
             return session.observation, steps, await session.score(completed=session.done)
 
@@ -122,7 +219,12 @@ def test_a_gymnasium_game_in_words():
         ({"id": "gym:FrozenLake-v1", "args": {"slippery": True}}, "slippery"),
         ({"id": "gym:FrozenLake-v1", "args": {"actions": ["a"]}}, "must name its 4 actions"),
         ({"id": "reasoning_gym:chain_summ"}, "did you mean 'chain_sum'"),
-        ({"id": "reasoning_gym:chain_sum", "args": {"max_term": 3}}, "max_term"),
+        ({"id": "reasoning_gym:chain_sum", "args": {"max_term": 3}}, "args: unknown argument 'max_term'; did you mean"),
+        ({"id": "reasoning_gym:chain_sum", "args": {"max_terms": "x"}}, r"args.max_terms: .*, not 'x'"),
+        ({"id": "reasoning_gym:chain_sum", "args": {"attempts": "x"}}, r"args.attempts: .*, not 'x'"),
+        ({"id": "gym:FrozenLake-v1", "args": {"random_map": "x"}}, r"args.random_map: .*, not 'x'"),
+        ({"id": "gym:FrozenLake-v1", "args": {"is_slippery": "x"}}, r"args.is_slippery: .*, not 'x'"),
+        ({"id": "textarena:GuessTheNumber-v0", "args": {"max_turns": "x"}}, r"args.max_turns: .*, not 'x'"),
         ({"id": "textarena:GuessTheNumbr-v0"}, "did you mean 'GuessTheNumber-v0'"),
         ({"id": "textarena:TicTacToe-v0"}, "args.opponent"),
         ({"id": "nobody"}, "unknown environment 'nobody'"),
@@ -131,6 +233,15 @@ def test_a_gymnasium_game_in_words():
 def test_a_wrong_id_or_argument_is_told_before_anything_is_played(options, message):
     with pytest.raises(ConfigError, match=message):
         load_environments([EnvironmentOptions(**options)])
+
+
+def test_missing_data_of_nltk_is_told_in_one_line(monkeypatch):
+    def lacking(*_):
+        raise LookupError("*****\n  Resource \x1b[93mwords\x1b[0m not found.\n  Please use the NLTK Downloader")
+
+    monkeypatch.setattr("etude.environments.adapters.textarena.Game.reset", lacking)
+    with pytest.raises(ConfigError, match=r"NLTK's data 'words' are not there; run python -m nltk.downloader words"):
+        load_environments([EnvironmentOptions(id="textarena:GuessTheNumber-v0")])
 
 
 def test_two_entries_of_one_name_need_names():

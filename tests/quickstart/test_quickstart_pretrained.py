@@ -20,13 +20,13 @@ SMALL = (*TINY, "trainer.test_freq=-1")
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """The quickstart's example, starting from a tiny model."""
+    """The quickstart's example, starting from a tiny model, and evaluated only as it samples."""
     folder = tmp_path_factory.mktemp("examples") / "tiny_stories"
     shutil.copytree(find_example(STORIES).folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
     tokenizer = build_tiny_tokenizer(["What is 48 * 31? The answer is 1488."], 400)
     save_pretrained(build_tiny_model(TinyModelSpec(seed=1), tokenizer), tokenizer, folder / "pretrained")
     text = (folder / "example.yaml").read_text().replace("smollm2", str(folder / "pretrained"))
-    (folder / "example.yaml").write_text(text)
+    (folder / "example.yaml").write_text(f"{text}greedy: false\n")
     return Example.read(folder)
 
 
@@ -46,6 +46,8 @@ def test_it_has_no_warm_up(whole):
     assert set(summary["seconds"]) == {"data", "evaluate_before", "train", "evaluate_after"}
     assert not (folder / "warm_up").exists()
     assert Path(summary["model"]).is_dir()
+    assert set(summary["after"]) == {"success, sampled", "tool use, sampled"}
+    assert not (folder / "evaluation" / "greedy").exists()
 
 
 def test_a_killed_training_goes_on_from_its_checkpoint(whole, example, tmp_path, monkeypatch):
@@ -82,6 +84,14 @@ def test_its_questions_are_held_out_and_the_same_for_a_seed():
     for row in stories:
         a, b = (int(word) for word in row["prompt"][-1]["content"].replace(".", " ").split() if word.isdigit())
         assert int(row["reward_model"]["ground_truth"]) in (a * b, a - b)
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [("The answer is 775.", 1.0), ("So 1,775 - 1,000 = 775", 1.0), ("The answer is -775.", 0.0), ("It is 1.775", 0.0)],
+)
+def test_only_the_answer_itself_is_paid(said, score):
+    assert find_example(STORIES)._code.compute_score("plain", said, "775") == score
 
 
 @pytest.fixture

@@ -515,6 +515,37 @@ def test_where_the_code_is(text, program):
     assert extract_code(text) == program
 
 
+@pytest.mark.parametrize(
+    "after",
+    [
+        "print(f(3))",
+        "def test_f():\n    assert f(1) == 2\n\ntest_f()",
+        "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)",
+        "result = f(3)",
+    ],
+)
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"assert_case": ["def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"]},
+        {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
+    ],
+)
+def test_an_example_of_its_use_is_not_the_solution(truth, after):
+    solution = "def f(x):\n    return x + 1\n"
+    draft = "def f(x):\n    return x\n"
+    text = f"```python\n{draft}```\nBetter:\n```python\n{solution}```\nExample usage:\n```python\n{after}\n```"
+    assert extract_code(text, read_cases(truth)) == solution
+
+
+def test_a_program_reads_its_input():
+    cases = read_cases({"inputs": ["1"], "outputs": ["2"]})
+    text = "```python\nprint(int(input()) + 1)\n```\nFor example:\n```python\nprint(1 + 1)\n```"
+    assert extract_code(text, cases) == "print(int(input()) + 1)\n"
+    assert extract_code(text) == "print(1 + 1)\n"
+    assert extract_code(text, read_cases({"inputs": [""], "outputs": ["2"]})) == "print(1 + 1)\n"
+
+
 @given(st.text(st.characters(codec="utf-8", exclude_characters="`"), max_size=60))
 def test_fenced_code_is_found_as_it_was(program):
     if "</think>" not in program:

@@ -9,6 +9,7 @@ import pytest
 
 from etude.rewards import bfcl, compute_score
 from etude.rewards.answers import answers_equal
+from etude.rewards.boxed import last_boxed
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 ASKED = re.compile(
@@ -76,10 +77,44 @@ def test_math_500_in_other_forms():
         (r"\text{18 or 19 apples}", "18", False),
         (r"\text{less than } 18", "18", False),
         (r"\text{not 18}", "18", False),
+        ("52_9", "52_8", False),
+        ("x = 52_9", "52_8", False),
+        ("The answer is $52_9$", "52_8", False),
+        ("x = 52_{8}", "52_8", True),
+        ("x = -2, x = 1", "-2,1", True),
+        ("$3$ and $4$", "4, 3", True),
+        ("5 or $7$", "7", False),
+        ("$7$ / 5", "7", False),
+        (r"7 apples, or maybe \text{5}", "7", False),
+        (r"\text{7} \lor \(5\)", "7", False),
+        ("7 dollars and 50 cents", "7", False),
+        ("7 apples and 2.5 pears", "7", False),
+        ("1,000 dollars", "1000", True),
     ],
 )
 def test_forms_of_mathematics(answer, truth, right):
     assert answers_equal(answer, truth) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1} and \boxed{-2}", "1, -2"),
+        (r"\[ \boxed{(2, 2)} \quad \text{and} \quad \boxed{(6, 2)} \]", "(2, 2), (6, 2)"),
+        (r"$y_1 = \boxed{x}$ and $y_2 = \boxed{2x}$", "x, 2x"),
+        (r"$\boxed{5}$ or $\boxed{7}$", "5, 7"),
+        ("\\boxed{5},\n\\boxed{7}", "5, 7"),
+        ("\\boxed{5}\n\\boxed{7}", "7"),  # another turn
+        (r"\boxed{7}, so \boxed{5}", "5"),
+        (r"\boxed{7}, \boxed{7}", "7"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed{5 or \boxed{7}}", "5 or {7}"),
+        (r"\boxed{1 and \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2", None),
+    ],
+)
+def test_boxes_that_are_joined_are_one_answer(text, answer):
+    assert last_boxed(text) == answer
 
 
 @pytest.mark.parametrize("answer", ["x + 5 = 12", "5 + x = 12", "a + b = 12", "y = a + b = 12", "7 = 12"])
@@ -118,6 +153,9 @@ def test_an_equation_of_the_question_names_no_value(answer):
         ("etude/pictures", "<answer>C - Paris</answer>", "C"),
         ("etude/pictures", "正确选项是C", "C"),
         ("etude/pictures", "故选C。", "C"),
+        ("etude/pictures", "The answer is C. Option A shows a cat, and option D is wrong.", "C"),
+        ("etude/pictures", "<think>So the answer is A.</think>C", "C"),
+        ("searchR1_nq", "<answer>Ain’t “Misbehavin’”, 1939–1945</answer>", "\"Ain't Misbehavin'\", 1939-1945"),
     ],
 )
 def test_right_answers(source, text, truth):
@@ -141,6 +179,12 @@ def test_right_answers(source, text, truth):
         ("etude/pictures", "答案是C，D", "C"),
         ("etude/pictures", "答案是C还是D", "C"),
         ("etude/pictures", "不选C", "C"),
+        ("etude/pictures", "Neither B nor C is correct.", "C"),
+        ("etude/pictures", "C is the one that is not correct.", "C"),
+        ("etude/pictures", "<think>The answer is C.</think>I cannot say.", "C"),
+        ("openai/gsm8k", "#### 18 apples, or maybe 19", "18"),
+        ("openai/gsm8k", "#### The answer is $18$ or \\boxed{19}", "18"),
+        ("openai/gsm8k", "#### The answer is less than 18", "18"),
     ],
 )
 def test_wrong_answers(source, text, truth):

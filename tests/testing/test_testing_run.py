@@ -5,13 +5,14 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agent_stage import REWARD, SCHEMA, TOOL, Agent, every_finding_has_specific_advice
 from house_stage import ACTOR, ROLLOUT
 
 from etude.checks.findings import Level
-from etude.checks.resources import count_weights
+from etude.checks.resources import count_weights, learning_rate
 from etude.cli.main import cli, run
 from etude.testing import inspect_run
 
@@ -297,7 +298,7 @@ def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
 
 def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkeypatch):
     usage, weights = shutil.disk_usage("/"), count_weights(str(agent.model))
-    monkeypatch.setattr("etude.checks.resources._memory_here", lambda device, processes: (1.0, 1.0, "of memory"))
+    monkeypatch.setattr("etude.checks.resources._memory_here", lambda _: (1.0, 1.0, "of memory"))
     for free, level in ((0, ERROR), (80 * weights, WARNING)):
         monkeypatch.setattr(
             "etude.checks.resources.shutil.disk_usage", lambda place, free=free: usage._replace(free=free)
@@ -308,29 +309,60 @@ def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkey
         assert "lower trainer.max_actor_ckpt_to_keep" in found["disk"].fix
 
 
+@pytest.mark.parametrize(
+    ("millions", "rate", "lora", "said"),
+    [
+        (135, "1e-6", 0, "hardly moves a model of 135 million weights"),
+        (135, "2e-5", 0, ""),
+        (135, "5e-4", 0, "may spoil a model of 135 million weights"),
+        (135, "2e-5", 16, "hardly moves a model of 135 million weights with LoRA"),
+        (135, "5e-4", 16, ""),
+        (0.6, "1e-6", 0, ""),
+        (7000, "1e-6", 0, ""),
+    ],
+)
+def test_a_rate_far_from_the_one_at_which_such_a_model_learnt_is_a_warning(millions, rate, lora, said, monkeypatch):
+    monkeypatch.setattr("etude.checks.resources.count_weights", lambda model: int(millions * 1e6))
+    settings = SimpleNamespace(lora_rank=lora, path="model"), SimpleNamespace(optim=SimpleNamespace(lr=float(rate)))
+    setup = SimpleNamespace(options=SimpleNamespace(model=settings[0], actor=settings[1]))
+    found = [*learning_rate(setup)]
+    assert [each.message for each in found] == [f"{float(rate):g} {said}"] * bool(said)
+    assert all(f"optim.lr={'0.0005' if lora else '2e-05'}" in each.fix for each in found)
+
+
 def test_micro_batches_that_do_not_fit_come_with_a_size_that_does(agent, monkeypatch):
     """What is advised is followed: either of the two ways fits."""
     long = ("data.max_response_length=2000", f"{ROLLOUT}.max_model_len=null")
+    checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
 
-    def memory(*overrides):
-        return {each.subject: each for each in inspect(agent, *long, *overrides, rolls_out=False).all}["memory"]
+    def memory(*overrides, given="false"):
+        settings = (*long, f"{checkpointing}={given}", *overrides)
+        return {each.subject: each for each in inspect(agent, *settings, rolls_out=False).all}["memory"]
 
-    needed = re.search(r"up to ([0-9.]+) GiB .* activations ([0-9.]+), .*up to ([0-9,]+) tokens", memory().message)
-    whole, activations = (float(each) * 2**30 for each in needed.groups()[:2])
-    tokens = int(needed[3].replace(",", ""))
+    def parts(found):
+        needed = re.search(r"up to ([0-9.]+) GiB .* activations ([0-9.]+), .*up to ([0-9,]+) tokens", found.message)
+        return (*(float(each) * 2**30 for each in needed.groups()[:2]), int(needed[3].replace(",", "")))
+
+    whole, activations, tokens = parts(memory())
     assert tokens <= 16_384
     assert activations > 0.05 * 2**30
     free = (whole - 0.6 * activations) / 0.9
-    monkeypatch.setattr("etude.checks.resources._memory_here", lambda *_: (8 * free, free, "here"))
+    monkeypatch.setattr("etude.checks.resources._memory_here", lambda _: (8 * free, free, "here"))
     found = memory()
     assert found.level is WARNING
     ways = [way.split(" and ") for way in found.fix.removeprefix("set ").split(", or ")]
     assert f"{ACTOR}.ppo_max_token_len_per_gpu=" in ways[0][0]
-    assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in ways[1]
+    assert f"{checkpointing}=true" in ways[1]
     assert [memory(*way).level for way in ways] == [Level.OK, Level.OK]
+    recomputed, fewer, _ = parts(memory(given="true"))
+    assert fewer < 0.9 * activations
+    for room, said in ((0.5 * (recomputed + whole), "with gradient checkpointing"), (1.1 * whole, "tokens)")):
+        monkeypatch.setattr("etude.checks.resources._memory_here", lambda _, room=room: (9 * room, room / 0.9, "here"))
+        chosen = memory(given="null")
+        assert (chosen.level, said in chosen.message) == (Level.OK, True), chosen
     monkeypatch.setattr(
         "etude.checks.resources._memory_here",
-        lambda device, processes: (free, (whole - 0.98 * activations) / 0.9, "here"),
+        lambda _: (free, (whole - 0.98 * activations) / 0.9, "here"),
     )
     assert "data.max_response_length" in memory().fix
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import importlib
 import json
 import logging
 import math
 import multiprocessing
 import sqlite3
+import sys
 from collections import Counter
 
 import pytest
@@ -16,6 +18,7 @@ from PIL import Image
 from session_stage import call, run, schema
 
 from etude.errors import ConfigError, ToolError
+from etude.registry import import_object
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolRuntime, ToolSession
 from etude.tools.cache import ResultCache, ResultStore
@@ -249,6 +252,34 @@ def test_a_file_outlives_the_process(tmp_path):
     assert second[2] == first[2]
     assert answers_of(path, seconds=0, engine="other")[0] == {1: 1, 2: 1}  # another configuration asks another world
     assert answers_of(path, seconds=0, max_response_chars=99)[0] == {}  # a limit of ours changes no answer
+
+
+def test_answers_of_other_code_are_asked_anew(tmp_path, monkeypatch):
+    """Of a tool's file and what it imports from its folder; a cache that is only read answers whatever the code is."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    written = {"tool_of_prices.py": "from prices_of_today import PRICE\n\n\ndef price() -> str:\n    return PRICE\n"}
+
+    def told(price, **more):
+        for name, text in {**written, "prices_of_today.py": f"PRICE = {price!r}\n"}.items():
+            (tmp_path / name).write_text(text)
+        for name in [name for name in sys.modules if "tool_of_prices" in name or name == "prices_of_today"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        function = import_object(f"{tmp_path}/tool_of_prices.py:price")
+        tool = FunctionTool(function, config={"cache": {"path": str(tmp_path / "a.db"), **more}})
+
+        async def main():
+            async with ToolSession({"price": tool}, request_id="r") as session:
+                [outcome] = await session.execute([call("price", "{}")], 0)
+                return outcome.response.text, outcome.source
+
+        return asyncio.run(main())
+
+    assert [told("3"), told("3")] == [("3", Source.TOOL), ("3", Source.CACHE)]
+    assert told("4") == ("4", Source.TOOL)
+    assert told("3") == ("3", Source.CACHE)
+    assert told("5", only=True) == ("4", Source.REPLAY)  # the last stored
 
 
 def _ask_in_a_process(path, queue):

@@ -8,8 +8,11 @@ from house_stage import ROLLOUT
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.trainer.run import train
+from etude.workers import RolloutWorker
 
 ENVIRONMENTS = '''
+import aiohttp
+
 from etude.environments import Environment, Step, environment, tool
 
 
@@ -48,7 +51,20 @@ class Seeded(Environment):
         return str(self.seed)
 
 
-for name, kind in {"fours": Fours, "seeded": Seeded}.items():
+class Driver(Environment):
+    def reset(self, task, seed):
+        self.seed = seed
+        return ""
+
+    async def drive(self, base_url, api_key):
+        body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": f"Seed {self.seed}."}]}
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            async with http.post(f"{base_url}/chat/completions", json=body) as answer:
+                text = (await answer.json())["choices"][0]["message"]["content"]
+        return {"score": text.count("4") / 8, "length": len(text)}
+
+
+for name, kind in {"fours": Fours, "seeded": Seeded, "driver": Driver}.items():
     environment(name)(kind)
 '''
 
@@ -60,13 +76,15 @@ def plugin(tmp_path_factory):
     return f"plugins=[{file}]"
 
 
+OWN = [f"{ROLLOUT}.multi_turn.tool_config_path=null", f"{ROLLOUT}.multi_turn.format=hermes"]
+
+
 @pytest.fixture
 def start(tiny, tmp_path, plugin):
     """Trains with overrides; the records of the last step, and the metrics by step."""
 
     def start(*overrides, steps=2):
-        own = [f"{ROLLOUT}.multi_turn.tool_config_path=null", f"{ROLLOUT}.multi_turn.format=hermes"]
-        own += [plugin, f"trainer.total_training_steps={steps}", "custom_reward_function.path=null"]
+        own = [*OWN, plugin, f"trainer.total_training_steps={steps}", "custom_reward_function.path=null"]
         own += ["data.train_files=[]", "data.val_files=[]", "trainer.logger=[jsonl]"]
         train(tiny.config(tmp_path / "run", *own, *overrides))
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -88,6 +106,14 @@ def test_an_environments_tasks_are_the_rows_and_its_score_the_reward(start):
     assert any(name.startswith("val-core/fours/") for name in last)
 
 
+def test_an_environment_that_drives_itself_asks_the_policy_through_the_gateway(start):
+    records, metrics = start("env=driver", steps=1)
+    assert {record["score"] for record in records} == {record["output"].count("4") / 8 for record in records}
+    assert all(f"Seed {record['extra_info']['env_seed']}." in record["input"] for record in records)
+    assert metrics[-1]["env/driver/episodes"] == len(records)
+    assert metrics[-1]["env/driver/metrics/length"] > 0
+
+
 def test_a_mixed_run_draws_by_weight(start):
     env = "env=[{id: fours, weight: 3}, {id: seeded, tasks: 7, name: other, args: {}}]"
     records, metrics = start(env, "data.train_batch_size=4")
@@ -98,9 +124,25 @@ def test_a_mixed_run_draws_by_weight(start):
     assert {"env/fours/episodes", "env/other/episodes"} <= metrics[-1].keys()
 
 
+def test_rows_of_files_are_the_only_ones_also_for_validation(start, tmp_path):
+    row = {"data_source": "own", "prompt": [{"role": "user", "content": "Go."}], "extra_info": {"number": 3}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    records, metrics = start("env=fours", f"data.train_files=[{tmp_path}/rows.jsonl]", steps=1)
+    assert {"Write 3 fours." in record["input"] for record in records} == {True}
+    assert not any(name.startswith("val-core/") for name in metrics[-1])
+
+
 def test_a_limit_goes_with_an_engine_that_waits_for_every_trajectory(start):
     records, _ = start("env=[{id: fours, limit: 2}]", "trainer.deterministic=true")
     assert len(records) == 8
+
+
+@pytest.mark.parametrize(("limit", "share"), [(5, 2), (1, 1)])
+def test_ranks_that_wait_for_all_their_trajectories_share_a_limit(tiny, tmp_path, plugin, limit, share):
+    env = f"env=[{{id: fours, limit: {limit}}}]"
+    options = tiny.config(tmp_path / "run", *OWN, plugin, env, "trainer.deterministic=true")
+    context = RolloutWorker(options, rank=1, world_size=2).context
+    assert context.options.max_concurrent_trajectories == share
 
 
 def test_a_resumed_run_needs_the_same_environments(start):

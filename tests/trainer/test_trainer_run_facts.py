@@ -7,9 +7,10 @@ import subprocess
 import pytest
 
 from etude.cli.main import cli, run
+from etude.registry import code_beside
 from etude.run_folder import REDACTED
 from etude.trainer import run_facts
-from etude.trainer.run_facts import code_beside, describe_run, digest_path, git_state
+from etude.trainer.run_facts import describe_run, digest_path, git_state
 
 
 def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, monkeypatch):

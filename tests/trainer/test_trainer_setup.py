@@ -1,5 +1,7 @@
 """What sets up a run closes the groups that it opened, wherever it fails."""
 
+from contextlib import closing
+
 import pytest
 from house_stage import ROLLOUT, TOOLS
 from trainer_tools import Moody
@@ -9,6 +11,7 @@ from etude.data.files import write_parquet
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import EtudeError
 from etude.trainer.run import evaluate, fine_tune, train
+from etude.trainer.setup import prepare
 from etude.workers import CriticWorker
 
 
@@ -90,3 +93,16 @@ def test_a_role_that_cannot_start_closes_the_others(tiny, folder, groups, monkey
         train(tiny.config(folder / "run", "algorithm.adv_estimator=gae"))
     opened, closed = groups
     assert closed == opened == ["ActorRolloutRefWorker"]
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "recomputes"), [(2**20, "null", True), (2**40, "null", False), (2**20, "false", False)]
+)
+def test_layers_are_computed_again_where_an_update_would_not_fit_otherwise(
+    tiny, tmp_path, monkeypatch, free, given, recomputes
+):
+    monkeypatch.setattr("etude.checks.resources._memory_here", lambda _: (2**40, free, "here"))
+    key = f"actor_rollout_ref.model.enable_gradient_checkpointing={given}"
+    _, groups = prepare(tiny.config(tmp_path, key))
+    with closing(groups):
+        assert groups.actor._workers[0].placement.recomputes is recomputes

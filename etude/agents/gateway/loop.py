@@ -37,6 +37,7 @@ from etude.agents.gateway.agent import (
 )
 from etude.agents.gateway.messages import row_for_clients
 from etude.agents.gateway.session import GatewaySession
+from etude.environments import EnvironmentSession
 from etude.errors import (
     AgentError,
     ConfigError,
@@ -155,6 +156,31 @@ class OpenAIAgentLoop(AgentLoopBase):
             return None if returned is None else finite_reward(returned, "it"), None
         except WrongReward as error:
             return None, error
+
+
+@AGENT_LOOPS.register("driving_agent")
+class DrivingAgentLoop(OpenAIAgentLoop):
+    """The same, where the environment that the row picks is the agent, as one that drives itself."""
+
+    def __init__(self, trainer_config: AgentContext, **kwargs: Any) -> None:
+        super().__init__(trainer_config, function=self.drive, **kwargs)
+        self._played: dict[str, Any] = {}
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
+        """See `OpenAIAgentLoop.run`."""
+        trajectories = await super().run(sampling_params, **row)
+        trajectories[-1].extra_fields["environment"] = self._played
+        return trajectories
+
+    async def drive(self, row: dict[str, Any], base_url: str, api_key: str) -> float | None:
+        """Plays the episode; returns its score."""
+        assert self.context.environment is not None
+        entry = self.context.environment.pick(row)
+        self._played = {"name": entry.name, "metrics": {}}
+        async with EnvironmentSession(entry, row) as session:
+            score, info = await session.drive(base_url, api_key)
+        self._played["metrics"] = {name: value for name, value in info.items() if isinstance(value, int | float)}
+        return score
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:

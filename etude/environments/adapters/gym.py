@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from etude.environments.arguments import check_types
 from etude.environments.base import Environment, InvalidAction, Step
 from etude.errors import ConfigError, one_line
 from etude.registry import unknown_name
@@ -150,11 +151,15 @@ def open_environment(
         ConfigError: there is no such environment, it does not take these arguments, or its spaces cannot be said in words.
     """
     import gymnasium
+    from gymnasium.envs.registration import load_env_creator
 
     if name not in gymnasium.registry and ":" not in name:
         raise unknown_name(ConfigError, f"gymnasium has no environment '{name}'", name, names())
     try:
+        check_types(load_env_creator(str(gymnasium.spec(name).entry_point)), args, f"gym:{name}")
         tried = _make(name, args)
+    except ConfigError:
+        raise
     except Exception as error:  # a package may raise anything
         raise ConfigError(f"gym:{name}: {one_line(error)}") from error
     space, shown = tried.action_space, tried.render_mode == "ansi" or _size(tried.observation_space) <= _LARGEST

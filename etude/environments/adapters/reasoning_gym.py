@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from etude.environments.arguments import check_arguments
 from etude.environments.base import Environment, Step
 from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
@@ -95,11 +96,13 @@ def open_environment(
         ConfigError: there is no such generator, or it does not take these arguments.
     """
     import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
     if name not in names():
         raise unknown_name(ConfigError, f"reasoning_gym has no generator '{name}'", name, names())
-    if not isinstance(attempts, int) or attempts < 1:
+    if attempts < 1:
         raise ConfigError(f"args.attempts must be a whole number from 1, not {attempts!r}")
+    check_arguments(DATASETS[name][1], args, f"reasoning_gym:{name}")
     try:
         dataset = reasoning_gym.create_dataset(name, size=SIZES.get(name, 2**31 - 2), seed=0, **args)
     except Exception as error:  # a generator may raise anything

@@ -7,10 +7,13 @@ would repeat the history each turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+from etude.environments.arguments import check_types
 from etude.environments.base import Environment, Step
 from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
@@ -76,15 +79,23 @@ def open_environment(
     Raises:
         ConfigError: there is no such game, it needs data, a key or an opponent, or does not take these arguments.
     """
+    from textarena.envs.registration import ENV_REGISTRY
+
     if name not in names():
         raise unknown_name(ConfigError, f"textarena has no game '{name}'", name, names())
     count = players or (1 if opponent is None else 2)
+    module, _, kind = str(ENV_REGISTRY[name].entry_point).partition(":")
+    check_types(getattr(import_module(module), kind), args, f"textarena:{name}")
     rival = None if opponent is None else import_object(opponent)
     make = partial(Game, f"{name}-raw", count, rival, args)
     try:
         make().reset({}, 0)
-    except LookupError as error:  # NLTK's way to say that data is missing
-        raise ConfigError(f"textarena:{name}: {one_line(error, 600)}", fix="download NLTK's data first") from error
+    except LookupError as error:  # NLTK's way to say that data is missing, in twenty lines
+        data = re.search(r"Resource (?:\x1b\[\d+m)?(\w+)", str(error))
+        if data is None:
+            raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}") from error
+        fix = f"run  python -m nltk.downloader {data[1]}  where there is a network"
+        raise ConfigError(f"textarena:{name}: NLTK's data '{data[1]}' are not there", fix=fix) from error
     except AssertionError as error:
         fix = "give args.opponent, which plays the others" if opponent is None else ""
         raise ConfigError(f"textarena:{name}: {one_line(error)}", fix=fix) from error

@@ -1,0 +1,162 @@
+"""`inspect:FILE.py:FUNCTION` (or `package.function`): a task of Inspect, which that function makes, with its samples, solver
+and scorers.
+
+Arguments: `val_samples` (how many of its last samples are for validation; 0), and those of the function. The solver runs as
+it is; whenever it asks for the model, that is the policy's turn. Tools that it gives are the policy's, and run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from etude.environments.base import Environment, InvalidAction, Step
+from etude.errors import ConfigError, EtudeError, describe_error, one_line
+from etude.registry import import_object
+from etude.tools.base import function_schema
+
+
+class Session(Environment):
+    """One sample. The solver is a task of its own, which waits while the policy writes."""
+
+    def __init__(self, task: Any, val_samples: int) -> None:
+        self._task, self._val = task, val_samples
+        self._asked: asyncio.Queue[bool] = asyncio.Queue()  # True: the solver wants a turn; False: it is done
+        self._turn: asyncio.Future[None] | None = None
+        self._solving: asyncio.Task[None] | None = None
+        self._shown = 0  # messages of the state that the policy has seen
+
+    def tasks(self, split: str) -> Iterable[Mapping[str, Any]]:
+        """The numbers of the samples."""
+        numbers = range(len(self._task.dataset))
+        cut = len(numbers) - self._val
+        return [{"sample": number} for number in (numbers[:cut] if split == "train" else numbers[cut:])]
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Step:
+        """Runs the solver until it asks for the model."""
+        from inspect_ai.model import ChatMessageUser, ModelName
+        from inspect_ai.scorer import Target
+        from inspect_ai.solver import TaskState
+
+        sample = self._task.dataset[task["sample"]]
+        asked = [ChatMessageUser(content=sample.input)] if isinstance(sample.input, str) else [*sample.input]
+        self._state = TaskState(
+            ModelName("etude/policy"),
+            sample.id if sample.id is not None else task["sample"],
+            1,
+            sample.input,
+            asked,
+            Target(sample.target),
+            sample.choices,
+            metadata=dict(sample.metadata or {}),
+        )
+        self._solving = asyncio.ensure_future(self._solve())
+        if not await self._next():
+            raise EtudeError("its solver never asks for the model by generate")
+        return Step(self._new(), tools=[self._schema(each) for each in self._state.tools])
+
+    async def step(self, text: str) -> Step:
+        """Gives the turn to the solver, which may ask for another."""
+        from inspect_ai.model import ChatMessageAssistant, ModelOutput
+
+        text = text.rpartition("</think>")[2].strip()
+        self._state.output = ModelOutput.from_content("etude/policy", text)
+        self._state.messages.append(ChatMessageAssistant(content=text))
+        self._shown = len(self._state.messages)
+        assert self._turn is not None
+        self._turn.set_result(None)
+        return Step(self._new()) if await self._next() else Step(done=True)
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Runs a tool of the solver's.
+
+        Raises:
+            InvalidAction: it reports an error to the model.
+        """
+        from inspect_ai.model import ChatMessageAssistant, execute_tools
+        from inspect_ai.tool import ToolCall
+
+        call = ToolCall(id=f"call_{len(self._state.messages)}", function=name, arguments=dict(arguments))
+        self._state.messages.append(ChatMessageAssistant(content="", tool_calls=[call]))
+        [answer], _ = await execute_tools(self._state.messages, self._state.tools)
+        self._state.messages.append(answer)
+        if answer.error is not None:
+            raise InvalidAction(answer.error.message)
+        return str(answer.text)
+
+    async def score(self) -> dict[str, Any]:
+        """Returns the score of the first scorer, and those of the others, as numbers."""
+        from inspect_ai.scorer import value_to_float
+
+        scores = [await scorer(self._state, self._state.target) for scorer in self._task.scorer]
+        numbers = [value_to_float()(each.value) for each in scores]
+        return {"score": numbers[0], **{f"score_{n}": number for n, number in enumerate(numbers[1:], 2)}}
+
+    async def close(self) -> None:
+        """Ends the solver."""
+        if self._solving is not None:
+            self._solving.cancel()
+            await asyncio.gather(self._solving, return_exceptions=True)
+
+    async def _solve(self) -> None:
+        try:
+            self._state = await self._task.solver(self._state, self._generate)
+        finally:
+            self._asked.put_nowait(False)
+
+    async def _generate(self, state: Any, *_: Any, **__: Any) -> Any:
+        self._state, self._turn = state, asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(True)
+        await self._turn
+        return state
+
+    async def _next(self) -> bool:
+        """Whether the solver wants a turn.
+
+        Raises:
+            EtudeError: it failed.
+        """
+        assert self._solving is not None
+        if wants := await self._asked.get():
+            return wants
+        await asyncio.wait({self._solving})
+        if (error := self._solving.exception()) is not None:
+            raise EtudeError(f"its solver failed: {describe_error(error)}") from error
+        return wants
+
+    def _new(self) -> list[dict[str, str]]:
+        new, self._shown = self._state.messages[self._shown :], len(self._state.messages)
+        return [{"role": each.role, "content": each.text} for each in new]
+
+    def _schema(self, tool: Any) -> dict[str, Any]:
+        from inspect_ai.tool import ToolDef
+
+        described = ToolDef(tool)
+        made = function_schema(described.name, described.description)
+        made["function"]["parameters"] = described.parameters.model_dump(exclude_none=True)
+        return made
+
+
+def open_environment(
+    name: str, *, val_samples: int = 0, **args: Any
+) -> tuple[Callable[[], Environment], type[Environment]]:
+    """See the package.
+
+    Raises:
+        ConfigError: the function is not found, fails, or its task needs a container or has no scorer.
+    """
+    made = import_object(name)
+    try:
+        task = made(**args)
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"inspect:{name}: args: {type(error).__name__}: {one_line(error)}") from error
+    scorers: Sequence[Any] = task.scorer or ()
+    if not scorers:
+        raise ConfigError(f"inspect:{name}: it has no scorer")
+    if task.sandbox is not None or any(sample.sandbox is not None for sample in task.dataset):
+        raise ConfigError(
+            f"inspect:{name}: its samples need a container", fix="train it with an agent of yours and the gateway"
+        )
+    return partial(Session, task, val_samples), Session

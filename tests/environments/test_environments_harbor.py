@@ -1,0 +1,140 @@
+"""Tasks in Harbor's format run in the sandbox: their own tests reward them, and what needs an image is refused by name."""
+
+import asyncio
+
+import pytest
+
+from etude.environments import EnvironmentSession
+from etude.environments.loader import load_environments
+from etude.errors import ConfigError, InfrastructureError
+from etude.options import EnvironmentOptions
+from etude.testing.conformance import check_environment
+
+TEST = """#!/bin/bash
+if [ "$(cat /app/sum.txt)" = 55 ]; then
+  echo "{\\"reward\\": 1.0, \\"limit\\": $LIMIT}" > /logs/verifier/reward.json
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+PYTEST = """#!/bin/bash
+apt-get update && apt-get install -y curl
+curl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh
+source "$HOME/.local/bin/env"
+if uvx --with pytest==8.4.1 \\
+  --with pytest-json-ctrf==0.3.5 \\
+  pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+DOCKERFILE = "FROM ubuntu:24.04\n# Files.\nWORKDIR /app\nCOPY data/ /app/\nENV LIMIT=3\n"
+SETTINGS = 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 30.0\n[environment]\n'
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a task into the folder of tasks; returns that."""
+
+    def write(name="sums", test=TEST, docker=DOCKERFILE, settings=SETTINGS, **more):
+        files = {
+            "instruction.md": "Write the sum of the numbers in numbers.txt to /app/sum.txt.\n",
+            "task.toml": settings,
+            "environment/Dockerfile": docker,
+            "environment/data/numbers.txt": "".join(f"{number}\n" for number in range(11)),
+            "solution/solve.sh": "awk '{s+=$1} END {print s}' numbers.txt > sum.txt\n",
+            "tests/test.sh": test,
+            "tests/test_outputs.py": "def test_outputs():\n    assert open('/app/sum.txt').read() == '55\\n'\n",
+        }
+        for path, text in (files | more).items():
+            file = tmp_path / "tasks" / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return tmp_path / "tasks"
+
+    return write
+
+
+def play(folder, *commands, name="sums"):
+    """What the commands printed, and the score."""
+
+    async def main():
+        [entry] = load_environments([EnvironmentOptions(id=f"harbor:{folder}")]).entries.values()
+        row = {"extra_info": {"task": {"task": str(folder / name)}}, "group_seed": 0, "request_id": "r"}
+        async with EnvironmentSession(entry, row) as session:
+            shown = [(await session.call_tool("bash", {"command": command}))[0].text for command in commands]
+            return shown, await session.score(completed=True)
+
+    return asyncio.run(main())
+
+
+def test_tasks_conform_and_their_solution_earns_1(write):
+    found = check_environment(EnvironmentOptions(id=f"harbor:{write()}"))
+    assert [each for each in found.all if each.level.value != "ok"] == []
+    assert any(each.subject == "own answer" and each.message == "earns 1" for each in found.all)
+
+
+def test_changed_tests_are_another_version(write):
+    versions = set()
+    for test in (TEST, TEST, f"{TEST}# more\n"):
+        [entry] = load_environments([EnvironmentOptions(id=f"harbor:{write(test=test)}")]).entries.values()
+        versions.add(entry.version)
+    assert len(versions) == 2
+
+
+def test_commands_share_files_and_the_tests_reward_them(write):
+    folder = write()
+    shown, (score, info) = play(folder, "ls; echo $LIMIT; false", "echo $((5 * 11)) > sum.txt")
+    assert shown == ["numbers.txt\n3\n\n[exit code 1]", ""]
+    assert (score, info) == (1.0, {"limit": 3.0})
+    assert play(folder, "echo 54 > sum.txt")[1] == (0.0, {})
+    assert play(folder)[1] == (0.0, {})
+
+
+def test_a_script_that_installs_pytest_runs_it(write):
+    assert play(write(test=PYTEST), "echo 55 > sum.txt")[1] == (1.0, {})
+
+
+def test_what_the_model_left_running_or_wrote_for_the_tests_earns_nothing(write):
+    forged = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; ls /tests"
+    late = (
+        "(while true; do mkdir -p /sandbox/logs/verifier; echo '{\"reward\": 1}' > /logs/verifier/reward.json; done) &"
+    )
+    shown, (score, _) = play(write(), f"echo 'exit 0' > test.sh; {forged}", late)
+    assert "No such file" in shown[0]
+    assert score == 0.0
+
+
+def test_a_sandbox_that_the_models_code_ended_is_worth_0(write):
+    assert play(write(), "kill -9 $PPID")[1] == (0.0, {"sandbox_lost": 1})
+
+
+def test_tests_that_give_no_reward_are_infrastructure(write):
+    with pytest.raises(InfrastructureError, match="its tests gave no reward: finished: no service"):
+        play(write(test="echo no service; exit 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"docker": "FROM ubuntu:24.04\nRUN apt-get install -y nginx\n"},
+            "sums needs an image: RUN apt-get install -y nginx",
+        ),
+        ({"docker": "FROM ghcr.io/laude/t-bench:1\n"}, "needs an image: FROM ghcr.io/laude/t-bench:1"),
+        ({"docker": "FROM python:3.13\nWORKDIR /srv\n"}, "needs an image: WORKDIR /srv"),
+        ({"settings": SETTINGS + 'docker_image = "a/b"\n'}, "needs an image: environment.docker_image"),
+        ({"settings": '[[steps]]\nname = "one"\n'}, "needs an image: steps"),
+        ({"test": "uvx -w no-such-package-1 pytest /tests\n"}, "test.sh needs no-such-package-1"),
+        ({"test": "git clone https://a.b/c\n"}, "test.sh needs git clone"),
+        ({"settings": "=\n"}, "is no task of Harbor's"),
+    ],
+)
+def test_what_needs_an_image_is_refused_by_name_or_left_out(write, changed, message):
+    folder = write(**changed)
+    with pytest.raises(ConfigError, match=message):
+        load_environments([EnvironmentOptions(id=f"harbor:{folder}")])
+    write("another")
+    [entry] = load_environments([EnvironmentOptions(id=f"harbor:{folder}", args={"skip": True})]).entries.values()
+    assert [task["task"] for task in entry.make().tasks("train")] == [str(folder / "another")]
