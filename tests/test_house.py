@@ -25,12 +25,12 @@ FLOORS = (
     {"data", "environments", "agents"},
     {"workers"},
     {"trainer", "config", "viewer", "checks"},
-    {"cli", "quickstart", "testing"},
+    {"cli", "quickstart", "testing", "tinker"},
 )
 SAME_FLOOR = {
     ("agents", "environments"),
     *(("trainer", "config"), ("trainer", "checks"), ("config", "checks"), ("viewer", "checks")),
-    *(("cli", "quickstart"), ("cli", "testing")),
+    *(("cli", "quickstart"), ("cli", "testing"), ("cli", "tinker")),
 }
 """Steps within a floor above the ground; on the ground floor rooms stand on each other, without circles."""
 

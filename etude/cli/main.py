@@ -61,6 +61,7 @@ _SECTIONS = {
     },
     "Services": {
         "gateway": ("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
+        "tinker": ("etude.cli.tinker:tinker", "Serve the Tinker API: train LoRA adapters for its SDK."),
         "sandbox": ("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
         "retrieve": ("etude.cli.retrieve:retrieve", "Build a search index; serve it as Search-R1's /retrieve."),
     },

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,20 @@ class OptimizerSet:
     def lr(self) -> float:
         """Learning rate of the current training step (AdamW's, if there are two optimizers)."""
         return self.options.lr * self._factor()
+
+    def set_adam(
+        self, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad: float | None
+    ) -> None:
+        """Sets what the next steps of AdamW use; the moments stay. `clip_grad`: None does not clip.
+
+        Raises:
+            ValueError: an option is outside its range.
+        """
+        self.options = replace(self.options, lr=lr, betas=betas, weight_decay=weight_decay, clip_grad=clip_grad)
+        self._optimizers = [(optimizer, lr) for optimizer, _ in self._optimizers]
+        for optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                group.update(betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _factor(self) -> float:
         o, step, steps = self.options, self.training_step - self.first_step, self.total_steps - self.first_step

@@ -140,45 +140,60 @@ class PolicyLearner:
         the whole (see `LossScale.of`). Returns the loss's metrics, `loss`, and those of `step_metrics`."""
         optimizer, critic = self.optimizer, self.critic
         assert optimizer is not None
+        with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
+            found = self.accumulate(batch, loss_of, temperature, entropy_grad, loss_agg_mode) | step_metrics(optimizer)
+            return found if critic is None else found | critic.step()
+
+    def accumulate(
+        self,
+        batch: DataProto,
+        loss_of: MicroLoss,
+        temperature: float,
+        entropy_grad: bool = False,
+        loss_agg_mode: str = "token-mean",
+    ) -> Metrics:
+        """Adds the gradients of a mini-batch's loss to those that the next step takes, and returns the metrics of `update`
+        without those of a step. Under `torch.no_grad` it only computes the loss."""
+        optimizer, critic = self.optimizer, self.critic
+        assert optimizer is not None
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
-        with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
-            whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
-            for number, rows in enumerate(micros, 1):
-                delay_sums(self.model, number == len(micros) + idle)
-                packed = pack(batch, rows, self._device, self._vision)
-                micro = batch.select_idxs(rows).to(self._device)
-                taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
+        whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
+        for number, rows in enumerate(micros, 1):
+            delay_sums(self.model, number == len(micros) + idle)
+            packed = pack(batch, rows, self._device, self._vision)
+            micro = batch.select_idxs(rows).to(self._device)
+            taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
+            if taught is not None:
+                labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
+            balance = Balance()
+            recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
+            # Both must cover the backward pass, too, because it recomputes checkpointed layers.
+            with replay_experts(self.model, packed.experts), recorded:
+                log_probs, entropies, *values = self._forward(
+                    packed, temperature, entropy_grad, labels=labels, values=critic is not None
+                )
                 if taught is not None:
-                    labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
-                balance = Balance()
-                recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
-                # Both must cover the backward pass, too, because it recomputes checkpointed layers.
-                with replay_experts(self.model, packed.experts), recorded:
-                    log_probs, entropies, *values = self._forward(
-                        packed, temperature, entropy_grad, labels=labels, values=critic is not None
-                    )
-                    if taught is not None:
-                        micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
-                        log_probs = log_probs[:, 0]
-                    if values:
-                        micro.batch["vpreds"] = packed.scatter(values[0])
-                    loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
-                    if whole is not None:
-                        uneven = balance.loss(whole)
-                        loss = loss + self._router_aux_loss_coef * uneven
-                        metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
+                    micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
+                    log_probs = log_probs[:, 0]
+                if values:
+                    micro.batch["vpreds"] = packed.scatter(values[0])
+                loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
+                if whole is not None:
+                    uneven = balance.loss(whole)
+                    loss = loss + self._router_aux_loss_coef * uneven
+                    metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
+                if torch.is_grad_enabled():
                     optimizer.backward(loss)
-                mask = micro.batch["response_mask"]
-                parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-            for left in reversed(range(idle)):
-                delay_sums(self.model, not left)
-                optimizer.backward(self._idle())
-            found = add_metrics(parts) | step_metrics(optimizer)
-            return found if critic is None else found | critic.step()
+            mask = micro.batch["response_mask"]
+            parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+        for left in reversed(range(idle)):
+            delay_sums(self.model, not left)
+            optimizer.backward(self._idle())
+        return add_metrics(parts)
 
     @torch.no_grad()
     def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:

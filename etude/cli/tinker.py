@@ -1,0 +1,94 @@
+"""`etude tinker`: serves the Tinker API over a model of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from etude.cli.token import allow_hosts, bearer_token, warn_if_open
+
+TOKEN_VARIABLE = "TINKER_API_KEY"
+
+
+@click.command()
+@click.argument("model")
+@click.option("--name", help="What clients call the model; MODEL and its folder name it too.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
+@allow_hosts
+@click.option(
+    "--checkpoints",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("tinker-checkpoints"),
+    show_default=True,
+    help="Folder of what clients save.",
+)
+@click.option("--dtype", default="float32", show_default=True, help="Of the arithmetic; adapters are float32.")
+@click.option(
+    "--max-tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of one forward and backward pass.",
+)
+@click.option(
+    "--max-snapshots",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Unnamed sampler weights that a session may have; older ones are dropped.",
+)
+@click.option(
+    "--session-seconds", default=120.0, show_default=True, help="Silence of a client after which its session is freed."
+)
+@click.option("--token", help=f"API key that clients must send, tml-…; better set {TOKEN_VARIABLE}, as for the client.")
+@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the key.")
+@click.option("--grace", default=10.0, show_default=True, help="Seconds for open requests after Ctrl-C or SIGTERM.")
+def tinker(
+    model: str,
+    name: str | None,
+    host: str,
+    port: int,
+    allow_hosts: tuple[str, ...],
+    checkpoints: Path,
+    dtype: str,
+    max_tokens: int,
+    max_snapshots: int,
+    session_seconds: float,
+    token: str | None,
+    token_file: Path | None,
+    grace: float,
+) -> None:
+    """Train LoRA adapters on MODEL for programs written for Tinker (a folder, GGUF file, or name of `etude models list`).
+
+    \b
+    Example:
+      etude tinker smollm2 --port 8000
+      TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python rl_loop.py
+    """
+    from etude.errors import ConfigError, MissingExtraError
+    from etude.model_folder import local_folder
+
+    token = bearer_token(token, token_file, TOKEN_VARIABLE)
+    if token is not None and not token.startswith("tml-"):
+        raise ConfigError("the token must begin with tml-: the SDK sends no other API key")
+    warn_if_open(token, host)
+    try:
+        from etude.tinker.server import serve
+    except ImportError as error:
+        raise MissingExtraError("etude tinker", "tinker") from error
+    from etude.tinker.adapters import Base
+    from etude.tinker.checkpoints import CheckpointStore
+    from etude.tinker.service import TinkerService
+
+    folder = str((local_folder(model) or Path(model)).absolute())
+    base = Base(Path(folder), (name or folder, model, folder), dtype=dtype, max_tokens=max_tokens)
+    store = CheckpointStore(checkpoints.expanduser().absolute())
+    service = TinkerService(base, store, session_seconds=session_seconds, max_snapshots=max_snapshots)
+
+    def ready(url: str) -> None:
+        click.echo(f"{url}  base model {base.name}, checkpoints in {checkpoints} (Ctrl-C stops)")
+
+    asyncio.run(serve(service, host, port, token=token, grace=grace, ready=ready, allow_hosts=allow_hosts))
