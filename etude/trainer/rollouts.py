@@ -306,8 +306,9 @@ def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> 
 
 
 def first_cause(results: Sequence[Rollout]) -> str:
-    """Returns the cause of the first failure, or "none"."""
-    return next((result.cause for result in results if result.cause), "none")
+    """Returns the cause of the first failure; without one why the first was dropped, as "prompt too long", or "none"."""
+    dropped = (result.dropped.value.replace("_", " ") for result in results if result.dropped)
+    return next((result.cause for result in results if result.cause), next(dropped, "none"))
 
 
 def main_rows(batch: DataProto) -> torch.Tensor:

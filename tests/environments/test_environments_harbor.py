@@ -75,6 +75,14 @@ def test_tasks_conform_and_their_solution_earns_1(write):
     assert any(each.subject == "own answer" and each.message == "earns 1" for each in found.all)
 
 
+def test_changed_tests_are_another_version(write):
+    versions = set()
+    for test in (TEST, TEST, f"{TEST}# more\n"):
+        [entry] = load_environments([EnvironmentOptions(id=f"harbor:{write(test=test)}")]).entries.values()
+        versions.add(entry.version)
+    assert len(versions) == 2
+
+
 def test_commands_share_files_and_the_tests_reward_them(write):
     folder = write()
     shown, (score, info) = play(folder, "ls; echo $LIMIT; false", "echo $((5 * 11)) > sum.txt")

@@ -13,6 +13,7 @@ from etude.environments.adapters import verifiers
 from etude.environments.loader import load_environments
 from etude.errors import AgentError, ConfigError, InfrastructureError, http_status
 from etude.options import EnvironmentOptions
+from etude.testing.conformance import check_environment
 
 STAND_IN = {
     "clients/__init__.py": """
@@ -108,6 +109,11 @@ def test_errors_of_a_trace_are_read_before_its_reward(installed):
 
     asyncio.run(main())
     assert (entry.version, entry.drives) == ("0.4.0", True)
+
+
+def test_the_check_opens_it_and_leaves_the_rest_to_a_run(installed):
+    found = check_environment(EnvironmentOptions(id="verifiers:stock", args={"python": sys.executable}))
+    assert [each.message for each in found.all] == ["verifiers:stock 0.4.0", "it drives itself: a run plays it"]
 
 
 def test_tasks_are_numbers_of_which_the_last_are_for_validation(installed):

@@ -86,6 +86,14 @@ def test_its_questions_are_held_out_and_the_same_for_a_seed():
         assert int(row["reward_model"]["ground_truth"]) in (a * b, a - b)
 
 
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [("The answer is 775.", 1.0), ("So 1,775 - 1,000 = 775", 1.0), ("The answer is -775.", 0.0), ("It is 1.775", 0.0)],
+)
+def test_only_the_answer_itself_is_paid(said, score):
+    assert find_example(STORIES)._code.compute_score("plain", said, "775") == score
+
+
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """(name, folder) of the runs that the command starts, instead of running them."""

@@ -52,6 +52,7 @@ def test_its_rows_fit(name, tmp_path):
 
 
 @needs_model
+@pytest.mark.slow
 def test_the_model_takes_a_step(tmp_path):
     small = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1")
     one = run_of("smollm2/products", tmp_path, *small, "trainer.save_freq=-1", "algorithm.filter_groups.enable=false")

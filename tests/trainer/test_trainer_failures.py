@@ -11,7 +11,9 @@ from trainer_tools import Moody
 from etude.agents import SingleTurnAgentLoop, register
 from etude.errors import EtudeError, InfrastructureError, TrainingStopped
 from etude.trainer import ppo
+from etude.trainer.rollouts import first_cause
 from etude.trainer.run import evaluate, train
+from etude.trajectory import Rollout, StopReason
 
 RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
 
@@ -191,6 +193,13 @@ def test_an_evaluation_without_survivors_is_an_error_and_not_a_zero(tiny, tmp_pa
     with pytest.raises(EtudeError, match=r"3 of 3 trajectories were dropped .*; the first cause: "):
         evaluate(config, output=tmp_path / "figures.json")
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_why_rollouts_were_dropped_is_said_without_a_failure_too():
+    long, broken = Rollout(dropped=StopReason.PROMPT_TOO_LONG), Rollout(dropped=StopReason.INFRASTRUCTURE, cause="gone")
+    assert first_cause([Rollout(), long]) == "prompt too long"
+    assert first_cause([long, broken]) == "gone"
+    assert first_cause([Rollout()]) == "none"
 
 
 def test_an_evaluation_with_too_few_survivors_has_no_figures(tiny, tmp_path):

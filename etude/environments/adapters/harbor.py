@@ -286,5 +286,8 @@ def open_environment(
         ConfigError: there is no task, or one needs an image.
     """
     tasks = {"train": dict(_tasks(folder, skip)), "val": dict(_tasks(val, skip)) if val else {}}
-    digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:12]
-    return partial(Session, tasks, SandboxClient(sandbox_url), command_timeout), Session, digest
+    digest = hashlib.sha256()
+    for name in (*tasks["train"], *tasks["val"]):
+        for file in sorted(path for path in Path(name).rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(name)} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+    return partial(Session, tasks, SandboxClient(sandbox_url), command_timeout), Session, digest.hexdigest()[:12]

@@ -59,7 +59,11 @@ class Bridge:
         self._numbers, self._asked = itertools.count(), dict[str, Future[dict[str, Any]]]()
         self._ready: Future[dict[str, Any]] = Future()
         threading.Thread(target=self._read, daemon=True).start()
-        self.tasks = int(self._ready.result(_STARTS)["tasks"])
+        try:
+            self.tasks = int(self._ready.result(_STARTS)["tasks"])
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Ends the process, and what it started."""
@@ -172,9 +176,10 @@ def open_environment(
     Raises:
         ConfigError: there is no such interpreter, verifiers is not in it, or it has no such taskset.
     """
-    program = shutil.which(os.path.expanduser(python))
-    if program is None:
+    found = shutil.which(os.path.expanduser(python))
+    if found is None:
         raise ConfigError(f"verifiers:{taskset_id}: python: there is no program {python}")
+    program = os.path.abspath(found)  # not resolved: the link in a virtual environment is what makes it one
     runtime = {"type": "subprocess", **(agent or {}).get("runtime", {})}
     if runtime["type"] != "subprocess":
         raise ConfigError(f"verifiers:{taskset_id}: args.agent.runtime.type must be subprocess, not {runtime['type']}")

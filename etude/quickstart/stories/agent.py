@@ -76,5 +76,5 @@ def _row(rng: random.Random, split: str, index: int, seen: set[str]) -> dict[str
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """Returns 1 if the last number that the model wrote is the answer, else 0."""
-    numbers = re.findall(r"\d+", solution_str.replace(",", ""))
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", solution_str.replace(",", ""))
     return 1.0 if numbers and numbers[-1] == ground_truth else 0.0

@@ -1,9 +1,8 @@
 """Questions of SQuAD about sentences of Wikipedia, and the tool `search` to find them.
 
 The data (CC BY-SA 4.0) is not in the repository: SQUAD_SEARCH names a folder with corpus.jsonl (id, title, text) and
-qa.jsonl (question, answers, passage_id). The corpus has a line for each sentence. Asked are the questions whose answer, of
-at most three words, is in the sentence that a search for the question finds; no passage of the test is asked about in
-training.
+qa.jsonl (question, answers, passage_id). The corpus has a line for each sentence. Asked are the questions whose answer is a
+number in the sentence that a search for the question finds; no passage of the test is asked about in training.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from etude.data.prepare.sources import training_row
 from etude.quickstart.prepare import show_example
 from etude.registry import import_module
 from etude.retrieval import Retriever, build_index
-from etude.rewards.qa import exact_match, extract_answer, f1
 
 DATA = Path(os.environ.get("SQUAD_SEARCH", Path(__file__).parents[4] / "shared" / "data" / "squad_search"))
-TESTED = 60  # passages
-WORDS, CHARACTERS = 3, 200  # of an answer, of a sentence
-EXAMPLES = (
-    {"role": "user", "content": "Which river flows through Vienna?"},
-    {"role": "assistant", "content": '[search(query="Which river flows through Vienna?")]'},
-    {"role": "tool", "content": "Doc 1 (Title: Vienna)\nVienna lies in the east of Austria, on the river Danube."},
-    {"role": "assistant", "content": "<answer>Danube</answer>"},
-    {"role": "user", "content": "When was the telescope invented?"},
-    {"role": "assistant", "content": '[search(query="When was the telescope invented?")]'},
-    {"role": "tool", "content": "Doc 1 (Title: Telescope)\nThe first telescopes were made in the Netherlands in 1608."},
-    {"role": "assistant", "content": "<answer>1608</answer>"},
+TESTED = 25  # passages
+LONGEST = 250  # characters of a sentence
+EXAMPLES = tuple(
+    {"role": role, "content": content}
+    for question, found, answer in (
+        ("When was the telescope invented?", "Telescope)\nThe first telescopes were made in 1608.", "1608"),
+        ("How many districts has Vienna?", "Vienna)\nVienna has 23 districts and lies on the Danube.", "23"),
+    )
+    for role, content in (
+        ("user", question),
+        ("assistant", f'[search(query="{question}")]'),
+        ("tool", f"Doc 1 (Title: {found}"),
+        ("assistant", f"<answer>{answer}</answer>"),
+    )
 )
 serve = import_module(str(Path(__file__).parents[2] / "phone_book" / "agent.py")).serve
 
@@ -48,7 +49,7 @@ def prepare(folder: Path, seed: int, rows: Any) -> Any:
     ]
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     build_index(folder / "corpus.jsonl", folder / "index", replace=True)
-    asked = [each for _, each in located_rows(DATA / "qa.jsonl") if len(each["answers"][0].split()) <= WORDS]
+    asked = [each for _, each in located_rows(DATA / "qa.jsonl") if re.fullmatch(r"[\d,.]+%?", each["answers"][0])]
     index = Retriever(folder / "index")
     found = index.search([each["question"] for each in asked], topk=1)
     asked = [each for each, [hit] in zip(asked, found) if is_answered(each, index.corpus.document(hit.row)["contents"])]
@@ -65,17 +66,11 @@ def prepare(folder: Path, seed: int, rows: Any) -> Any:
 def is_answered(asked: dict[str, Any], found: str) -> bool:
     """Whether the answer is in the sentence that was found, below its title, and that is no long one."""
     sentence = found.partition("\n")[2]
-    return asked["answers"][0] in sentence and len(sentence) <= CHARACTERS
+    return asked["answers"][0] in sentence and len(sentence) <= LONGEST
 
 
 def row(asked: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row for training or evaluation."""
-    prompt = [("system", "Search, then answer in a few words."), ("user", asked["question"])]
+    """A row for training or evaluation; scored as in Search-R1."""
+    prompt = [("system", "Search, then answer."), ("user", asked["question"])]
     extra = {"index": index, "split": split}
-    return training_row("passages", prompt, asked["answers"][0], {}, ability="tools", extra=extra)
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
-    """Returns the words that the answer shares with the right one, as F1, and whether it is the right one."""
-    said = extract_answer(solution_str) or ""
-    return {"score": f1(said, ground_truth), "acc": float(exact_match(said, ground_truth))}
+    return training_row("searchR1_nq", prompt, {"target": asked["answers"]}, {}, ability="tools", extra=extra)
