@@ -82,9 +82,10 @@ def build_engine(
     """
     rollout, path, engine = options.rollout, options.model.path, ENGINES.get(options.rollout.name)
     own_weights = (model is None or is_sharded(model)) and not hasattr(engine, "from_setup")
+    dtype = rollout.dtype or options.model.dtype_on(placement.device)
     if own_weights:
         assert path is not None
-        dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
+        trust = options.model.trust_remote_code
         model = load_causal_lm(path, dtype=dtype, device=placement.device, trust_remote_code=trust)
         if placement.trains and options.has_rollout_group and keeps_adapters(options.model):
             add_adapters(model, options.model)
@@ -100,7 +101,7 @@ def build_engine(
         model_path=str((path and local_folder(path)) or path),
         tokenizer=tokenizer,
         max_model_len=longest,
-        dtype=rollout.dtype or options.model.dtype,
+        dtype=dtype,
         trust_remote_code=options.model.trust_remote_code,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
