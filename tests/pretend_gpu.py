@@ -15,6 +15,7 @@ import itertools
 import pickle
 import traceback
 from collections import Counter
+from concurrent.futures import Future
 from multiprocessing import get_context
 from unittest import mock
 
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from etude.inference import NativeEngine
+from etude.inference.step_threads import StepThreads
 from etude.models import load_causal_lm
 
 aten = torch.ops.aten
@@ -104,8 +107,17 @@ class OnGPU(torch.Tensor):
 
     data = property(_get_data, _set_data)
 
+    def __getitem__(self, index):  # PyTorch moves a list of indices to the device, past dispatch modes
+        return super().__getitem__(torch.tensor(index, device=self.device) if isinstance(index, list) else index)
+
+    def __setitem__(self, index, value):
+        super().__setitem__(torch.tensor(index, device=self.device) if isinstance(index, list) else index, value)
+
     def tolist(self):
         return self.cpu().tolist()
+
+    def data_ptr(self):
+        return self.values.data_ptr()
 
     def numpy(self, *_, **__):
         raise TypeError("can't convert gpu:0 device type tensor to numpy")
@@ -150,6 +162,9 @@ class PretendGPU(TorchDispatchMode):
             self._stack.enter_context(mock.patch.object(torch, name, value))
         self._stack.enter_context(mock.patch.object(OnGPU, "new_tensor", new_tensor, create=True))
         self._stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._stack.enter_context(mock.patch.object(StepThreads, "submit", step_here))
+        step = torch.no_grad()(NativeEngine._compute.__wrapped__)  # no views in inference mode
+        self._stack.enter_context(mock.patch.object(NativeEngine, "_compute", step))
         torch.__future__.set_swap_module_params_on_conversion(
             True
         )  # `Module.to` keeps tied parameters tied, as CUDA's does
@@ -215,6 +230,16 @@ class PretendGPU(TorchDispatchMode):
             if isinstance(each, OnGPU) or each.dim() == 0 or any(each is index for index in indices):
                 continue
             raise RuntimeError(f"Expected all tensors to be on the same device, but found gpu:0 and cpu ({function})")
+
+
+def step_here(self, tokens, step, *arguments):
+    """A step of the native engine in this thread, for which alone the device exists."""
+    future = Future()
+    try:
+        future.set_result(step(*arguments))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def place():

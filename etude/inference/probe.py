@@ -5,8 +5,9 @@ same tokens with its own weights. The log-probs must agree up to rounding, and t
 sent. An engine that keeps old weights, mixes them with new ones, or reports log-probs of another distribution than the one
 it samples from (before temperature, for instance) is caught here rather than by a run that does not learn.
 
-What the probe cannot detect: weights that differ by so little that no log-prob moves by more than the tolerance. An engine
-that never loads new weights is therefore caught at the first step whose *accumulated* change exceeds it.
+An engine that keeps its weights draws the same tokens with the same log-probs each time: it is caught as soon as the
+trainer's log-probs of these have moved by a fraction of the tolerance, over however many steps. What the probe cannot detect
+is other weights that differ by so little that no log-prob moves by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 
 Score = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Sequence[Sequence[float]]]
 """The trainer's log-probs of responses, given (prompt, response) ids and the temperature."""
+
+
+_MOVED = 0.02  # of the tolerance: movements of the trainer's log-probs that are more than rounding
+_STILL = 0.1  # of the trainer's movement: an engine that moves less has not taken the weights
 
 
 class WeightMismatch(EtudeError):
@@ -98,6 +103,10 @@ class ProbeDraws:
         return [[(token, next(values)) for token in response] for _, response in self.rows]
 
 
+def _largest(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
 def _same_token(pair: tuple[tuple[int, float], tuple[int, float]]) -> bool:
     return pair[0][0] == pair[1][0]
 
@@ -117,6 +126,9 @@ class WeightProbe:
     ) -> None:
         self._prompts, self._score = [list(prompt) for prompt in prompts], score
         self._tolerance, self._temperature, self._tokens = tolerance, temperature or 1.0, tokens
+        self._last: dict[
+            str, tuple[ProbeDraws, list[float]]
+        ] = {}  # name → what it drew when it last moved, as scored then
 
     async def check(self, engine: Engine, version: int, name: str = "the engine") -> ProbeResult:
         """Samples from the engine and compares log-probs; the engine must have no other requests meanwhile.
@@ -131,10 +143,25 @@ class WeightProbe:
         """Compares the draws with the trainer's log-probs.
 
         Raises:
-            WeightMismatch: they differ by more than the tolerance.
+            WeightMismatch: they differ by more than the tolerance, or have stayed what they were while the trainer's moved.
         """
         assert self._score is not None
-        return drawn.judge([value for row in self._score(drawn.rows, self._temperature) for value in row])
+        expected = [value for row in self._score(drawn.rows, self._temperature) for value in row]
+        result = drawn.judge(expected)
+        before, scored = self._last.get(drawn.name, (None, []))
+        if before is None or before.rows != drawn.rows:
+            self._last[drawn.name] = drawn, expected
+            return result
+        moved, own = _largest(expected, scored), _largest(drawn.log_probs, before.log_probs)
+        if moved > _MOVED * self._tolerance:
+            if own < _STILL * moved:
+                raise WeightMismatch(
+                    f"{drawn.name} was given the weights of version {drawn.version} and still draws as at version "
+                    f"{before.version}: the trainer's log-probs have moved by up to {moved:.3g} nats since, its own by "
+                    f"{own:.3g}. The weight update had no effect; see docs/engines.md"
+                )
+            self._last[drawn.name] = drawn, expected
+        return result
 
     async def draw(self, engine: Engine, version: int, name: str = "the engine") -> ProbeDraws:
         """Samples from the engine; unchanged weights give the same tokens each time, up to rounding.
@@ -146,7 +173,8 @@ class WeightProbe:
         names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
 
         async def sample(request: str, ids: Sequence[int]) -> TokenOutput:
-            params = SamplingParams(self._temperature, max_tokens=self._tokens, seed=probe_seed(request))
+            seed = probe_seed(request.rpartition("/")[2])  # the same for every version
+            params = SamplingParams(self._temperature, max_tokens=self._tokens, seed=seed)
             try:
                 return await engine.generate(request, ids, params)
             finally:

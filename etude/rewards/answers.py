@@ -62,7 +62,7 @@ _SPELLINGS = [  # what models write → LaTeX
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(  # after a number or a closing bracket, at the end
-    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\\[dt]?frac(?:\{\s*\\(?:text|mathrm)\s*\{[^{}]*\}\s*\}){2}|\^\s*\{?\\circ\}?"
+    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\\[dt]?frac(?:\{\s*\\(?:text|mathrm)\s*\{[^{}\d]*\}\s*\}){2}|\^\s*\{?\\circ\}?"
     r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹]"
     r"|(?![\s\u4e00-\u9fff]*(?:[平立次]方\s*\Z|阶乘))(?!(?<=\d)\s*[\u4e00-\u9fff]*[万亿兆千百十几零一二三四五六七八九半又点加减乘除与至到不非无以上下内外的错否折成多余])[\u4e00-\u9fff]{1,6})"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"

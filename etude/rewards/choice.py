@@ -31,7 +31,7 @@ _STATED = re.compile(
     + _CHOSEN
 )
 _APPROVED = re.compile(
-    r"(?:\A|[.:\n]\s{0,9}|(?i:\b(?:so|thus|hence|therefore),?\s)|(?i:\b(?:option|choice)\s))[*(]{0,3}"
+    r"(?:\A|[.:?!\n]\s{0,9}|(?i:\b(?:so|thus|hence|therefore),?\s)|(?i:\b(?:option|choice)\s))[*(]{0,3}"
     + _CHOSEN
     + r"(?:[).:]\s[^.\n]{1,80}?)?[*)]{0,3}\sis\s(?:clearly\s|therefore\s|thus\s)?(?:the\s)?(?:correct|right|best)\b"
 )

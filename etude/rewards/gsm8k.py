@@ -26,7 +26,7 @@ _MARKED = re.compile(
     rf"(?![0-9.,!½⅓⅔¼¾²³]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|[kKM]\b|(?:squared|cubed)\b))"
     r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
-    rf"(?!{CONTINUATION}|{ALTERNATIVE})"
+    rf"(?!{CONTINUATION}|{ALTERNATIVE}|[ \t,;$*]{{0,9}}(?:and[ \t])?[a-zA-Z][ \t]*=)"
 )
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, TypeVar
 
@@ -29,12 +27,15 @@ from etude.tinker.checkpoints import Place
 from etude.tinker.service import Gone, TinkerService
 from etude.tinker.wire import read_training_request
 
-logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 
 _PROTO = "application/x-protobuf"
 _MAX_REQUEST_MB = 64  # the SDK sends data in parts of 5 MB
 _CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}  # parts arrive in order
+
+
+class _WeightsInfoRequest(BaseModel):
+    tinker_path: str
 
 
 def _error(status: int, message: str) -> dict[str, str]:
@@ -56,8 +57,8 @@ def create_app(service: TinkerService, token: str | None = None) -> FastAPI:
     if token is not None:
         app.add_middleware(BearerToken, token=token, error_body=_error)
     _add_sessions(app, service)
-    _add_training(app, service)
-    _add_sampling(app, service)
+    _add_futures(app, service)
+    _add_clients(app, service)
     _add_checkpoints(app, service)
     _add_errors(app)
     return app
@@ -119,28 +120,31 @@ def _add_sessions(app: FastAPI, service: TinkerService) -> None:
         return {**own, "user_metadata": found.user_metadata}
 
 
-def _add_training(app: FastAPI, service: TinkerService) -> None:
-    @app.post("/api/v1/create_model")
-    async def create_model(request: Request) -> dict[str, str]:
-        return {"request_id": service.create_model(await _read(request, types.CreateModelRequest))}
+def _add_futures(app: FastAPI, service: TinkerService) -> None:
+    """The requests that begin something, and how their results are fetched."""
 
-    @app.post("/api/v1/get_info")
-    async def get_info(request: Request) -> dict[str, Any]:
-        return service.model_info((await _read(request, types.GetInfoRequest)).model_id)
+    def begins(path: str, kind: type[M], begin: Callable[[M], str]) -> None:
+        @app.post(f"/api/v1/{path}")
+        async def submit(request: Request) -> dict[str, str]:
+            return {"request_id": begin(await _read(request, kind))}
 
-    @app.post("/api/v1/unload_model")
-    async def unload(request: Request) -> dict[str, str]:
-        return {"request_id": service.unload((await _read(request, types.UnloadModelRequest)).model_id)}
+    begins("create_model", types.CreateModelRequest, service.create_model)
+    begins("unload_model", types.UnloadModelRequest, lambda asked: service.unload(asked.model_id))
+    begins("optim_step", types.OptimStepRequest, service.optim_step)
+    begins("save_weights", types.SaveWeightsRequest, service.save_weights)
+    begins("save_weights_for_sampler", types.SaveWeightsForSamplerRequest, service.save_for_sampler)
+    begins("load_weights", types.LoadWeightsRequest, service.load_weights)
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> dict[str, str]:
         if request.headers.get("content-type") != _PROTO:
-            raise DataError(f"forward_backward takes {_PROTO}, as the SDK sends since 0.30: update the client")
+            raise DataError(f"forward_backward takes {_PROTO}, which newer clients send: update the SDK")
         return {"request_id": service.forward_backward(read_training_request(await request.body()))}
 
-    @app.post("/api/v1/optim_step")
-    async def optim_step(request: Request) -> dict[str, str]:
-        return {"request_id": service.optim_step(await _read(request, types.OptimStepRequest))}
+    @app.post("/api/v1/asample")
+    async def sample(request: Request) -> dict[str, Any]:
+        request_id, sequence_ids = await service.sample(await _read(request, types.SampleRequest))
+        return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve(request: Request) -> Response:
@@ -152,7 +156,13 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
         service.cancel((await _read(request, types.FutureRetrieveRequest)).request_id)
 
 
-def _add_sampling(app: FastAPI, service: TinkerService) -> None:
+def _add_clients(app: FastAPI, service: TinkerService) -> None:
+    """What training and sampling clients ask about themselves."""
+
+    @app.post("/api/v1/get_info")
+    async def get_info(request: Request) -> dict[str, Any]:
+        return service.model_info((await _read(request, types.GetInfoRequest)).model_id)
+
     @app.post("/api/v1/create_sampling_session")
     async def create(request: Request) -> dict[str, str]:
         asked = await _read(request, types.CreateSamplingSessionRequest)
@@ -171,30 +181,13 @@ def _add_sampling(app: FastAPI, service: TinkerService) -> None:
         found = service.sampling_session(sampler_id)[1]
         return {"sampler_id": sampler_id, "base_model": service.base.name, "model_path": found.path}
 
-    @app.post("/api/v1/asample")
-    async def sample(request: Request) -> dict[str, Any]:
-        request_id, sequence_ids = await service.sample(await _read(request, types.SampleRequest))
-        return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
-
 
 def _add_checkpoints(app: FastAPI, service: TinkerService) -> None:
     store = service.checkpoints
 
-    @app.post("/api/v1/save_weights")
-    async def save(request: Request) -> dict[str, str]:
-        return {"request_id": service.save_weights(await _read(request, types.SaveWeightsRequest))}
-
-    @app.post("/api/v1/save_weights_for_sampler")
-    async def save_for_sampler(request: Request) -> dict[str, str]:
-        return {"request_id": service.save_for_sampler(await _read(request, types.SaveWeightsForSamplerRequest))}
-
-    @app.post("/api/v1/load_weights")
-    async def load(request: Request) -> dict[str, str]:
-        return {"request_id": service.load_weights(await _read(request, types.LoadWeightsRequest))}
-
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
-        saved = store.read(str((await _json(request)).get("tinker_path")))
+        saved = store.read((await _read(request, _WeightsInfoRequest)).tinker_path)
         shape = saved.shape
         trained = {"train_unembed": False, "train_mlp": shape.train_mlp, "train_attn": shape.train_attn}
         return {"base_model": saved.base_model, "is_lora": True, "lora_rank": shape.rank, **trained}
@@ -222,16 +215,6 @@ def _add_checkpoints(app: FastAPI, service: TinkerService) -> None:
     @app.delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")
     async def delete(run: str, kind: str, name: str) -> None:
         store.remove(store.read(str(Place.of(f"tinker://{run}/{kind}/{name}"))).place)
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    try:
-        found = json.loads(await request.body())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise DataError("the body must be a JSON object")
-    return found
 
 
 def _add_errors(app: FastAPI) -> None:

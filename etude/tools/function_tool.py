@@ -385,15 +385,21 @@ def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any
 
 
 def as_response(result: object) -> ToolResponse:
-    """Returns a `ToolResponse` unchanged, a dict as JSON text, anything else as its `str`.
+    """Returns a `ToolResponse` unchanged, a dict as JSON text, of another framework's tool message (LangChain's) what it
+    says, anything else as its `str`.
 
     Raises:
+        ToolError: the message says that the call failed.
         TypeError: the `str` says nothing but the type and an address: of an iterator, or an object without one of its own.
     """
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, dict):
         return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
+    if hasattr(result, "tool_call_id") and isinstance(said := getattr(result, "content", None), str):
+        if getattr(result, "status", None) == "error":
+            raise ToolError(said)
+        return ToolResponse(text=said)
     kind = type(result)
     if isinstance(result, Iterator) or (kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__):
         raise TypeError(f"returned a {kind.__name__}, of which a model reads nothing: return text or a dict")

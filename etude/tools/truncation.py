@@ -15,6 +15,7 @@ from etude.schemas import ToolResponse
 from etude.tools.options import CallPolicy
 
 _MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+_USUAL_CHARACTERS_PER_TOKEN = 8  # above that of most text, whose ends are then found in an eighth of the work
 _CHARACTERS_PER_TOKEN = 64  # above the average of any text: characters beyond it are never tokenized
 _TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one
 
@@ -92,9 +93,10 @@ def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable
     if len(text) <= reach and count(text) <= limit:
         return text
     mark = _MARKS[side] if count(_MARKS[side]) < limit else ""
-    head, tail = text[:reach], text[-reach:]
-    ends = [end for _, end in _offsets(tokenizer, head)]
-    starts = [start for start, _ in _offsets(tokenizer, tail)]
+    head, offsets = _end_of(text, limit, tokenizer, slice)
+    ends = [end for _, end in offsets]
+    tail, offsets = _end_of(text, limit, tokenizer, lambda chars: slice(-chars, None))
+    starts = [start for start, _ in offsets]
     kept = limit
     while kept > 0:
         first = _head_length(kept, side)
@@ -105,6 +107,16 @@ def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable
             return cut
         kept = min(kept - 1, kept * limit // size)
     return mark
+
+
+def _end_of(text: str, limit: int, tokenizer: Any, end: Callable[[int], slice]) -> tuple[str, list[tuple[int, int]]]:
+    """Returns an end of `text` of well over `limit` tokens, if it has as many, and their offsets in it."""
+    for chars in (_USUAL_CHARACTERS_PER_TOKEN * limit, _CHARACTERS_PER_TOKEN * limit):
+        part = text[end(chars)]
+        offsets = _offsets(tokenizer, part)
+        if len(offsets) > limit + limit // 4 or len(part) == len(text):
+            break
+    return part, offsets
 
 
 def _head_length(kept: int, side: str) -> int:

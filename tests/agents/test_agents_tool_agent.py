@@ -366,7 +366,9 @@ def test_shortening_looks_at_a_bounded_part_of_a_huge_text():
 
     cut = shorten("word " * 1_000_000, limit=20, side="middle", tokenizer=tokenizer, count=tool_tokens)
     assert tool_tokens(cut) <= 20
-    assert sum(looked_at) <= 2 * 64 * 20
+    assert sum(looked_at) <= 2 * 8 * 20  # at 8 characters a token, both ends
+    assert tool_tokens(shorten("w" * 10**6, limit=20, side="left", tokenizer=tokenizer, count=tool_tokens)) <= 20
+    assert max(looked_at) <= 64 * 20
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------

@@ -149,3 +149,26 @@ def test_any_difference_beyond_the_tolerance_is_refused(shift, tolerance):
     else:
         with pytest.raises(WeightMismatch):
             asyncio.run(probe.check(engine, 5))
+
+
+def test_an_engine_that_keeps_its_weights_is_caught_below_the_tolerance(model):
+    """In bfloat16's tolerance of 0.5 nats, over several small steps; an engine that takes them passes."""
+    for keeps in (False, True):
+        engine, trained = NativeEngine(copy.deepcopy(model)), reference(model)
+        probe = WeightProbe(PROMPTS, score_by(trained), tolerance=0.5)
+        asyncio.run(probe.check(engine, 0))
+        caught = ""
+        torch.manual_seed(0)
+        for version in range(1, 7):
+            with torch.no_grad():
+                for own, sampled in zip(trained.parameters(), engine._model.parameters()):
+                    change = 1e-3 * torch.randn_like(own)
+                    own.add_(change)
+                    sampled.add_(0 if keeps else change)
+            asyncio.run(engine.update_weights(None, version))
+            try:
+                asyncio.run(probe.check(engine, version))
+            except WeightMismatch as error:
+                caught = str(error)
+                break
+        assert ("still draws as at version 0" in caught) is keeps

@@ -90,6 +90,8 @@ def test_math_500_in_other_forms():
         ("7 dollars and 50 cents", "7", False),
         ("7 apples and 2.5 pears", "7", False),
         ("1,000 dollars", "1000", True),
+        (r"7 \frac{\text{m}}{\text{s}}", "7", True),
+        (r"7\frac{\text{1}}{\text{2}}", "7", False),
     ],
 )
 def test_forms_of_mathematics(answer, truth, right):
@@ -155,6 +157,7 @@ def test_an_equation_of_the_question_names_no_value(answer):
         ("etude/pictures", "故选C。", "C"),
         ("etude/pictures", "The answer is C. Option A shows a cat, and option D is wrong.", "C"),
         ("etude/pictures", "<think>So the answer is A.</think>C", "C"),
+        ("etude/pictures", "Is A correct? C is correct.", "C"),
         ("searchR1_nq", "<answer>Ain’t “Misbehavin’”, 1939–1945</answer>", "\"Ain't Misbehavin'\", 1939-1945"),
     ],
 )
@@ -185,6 +188,7 @@ def test_right_answers(source, text, truth):
         ("openai/gsm8k", "#### 18 apples, or maybe 19", "18"),
         ("openai/gsm8k", "#### The answer is $18$ or \\boxed{19}", "18"),
         ("openai/gsm8k", "#### The answer is less than 18", "18"),
+        ("openai/gsm8k", "#### x = 18, y = 19", "18"),
     ],
 )
 def test_wrong_answers(source, text, truth):

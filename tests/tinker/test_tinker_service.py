@@ -128,6 +128,7 @@ def test_old_snapshots_are_dropped_and_say_so(base, tmp_path):
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_server_loses_no_checkpoint(base, folder, tmp_path):
     options = ["--port", "0", "--checkpoints", str(tmp_path), "--name", "org/tiny", "--token", KEY]
     command = [sys.executable, "-m", "etude.cli.main", "tinker", str(folder), *options]

@@ -161,6 +161,26 @@ def test_an_object_of_which_a_model_reads_an_address_is_no_answer(returned):
         normalize_result(returned)
 
 
+def test_a_message_of_another_framework_is_what_it_says():
+    """Such as LangChain's, which `tool.invoke(call)` returns."""
+
+    class ToolMessage:
+        tool_call_id, status = "c1", "success"
+
+        def __init__(self, content):
+            self.content = content
+
+        def __repr__(self):
+            return f"ToolMessage(content={self.content!r})"
+
+    message = ToolMessage("3.50")
+    assert normalize_result(message)[0].text == "3.50"
+    message.status = "error"
+    with pytest.raises(ToolError, match=r"3\.50"):
+        normalize_result(message)
+    assert normalize_result(ToolMessage([1]))[0].text == "ToolMessage(content=[1])"
+
+
 @pytest.mark.parametrize("returned", [(), (1, 2, 3, 4)])
 def test_tuples_of_another_length(returned):
     with pytest.raises(TypeError, match="tuple of"):

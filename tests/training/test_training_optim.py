@@ -147,6 +147,22 @@ def test_adamw_with_clipping_is_its_formula(net, clip):
         np.testing.assert_allclose(now.detach().numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_what_adam_was_set_to_holds_from_the_next_step_and_its_moments_stay(net):
+    other = copy.deepcopy(net)
+    first, second = OptimOptions(lr=0.01), OptimOptions(lr=0.02, betas=(0.8, 0.95), weight_decay=0.1, clip_grad=None)
+    changed, continued = OptimizerSet(net, first, None), OptimizerSet(other, first, None)
+    for each, optimizer in ((net, changed), (other, continued)):
+        set_gradients(each, 0)
+        optimizer.step()
+    changed.set_adam(lr=0.02, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.1, clip_grad=None)
+    expected = OptimizerSet(other, second, None)
+    expected.load_state_dict(continued.state_dict())
+    for each, optimizer in ((net, changed), (other, expected)):
+        set_gradients(each, 1)
+        optimizer.step()
+    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters()))
+
+
 @pytest.mark.parametrize(("name", "rate"), [("adamw", 0.01), ("muon", 0.02)])
 def test_weights_without_a_gradient_decay_at_the_rate_of_their_optimizer(net, name, rate):
     optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01, muon_lr_multiplier=2.0, weight_decay=0.3), None)

@@ -187,6 +187,21 @@ def test_the_cut_into_micro_batches_changes_only_rounding(model, batch, mode, ma
     assert {"loss", "grad_norm", "lr", "actor/pg_clipfrac"} <= set(figures)
 
 
+def test_gradients_of_parts_add_up_to_the_next_step(model, batch):
+    expected, figures, _ = update(model, batch, mode="token-sum")
+    engine = engine_of(copy.deepcopy(model))
+    how = {"temperature": 0.8, "entropy_grad": True, "loss_agg_mode": "token-sum"}
+    with torch.no_grad():
+        assert finish_metrics(engine.accumulate(batch, objective("token-sum"), **how))["loss"] == pytest.approx(
+            figures["loss"]
+        )
+    for part in (range(2), range(2, len(batch))):
+        engine.accumulate(batch.select_idxs(list(part)), objective("token-sum"), **how)
+    engine.optimizer.step()
+    for whole, summed in zip(expected, engine.optimizer.gradients):
+        torch.testing.assert_close(summed, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+
+
 def test_micro_batches_keep_to_the_budget(model, batch):
     seen = []
     engine_of(model, max_tokens=20).update(batch, objective(seen=seen), 1.0)

@@ -14,6 +14,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -201,7 +202,9 @@ def read_task(folder: Path) -> Task:
         if word == "WORKDIR" and rest.strip().rstrip("/") in ("/app", "/workspace"):
             workdir = rest.strip().rstrip("/")
         elif word == "COPY" and not rest.startswith("--"):
-            files |= _copied(folder / "environment", shlex.split(rest), workdir)
+            if (copied := _copied(folder / "environment", shlex.split(rest), workdir)) is None:
+                raise _needs(folder, line.strip())
+            files |= copied
         elif word == "ENV" and "=" in rest:
             variables |= dict(each.partition("=")[::2] for each in shlex.split(rest))
         elif not (word.startswith("#") or (word == "FROM" and re.split("[:/]", rest.strip())[0] in _BASES)):
@@ -242,20 +245,22 @@ def _is_here(distribution: str) -> bool:
         return False
 
 
-def _copied(source: Path, words: list[str], workdir: str) -> dict[str, bytes]:
-    """What `COPY SOURCE… TARGET` brings into the work directory: path below the sandbox's folder → content."""
+def _copied(source: Path, words: list[str], workdir: str) -> dict[str, bytes] | None:
+    """What `COPY SOURCE… TARGET` brings into the work directory: path below the sandbox's folder → content. None if a source
+    is not there, or outside the task's folder, which others may have made; or the target is outside the work directory."""
     *names, target = words
-    place = Path("/", workdir, target)
-    found: dict[str, bytes] = {}
+    place = Path(os.path.normpath(Path("/", workdir, target)))
+    found: dict[Path, Path] = {}
     for path in (source / name for name in names):
         if path.is_dir():
-            found |= {
-                str(place / file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
-            }
+            found |= {place / file.relative_to(path): file for file in path.rglob("*") if not file.is_dir()}
         else:
             is_folder = len(names) > 1 or target.endswith(("/", ".")) or target == workdir
-            found[str(place / path.name if is_folder else place)] = path.read_bytes()
-    return {str(Path(name).relative_to("/")): content for name, content in found.items()}
+            found[place / path.name if is_folder else place] = path
+    within = all(file.is_file() and file.resolve().is_relative_to(source.resolve()) for file in found.values())
+    if not within or not place.is_relative_to(workdir):
+        return None
+    return {str(name.relative_to("/")): file.read_bytes() for name, file in found.items()}
 
 
 def _tasks(folder: str, skip: bool) -> Iterator[tuple[str, Task]]:
