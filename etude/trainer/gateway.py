@@ -118,7 +118,7 @@ class ServedPolicy:
             given = run.model
             model = load_causal_lm(
                 str(given.path),
-                dtype=given.dtype,
+                dtype=given.dtype_on(setup.placement.device),
                 device=setup.placement.device,
                 trust_remote_code=given.trust_remote_code,
             ).eval()

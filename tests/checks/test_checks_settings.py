@@ -374,7 +374,7 @@ def test_closed_choices_are_those_that_the_code_knows():
     for kind in declared["algorithm.kl_penalty"]:
         kl_penalty(ones, ones, kind)
     assert set(declared["algorithm.kl_penalty"]) - set(declared[f"{ACTOR}.kl_loss_type"]) == {"kl", "k1"}
-    assert set(declared["actor_rollout_ref.model.dtype"]) == set(DTYPES)
+    assert set(declared["actor_rollout_ref.model.dtype"]) == {*DTYPES, "auto"}
 
 
 # -- no effect --------------------------------------------------------------------------------------------------------
