@@ -40,7 +40,7 @@ def open_reward_model(options: TrainOptions, device: Any) -> RewardModel | Gener
     if path is None:
         return None
     given: dict[str, Any] = {
-        "dtype": options.model.dtype,
+        "dtype": options.model.dtype_on(str(device)),
         "device": device,
         "trust_remote_code": options.model.trust_remote_code,
     }
