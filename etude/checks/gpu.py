@@ -332,7 +332,7 @@ def _vllm(trial: Trial) -> Result:
 def _sync(trial: Trial, name: str, **rollout: Any) -> Result:
     worker = trial.worker(name=name, **rollout)
     engine = build_engine(worker.options, None, worker.tokenizer, placement=replace(worker.placement, trains=False))
-    link = EngineLink(engine, worker.options.rollout, worker.bundle.chat, worker._actor, worker.options.model.dtype)
+    link = EngineLink(engine, worker.options.rollout, worker.bundle.chat, worker._actor, worker.dtype)
 
     async def run() -> tuple[float, float, bool]:
         await link.push(0)

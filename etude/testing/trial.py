@@ -61,7 +61,7 @@ class TrialRollouts(RolloutWorker):
         engine = ScriptedEngine(script)
         self._manager = AgentLoopManager(self.context, engine, self.scorer)
         self._manager._logged = True  # no warnings: the rollouts record the cause of a failure
-        self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.options.model.dtype)
+        self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.dtype)
         return self._manager
 
     def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:

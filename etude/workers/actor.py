@@ -77,10 +77,10 @@ class TrainWorker(TrainedWorker):
         if options.needs_ref:
             network = self.model
             if not options.model.lora_rank:
-                network = self.load_policy(options.model.dtype, device).requires_grad_(False)
+                network = self.load_policy(self.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
             self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
-        self._sender = WeightSender(self.model, options, self.rank)
+        self._sender = WeightSender(self.model, options, self.dtype, self.rank)
         self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)

@@ -59,7 +59,7 @@ class TrainedWorker(RoleWorker):
     ) -> OptimizerSet:
         """Builds the optimizer of `model`; from then on the model computes in `model.dtype`, and is sharded if `options` say
         so."""
-        dtype, sharded = torch_dtype(self.options.model.dtype), self.shard(self.model, options)
+        dtype, sharded = torch_dtype(self.dtype), self.shard(self.model, options)
         return OptimizerSet(
             self.model,
             options.optim,
@@ -127,7 +127,7 @@ class TrainedWorker(RoleWorker):
         """The gathered weights of a sharded model, on rank 0's CPU; None if the model is not sharded."""
         if not is_sharded(self.model):
             return None
-        return gather_weights(self.model, torch_dtype(self.options.model.dtype), keep=self.rank == 0)
+        return gather_weights(self.model, torch_dtype(self.dtype), keep=self.rank == 0)
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
         save_pretrained(self.model, self.bundle.processor or self.tokenizer, folder, weights)

@@ -33,7 +33,7 @@ class CriticWorker(TrainedWorker):
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(
             path,
-            dtype=model.dtype if critic.model.quantization else self.loading_dtype(critic.model, device),
+            dtype=self.dtype if critic.model.quantization else self.loading_dtype(critic.model, device),
             device=device,
             trust_remote_code=model.trust_remote_code,
             quantization=critic.model.quantization,

@@ -10,7 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -100,10 +100,8 @@ class RoleWorker(Worker):
     def __init__(self, options: TrainOptions, placement: Placement = HERE, **place: Any) -> None:
         start_process(options.plugins, options.trainer, options.rollout.agent.agent_loop_config_path)
         super().__init__(device=placement.device, **place)
-        policy = options.actor_rollout_ref
-        model = replace(policy.model, dtype=policy.model.dtype_on(placement.device))
-        self.options = replace(options, actor_rollout_ref=replace(policy, model=model))
-        self.placement = placement
+        self.options, self.placement = options, placement
+        self.dtype = options.model.dtype_on(placement.device)  # of the arithmetic
 
     @cached_property
     def bundle(self) -> TokenizerBundle:
@@ -155,7 +153,7 @@ class RoleWorker(Worker):
     def loading_dtype(self, options: TrainedModelOptions, device: torch.device) -> str:
         """The dtype in which a trained model is loaded on `device`: float32, but `model.dtype` on a GPU where all but LoRA's
         adapters is frozen, because a float32 base might exceed its memory."""
-        return self.options.model.dtype if options.lora_rank and device.type not in ("cpu", "meta") else "float32"
+        return self.dtype if options.lora_rank and device.type not in ("cpu", "meta") else "float32"
 
     def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
         """Loads the policy's network from `model.path`, on `device` (default: the worker's), in `dtype`; a quantised one,
@@ -164,7 +162,7 @@ class RoleWorker(Worker):
         assert model.path is not None
         network = load_causal_lm(
             model.path,
-            dtype=model.dtype if model.quantization else dtype,
+            dtype=self.dtype if model.quantization else dtype,
             device=device or self.device,
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
@@ -183,7 +181,7 @@ class RoleWorker(Worker):
         share_check(getattr(model, "backbone", model))
         use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
-        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
+        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.dtype))
         return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:

@@ -102,7 +102,7 @@ class RolloutWorker(RoleWorker):
         """
         actor = None
         if not (self._standalone or evaluates_only(self.options.rollout.name)):
-            self.model = self.load_policy(self.options.model.dtype)
+            self.model = self.load_policy(self.dtype)
             actor = PolicyLearner(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
         self.start_engine(actor)
 
@@ -126,7 +126,7 @@ class RolloutWorker(RoleWorker):
             options.rollout,
             context.chat,
             actor,
-            options.model.dtype,
+            self.dtype,
             options.trainer.max_staleness + 1,
             streams=self._streams,
             receives=self._standalone and actor is None,

@@ -63,7 +63,7 @@ class TeacherWorker(RoleWorker):
             asyncio.run(self._ask([[0, 0]]))
             return
         model = load_causal_lm(
-            teacher, dtype=options.model.dtype, device=self.device, trust_remote_code=options.model.trust_remote_code
+            teacher, dtype=self.dtype, device=self.device, trust_remote_code=options.model.trust_remote_code
         )
         check_vocabulary(self.tokenizer, model)
         self._engine = PolicyLearner(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)

@@ -43,8 +43,8 @@ def keeps_adapters(model: ModelOptions) -> bool:
 class WeightSender:
     """Produces the chunks of an actor's weights; the ranks of a sharded model produce them together."""
 
-    def __init__(self, model: Any, options: TrainOptions, rank: int) -> None:
-        self._model, self._options, self._rank = model, options, rank
+    def __init__(self, model: Any, options: TrainOptions, dtype: str, rank: int) -> None:
+        self._model, self._options, self._dtype, self._rank = model, options, torch_dtype(dtype), rank
         self._frozen_sent = False
         self._chunks: Iterator[tuple[Chunk, dict[str, Any]]] = iter(())
 
@@ -63,7 +63,7 @@ class WeightSender:
 
     def _produce_chunks(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
         model, rollout, options = self._model, self._options.rollout, self._options.model
-        dtype = torch_dtype(options.dtype)
+        dtype = self._dtype
         if not hasattr(ENGINES.get(rollout.name), "from_setup"):
             dtype = torch_dtype(rollout.dtype) if rollout.dtype else dtype
             kept = "alone" if self._frozen_sent else "kept"
