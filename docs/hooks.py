@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     markdown = ELSEWHERE.sub(r"\1", markdown)
     if not name.endswith(".zh.md"):
         return markdown
-    original = ROOT / "README.md" if name == "index.zh.md" else ROOT / "docs" / name.replace(".zh.md", ".md")
+    original = ROOT / "docs" / name.replace(".zh.md", ".md")
     anchors = [slug(heading.lstrip("# "), "-") for heading in headings(original.read_text(encoding="utf-8"))]
     if len(anchors) != len(headings(markdown)):
         log.warning(f"{name} has {len(headings(markdown))} headings, {original.name} has {len(anchors)}")
