@@ -99,8 +99,8 @@ def serve(
     Further pages: /health, /metrics (Prometheus).
     """
     from etude.retrieval import Retriever
-    from etude.retrieval.server import ServerOptions
-    from etude.retrieval.serving import serve as serve_until_stopped
+    from etude.retrieval.server import ServerOptions, create_app
+    from etude.serving.listening import serve as serve_until_stopped
 
     token = bearer_token(token, token_file, TOKEN_VARIABLE)
     retriever = Retriever(index, corpus, device)
@@ -109,8 +109,8 @@ def serve(
     def ready(url: str) -> None:
         click.echo(f"{url}/retrieve  {retriever.options.method}, {len(retriever):,} passages (Ctrl-C stops)")
 
-    options = ServerOptions(token=token, **limits)
-    asyncio.run(serve_until_stopped(retriever, options, host, port, grace, ready, allow_hosts))
+    app = create_app(retriever, ServerOptions(token=token, **limits))
+    asyncio.run(serve_until_stopped(app, host, port, grace=grace, ready=ready, allow_hosts=allow_hosts))
 
 
 @retrieve.command()

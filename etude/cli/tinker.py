@@ -76,9 +76,10 @@ def tinker(
         raise ConfigError("the token must begin with tml-: the SDK sends no other API key")
     warn_if_open(token, host)
     try:
-        from etude.tinker.server import serve
+        from etude.tinker.server import create_app
     except ImportError as error:
         raise MissingExtraError("etude tinker", "tinker") from error
+    from etude.serving.listening import serve
     from etude.tinker.adapters import Base
     from etude.tinker.checkpoints import CheckpointStore
     from etude.tinker.service import TinkerService
@@ -91,4 +92,4 @@ def tinker(
     def ready(url: str) -> None:
         click.echo(f"{url}  base model {base.name}, checkpoints in {checkpoints} (Ctrl-C stops)")
 
-    asyncio.run(serve(service, host, port, token=token, grace=grace, ready=ready, allow_hosts=allow_hosts))
+    asyncio.run(serve(create_app(service, token), host, port, grace=grace, ready=ready, allow_hosts=allow_hosts))

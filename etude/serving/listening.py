@@ -1,5 +1,5 @@
-"""Listening: a bound socket, uvicorn's settings that all servers share, the limit on file descriptors, and a limit on
-connections.
+"""Listening: a bound socket, uvicorn's settings that all servers share, the limit on file descriptors, a limit on
+connections, and `serve`, which runs an application until a signal.
 
 Invariant: every server refuses foreign names and origins (`middleware.OwnNames`), on all of its paths. At most
 `max_connections` are open; a further one replaces the one that has been idle longest, so that idle connections never keep a
@@ -13,7 +13,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import uvicorn
@@ -25,6 +25,8 @@ from etude.serving.middleware import OwnNames
 
 HEAD_SECONDS = 10.0
 _MAX_FILES = 1 << 16
+_MOST_CONNECTIONS = 4096
+_OWN_FILES = 64
 
 
 def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
@@ -123,3 +125,45 @@ def url_of(listener: socket.socket, host: str) -> str:
     """Returns the URL of a server that listens on `host`."""
     host = f"[{host}]" if ":" in host else host
     return f"http://{host}:{listener.getsockname()[1]}"
+
+
+async def serve(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    grace: float,
+    ready: Callable[[str], None],
+    allow_hosts: Collection[str] = (),
+) -> None:
+    """Serves `app` until SIGINT or SIGTERM; then no requests are admitted, and active ones have `grace` seconds to be
+    answered. `ready` is called with the server's URL once it listens. Port 0 picks a free port; `allow_hosts`: see
+    `server_config`.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    with listen(host, port) as listener:
+        config = server_config(
+            app,
+            host,
+            allow_hosts,
+            timeout_graceful_shutdown=max(1, round(grace)),
+            timeout_keep_alive=60,
+            http=limited_protocol(max(8, min(_MOST_CONNECTIONS, raise_file_limit() - _OWN_FILES))),
+            backlog=1024,
+            lifespan="on",
+        )
+        await _Server(config, lambda: ready(url_of(listener, host))).serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Calls `ready` once it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
@@ -20,7 +19,6 @@ from starlette.exceptions import HTTPException
 from tinker import types
 
 from etude.errors import DataError, EtudeError, one_line
-from etude.serving.listening import limited_protocol, listen, raise_file_limit, server_config, url_of
 from etude.serving.middleware import BearerToken, BodyLimit
 from etude.timeouts import settle
 from etude.tinker.checkpoints import Place
@@ -231,33 +229,3 @@ def _add_errors(app: FastAPI) -> None:
         unknown = error.status_code in (404, 405)
         reason = f"{request.method} {request.url.path} is not offered by this server" if unknown else str(error.detail)
         return JSONResponse(_error(error.status_code, reason), error.status_code, error.headers)
-
-
-async def serve(
-    service: TinkerService,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    token: str | None = None,
-    grace: float = 10.0,
-    ready: Callable[[str], None] = lambda url: None,
-    allow_hosts: Collection[str] = (),
-) -> None:
-    """Serves until SIGINT or SIGTERM; `ready` is called with the server's URL once it listens. Port 0 picks a free port;
-    `allow_hosts`: see `server_config`.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
-    with listen(host, port) as listener:
-        config = server_config(
-            create_app(service, token),
-            host,
-            allow_hosts,
-            timeout_graceful_shutdown=max(1, round(grace)),
-            timeout_keep_alive=60,
-            http=limited_protocol(max(8, min(1024, raise_file_limit() - 64))),
-            lifespan="on",
-        )
-        ready(url_of(listener, host))  # the socket accepts connections already
-        await uvicorn.Server(config).serve(sockets=[listener])

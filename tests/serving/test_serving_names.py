@@ -48,12 +48,13 @@ def sandbox(ready, folder, host, names):
 
 def retrieval(ready, folder, host, names):
     from etude.retrieval import Retriever, build_index
-    from etude.retrieval.server import ServerOptions
-    from etude.retrieval.serving import serve
+    from etude.retrieval.server import ServerOptions, create_app
+    from etude.serving.listening import serve
 
     (folder / "corpus.jsonl").write_text('{"id": "a", "contents": "Tea is made of leaves."}\n')
     index = build_index(folder / "corpus.jsonl", folder / "index")
-    asyncio.run(serve(Retriever(index), ServerOptions(), host, 0, 1.0, ready, names))
+    app = create_app(Retriever(index), ServerOptions())
+    asyncio.run(serve(app, host, 0, grace=1.0, ready=ready, allow_hosts=names))
 
 
 def tools(ready, folder, host, names):
