@@ -36,7 +36,7 @@ def make(folder: Path, base: str | None = None) -> None:
         _warm_up(work, len(rows))
     else:
         _pretrained(work, base)
-        _warm_up(work, len(rows), f"optim.lr={_RATE}")
+        _warm_up(work, len(rows), f"optim.lr={_RATE}", "optim.lr_warmup_steps=2")
     (work / "run" / "huggingface" / task.SYSTEM_FILE).write_text(json.dumps({"system": task.SYSTEM}))
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(work / "run" / "huggingface", folder)
