@@ -209,6 +209,9 @@ def test_a_gymnasium_game_in_words():
     assert play(options, [])[2][0] == 0.0  # cut before the first step
     maps = {play(EnvironmentOptions(id="gym:FrozenLake-v1", args={"random_map": 5}), [], seed)[0] for seed in (1, 1, 2)}
     assert len(maps) == 2
+    charged = EnvironmentOptions(id="gym:Blackjack-v1", args={"invalid_reward": -1})
+    _, steps, _ = play(charged, ["flap"])
+    assert (steps[0].reward, steps[0].done) == (-1, False)
 
 
 @pytest.mark.parametrize(
