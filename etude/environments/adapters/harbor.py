@@ -194,7 +194,7 @@ def read_task(folder: Path) -> Task:
     if (folder / "environment/docker-compose.yaml").exists() or str(wants.get("os", "linux")).lower() != "linux":
         raise _needs(folder, "docker-compose.yaml, or another system")
     for name in _installs(script):
-        if name not in _INSTALLED and not _is_here(name):
+        if name not in _INSTALLED and not any(importlib.metadata.distributions(name=name)):
             raise _needs(folder, f"tests/test.sh needs {name}, which is not installed here")
     workdir, files, variables = "/app", dict[str, bytes](), dict[str, str]()
     for line in filter(str.strip, lines):
@@ -236,13 +236,6 @@ def _name(requirement: str) -> str:
 
 def _needs(folder: Path, what: str) -> ConfigError:
     return ConfigError(f"{folder.name} needs an image: {what}", fix="leave it out, or set args.skip=true")
-
-
-def _is_here(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _copied(source: Path, words: list[str], workdir: str) -> dict[str, bytes] | None:

@@ -1,4 +1,4 @@
-"""Rows of countdown, after one worked example of two attempts."""
+"""Rows of countdown, after two worked examples, one of them of two attempts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 from etude.environments.adapters.reasoning_gym import AGAIN, ASK
 from etude.registry import import_module
 
-ASKED = "Find a way to make 12 using all of these numbers: 15, 3.\nEach number can only be used once."
-EXAMPLE = (
-    {"role": "user", "content": f"{ASKED}\n{ASK}"},
-    {"role": "assistant", "content": "<answer>15 + 3</answer>"},
+ASKED = "Find a way to make {} using all of these numbers: {}, {}.\nEach number can only be used once.\n" + ASK
+EXAMPLES = (
+    {"role": "user", "content": ASKED.format(15, 3, 5)},
+    {"role": "assistant", "content": "<answer>3 * 5</answer>"},
+    {"role": "user", "content": ASKED.format(7, 9, 2)},
+    {"role": "assistant", "content": "<answer>9 + 2</answer>"},
     {"role": "user", "content": f"{AGAIN} {ASK}"},
-    {"role": "assistant", "content": "<answer>15 - 3</answer>"},
+    {"role": "assistant", "content": "<answer>9 - 2</answer>"},
 )
 
 
 def prepare(folder: Path, seed: int, rows: Any) -> Any:
     """Makes the rows."""
     here = Path(__file__).parent
-    return import_module(str(here.parent / "play.py")).tables(here, seed, rows, shown=EXAMPLE)
+    return import_module(str(here.parent / "play.py")).tables(here, seed, rows, shown=EXAMPLES)
