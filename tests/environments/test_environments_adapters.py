@@ -215,6 +215,21 @@ def test_a_gymnasium_game_in_words():
 
 
 @pytest.mark.parametrize(
+    ("game", "texts", "acc"),
+    [
+        ("FrozenLake-v1", ["down", "down", "right", "right", "down", "right"], 1.0),
+        ("CartPole-v1", ["left", "left"], 0.0),  # earned 2 of the 475 that solve it
+        ("CartPole-v1", ["left"] * 10, 0.0),
+        ("MountainCar-v0", ["none"], 0.0),  # -1, better than its threshold of -110, because it was cut
+        ("MountainCar-v0", [], 0.0),
+    ],
+)
+def test_success_in_a_gymnasium_game_is_its_reward_threshold(game, texts, acc):
+    args = {"is_slippery": False} if game.startswith("Frozen") else {}
+    assert play(EnvironmentOptions(id=f"gym:{game}", args=args), texts)[2][1] == {"acc": acc}
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"id": "gim:FrozenLake-v1"}, r"env\[0\]: no package is called 'gim:'; did you mean 'gym:'"),

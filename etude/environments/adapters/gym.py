@@ -36,7 +36,8 @@ _LARGEST = 64  # numbers of an observation or action that are said in words
 
 
 class Game(Environment):
-    """One episode; its rewards are those of its steps, and 0 without any."""
+    """One episode; its rewards are those of its steps, and 0 without any. It is a success if it ended with Gymnasium's
+    `reward_threshold`; where there is none, by the run's rule: in total 1 or more."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Game(Environment):
     ) -> None:
         self._id, self._names, self._random_map, self._args = id, [*actions], random_map, dict(args)
         self._invalid_reward = invalid_reward
-        self._steps = 0
+        self._steps, self._total, self._ended = 0, 0.0, False
         self._env: Any = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
@@ -70,12 +71,14 @@ class Game(Environment):
         """
         action = self._read(text.rpartition("</think>")[2])
         observation, reward, terminated, truncated, _ = self._env.step(action)
-        self._steps += 1
-        return Step(self._say(observation), float(reward), bool(terminated or truncated))
+        self._steps, self._total, self._ended = self._steps + 1, self._total + float(reward), terminated or truncated
+        return Step(self._say(observation), float(reward), bool(self._ended))
 
-    def score(self) -> float | None:
-        """Returns 0.0 for an episode without a step; otherwise its steps' rewards are all."""
-        return None if self._steps else 0.0
+    def score(self) -> dict[str, float]:
+        """Returns a score of 0.0 for an episode without a step; otherwise its steps' rewards are all."""
+        enough = self._env.spec.reward_threshold
+        found = {} if enough is None else {"acc": float(self._ended and self._total >= enough)}
+        return found if self._steps else {"score": 0.0, **found}
 
     def close(self) -> None:
         """Closes the environment."""
