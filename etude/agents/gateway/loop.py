@@ -169,11 +169,13 @@ class DrivingAgentLoop(OpenAIAgentLoop):
     def __init__(self, trainer_config: AgentContext, **kwargs: Any) -> None:
         super().__init__(trainer_config, function=self.drive, **kwargs)
         self._played: dict[str, Any] = {}
+        self._info: dict[str, Any] = {}
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
         """See `OpenAIAgentLoop.run`."""
         trajectories = await super().run(sampling_params, **row)
         trajectories[-1].extra_fields["environment"] = self._played
+        trajectories[-1].rewards.score_info = self._info
         return trajectories
 
     async def drive(self, row: dict[str, Any], base_url: str, api_key: str) -> float | None:
@@ -182,8 +184,8 @@ class DrivingAgentLoop(OpenAIAgentLoop):
         entry = self.context.environment.pick(row)
         self._played = {"name": entry.name, "metrics": {}}
         async with EnvironmentSession(entry, row) as session:
-            score, info = await session.drive(base_url, api_key)
-        self._played["metrics"] = {name: value for name, value in info.items() if isinstance(value, int | float)}
+            score, self._info = await session.drive(base_url, api_key)
+        self._played["metrics"] = {name: value for name, value in self._info.items() if isinstance(value, int | float)}
         return score
 
 
