@@ -5,6 +5,7 @@
     python benchmarks/gallery.py --only none                           table and plot again, of what is in --work
     python benchmarks/gallery.py --publish                             table and plot go into docs/
     python benchmarks/gallery.py --real                                the same with a real model: two hours
+    python benchmarks/gallery.py --environments                        those of examples/environments
 
 Each is `etude quickstart --example NAME --seed N` in a fresh process of one thread, after what it starts from.
 One that has finished is read, not run again; an interrupted or failed one goes on where it stopped. CPU seconds are user and
@@ -37,7 +38,8 @@ from etude.run_folder import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-REAL = "smollm2"  # folder of the examples with a real model
+REAL, ENVIRONMENTS = "smollm2", "environments"  # folders of the examples with a real model, and of others' environments
+PAGE_NAMES = {"": "gallery", REAL: "gallery_real", ENVIRONMENTS: "gallery_environments"}
 GRACE = 120  # seconds for a stopped run to end its step and save
 _TRAINING = {"success": "reward/success/mean", "reward": "reward/total/mean", "tool_use": "rollout/tool_use_rate"}
 
@@ -57,14 +59,16 @@ class Job(NamedTuple):
 def main() -> None:
     """Runs the requested jobs, then writes the table and plot of everything in the work folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--real", action="store_true", help="real models, in place of tiny ones")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--real", action="store_const", dest="folder", const=REAL, default="", help="real models")
+    group.add_argument("--environments", action="store_const", dest="folder", const=ENVIRONMENTS, help="of others")
     parser.add_argument("--only", default=None, help="comma-separated, or none [all]")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated [1,2,3]")
     parser.add_argument("--work", type=Path, default=Path("build/gallery"), help="folder [build/gallery]")
     parser.add_argument("--at-once", type=int, default=2, help="runs [2]")
     parser.add_argument("--publish", action="store_true", help="table and plot go into docs/")
     arguments = parser.parse_args()
-    found = read_examples(real=arguments.real)
+    found = read_examples(arguments.folder)
     names = list(found) if arguments.only is None else [] if arguments.only == "none" else arguments.only.split(",")
     if unknown := [name for name in names if name not in found]:
         parser.error(f"no example '{unknown[0]}' (known: {', '.join(found)})")
@@ -73,21 +77,20 @@ def main() -> None:
     seeds, work = sorted({int(seed) for seed in arguments.seeds.split(",")}), arguments.work.resolve()
     jobs = [Job(name, seed) for seed in seeds for name in found if name in names]
     failed = run(jobs, found, work, arguments.at_once)
-    name = "gallery_real" if arguments.real else "gallery"
+    name = PAGE_NAMES[arguments.folder]
     if show(found, seeds, work, failed, name) and arguments.publish:
         publish(name, work, DOCS)
     if failed:
         raise SystemExit("\n".join(f"failed: {job}: see {log_of(work, job)}" for job in failed))
 
 
-def read_examples(*, real: bool = False) -> dict[str, Example]:
-    """Reads the examples by name: those with a tiny model, the package's own first, or those with a `real` one."""
-    pattern = f"{REAL}/*/example.yaml" if real else "*/example.yaml"
+def read_examples(folder: str = "") -> dict[str, Example]:
+    """Reads the examples of a folder in `examples` by name; of `examples` itself, the package's own comes first."""
     try:
-        others = [Example.read(path.parent) for path in sorted((ROOT / "examples").glob(pattern))]
+        others = [Example.read(path.parent) for path in sorted((ROOT / "examples" / folder).glob("*/example.yaml"))]
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    return {each.name: each for each in (*([] if real else [find_example(CALCULATOR)]), *others)}
+    return {each.name: each for each in (*([] if folder else [find_example(CALCULATOR)]), *others)}
 
 
 def folder_of(work: Path, example: Example, seed: int) -> Path:

@@ -3,6 +3,8 @@
     python benchmarks/run.py                                      everything: about an hour and a half on two cores
     python benchmarks/run.py --only step,loop --repetitions 5     some of it; the other results stay as they are
     python benchmarks/run.py --only none --publish                write docs/performance.md again, with what is in --work
+    python benchmarks/run.py --only pretrained --threads 1 --repetitions 1 --checkpoint FOLDER     the step of SmolLM2, as
+                                                                  side_by_side.checkpoint --base makes it: half an hour
 
 The peers' environments are made from PyPI, the model by Étude itself, both once, in `--work`. What is published is kept
 in `benchmarks/published.json`: a row stays there until one of its name, measured later, is published.
@@ -32,6 +34,7 @@ from side_by_side.environments import PACKAGES, python_of  # noqa: E402
 from side_by_side.results import Measured, Results  # noqa: E402
 from side_by_side.rows import KINDS, Contender, Row, rows  # noqa: E402
 
+_WITH_ITS_OWN = tuple(kind for kind in KINDS if kind != "pretrained")  # those for which run.py makes the model
 _TIMEOUT_SECONDS = 1800  # timeout of one process
 _PUBLISHED = HERE / "published.json"
 _BEGIN, _END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -40,7 +43,7 @@ _BEGIN, _END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 def main() -> None:
     """Runs the requested rows, then writes the tables and plot of everything measured so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}, or none")
+    parser.add_argument("--only", default=",".join(_WITH_ITS_OWN), help=f"some of {','.join(KINDS)}, or none")
     parser.add_argument("--rows", default="", help="only rows whose name begins with one of these, comma-separated")
     parser.add_argument("--list", action="store_true", help="only say which rows there are")
     parser.add_argument("--repetitions", type=int, default=5)

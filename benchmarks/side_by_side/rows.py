@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-KINDS = ("step", "rollout", "loop", "update", "dataproto", "startup", "scaling")
+KINDS = ("step", "pretrained", "rollout", "loop", "update", "dataproto", "startup", "scaling")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def rows(kinds: Sequence[str], threads: Sequence[int], model: Sequence[str]) -> 
     """Yields the rows of the given kinds and thread counts; `model` are the arguments that name the checkpoint."""
     builders = {
         "step": _step,
+        "pretrained": _pretrained,
         "rollout": _rollout,
         "loop": _loop,
         "update": _update,
@@ -78,6 +79,24 @@ def _step(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
         {"rollout_cpu": 0.40, "update_cpu": 0.50, "step_cpu": 0.45, "memory": 0.5}
         if threads == 1
         else {"rollout_wall": 0.40, "update_wall": 0.50, "step_wall": 0.45, "memory": 0.5},
+    )
+
+
+def _pretrained(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
+    """The step with a model of 135 million parameters: `--checkpoint`, as side_by_side.checkpoint --base makes it."""
+    common = (*model, "--threads", threads, "--steps", 1)
+    yield Row(
+        "pretrained",
+        f"pretrained_{threads}",
+        f"one training step of SmolLM2-135M, 8 prompts × 8 answers, two tool turns, {_threads(threads)}",
+        threads,
+        (
+            # micro-batches of about as many tokens: with TRL's 64 trajectories at once the logits alone take 15 GB
+            _driver("Étude", "etude", "etude_step", *common, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048"),
+            _driver("TRL 1.16", "trl", "trl_step", *common, "--micro", 4),
+        ),
+        ("rollout_cpu", "update_cpu", "step_cpu", "memory", "sampled_tokens"),
+        {"rollout_cpu": 0.25, "update_cpu": 0.15, "memory": 0.35},
     )
 
 

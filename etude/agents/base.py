@@ -214,7 +214,7 @@ class AgentLoopBase(ABC):
 
     def turn_budget(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         """Maximum tokens of the next turn, and the trajectory's stop reason if the turn uses them up."""
-        return turn_budget(self._room(trajectory), sum(trajectory.response_mask), self.context.options.multi_turn)
+        return turn_budget(self._room(trajectory), self.server_manager.num_sampled, self.context.options.multi_turn)
 
     def _room(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)

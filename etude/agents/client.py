@@ -36,6 +36,7 @@ class TrajectoryClient:
         self.sessions: list[ToolSession] = []  # that the agent loop entered
         self._ended = False
         self._num_requests = self._num_answered = 0
+        self.num_sampled = 0  # tokens, over all turns and sequences
         self._ids = RequestIds(engine, request_id)
 
     async def generate(
@@ -84,6 +85,7 @@ class TrajectoryClient:
             self.histories.append(History(prompt))
         self.histories[-1].add(prompt, output, image_digests(shown_images))
         self._num_answered += 1
+        self.num_sampled += len(output.token_ids)
         return output
 
     async def sample_turn(

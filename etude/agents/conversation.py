@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from etude.agents.compaction import Compaction
 from etude.chat import ParsedResponse
-from etude.chat.placeholders import content_of, image_count
 from etude.environments import EnvironmentSession
 from etude.errors import EtudeError
 from etude.inference import SamplingParams
@@ -30,6 +30,7 @@ class AgentState(Enum):
     GENERATING = "generating"
     PROCESSING_TOOLS = "processing_tools"
     INTERACTING = "interacting"
+    COMPACTING = "compacting"
     TERMINATED = "terminated"
 
 
@@ -96,6 +97,7 @@ class Conversation:
     sampled: Sequence[int] = ()  # the last turn's ids
     cut_by: StopReason | None = None  # the budget that truncated the last turn
     malformed_in_a_row: int = 0
+    compaction: Compaction = field(default_factory=Compaction)
 
     request_id = _view(lambda data: data.trajectory.request_id, "it names the trajectory")
     metrics = _view(lambda data: data.trajectory.timings, "set its entries")
@@ -138,25 +140,6 @@ def end(data: Conversation, reason: StopReason) -> AgentState:
 
 def add_time(trajectory: Trajectory, name: str, started: float) -> None:
     trajectory.add_time(name, time.perf_counter() - started)
-
-
-def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
-    """Appends a text, with images in front of it, to the last user message, or as a new message if there is none.
-
-    Returns the number of images in the conversation before the new ones.
-    """
-    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
-    if last is None:
-        messages.append({"role": "user", "content": content_of(text, images)})
-        return sum(map(image_count, messages[:-1]))
-    message = messages[last]
-    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
-    if isinstance(content, str) and not images:
-        message["content"] = f"{content}\n{text}" if content else text
-    else:
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
-    return before
 
 
 def record(trajectory: Trajectory, outcome: ToolCall, text: str) -> None:

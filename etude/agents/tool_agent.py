@@ -5,8 +5,9 @@
     PENDING            GENERATING, or TERMINATED if the prompt does not fit
     GENERATING         PROCESSING_TOOLS (the turn has tool calls), INTERACTING (it has none, and there is somebody who
                        answers: an interaction or an environment), TERMINATED
-    PROCESSING_TOOLS   GENERATING, TERMINATED
-    INTERACTING        GENERATING, TERMINATED
+    PROCESSING_TOOLS   GENERATING, COMPACTING (the context is longer than `compact.at_tokens`), TERMINATED
+    INTERACTING        GENERATING, COMPACTING, TERMINATED
+    COMPACTING         GENERATING, in a new sequence (see `compaction`), TERMINATED
 
 PENDING renders the prompt; if it does not fit, or leaves no room for an answer, the trajectory ends (`PROMPT_TOO_LONG`).
 After each generation, stop conditions are checked in this order:
@@ -42,8 +43,9 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar
 
-from etude.agents.base import AgentContext, AgentLoopBase, register
-from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
+from etude.agents.base import AgentContext, AgentLoopBase, register, response_room, turn_budget
+from etude.agents.compaction import request_of, summary_room, with_summary
+from etude.agents.conversation import AgentState, Conversation, add_time, end
 from etude.agents.images import read_all, render_response, response_text
 from etude.agents.interactions.base import entry_of
 from etude.agents.tool_messages import (
@@ -57,6 +59,7 @@ from etude.agents.tool_messages import (
     with_result_tag,
 )
 from etude.chat import ToolParser
+from etude.chat.placeholders import append_to_last_user
 from etude.chat.provenance import Run
 from etude.environments import EnvironmentEntry, EnvironmentSession
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
@@ -129,8 +132,9 @@ class ToolAgentLoop(AgentLoopBase):
         """`data.max_response_length`."""
         return self.context.options.response_length
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
-        """See `AgentLoopBase.run`; the model sees the row's `active_tools` (default: all).
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory | list[Trajectory]:
+        """See `AgentLoopBase.run`; the model sees the row's `active_tools` (default: all). Several sequences if the
+        conversation was compacted.
 
         Raises:
             DataError: the row selects a tool or interaction that is not configured, or has arguments for a tool that it does
@@ -174,7 +178,7 @@ class ToolAgentLoop(AgentLoopBase):
                     trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
-        return trajectory
+        return [*data.compaction.earlier, trajectory] if data.compaction.earlier else trajectory
 
     def environment_of(self, row: Mapping[str, Any]) -> EnvironmentEntry | None:
         """Returns who answers the turns of a row: its interaction; None if there is none.
@@ -242,6 +246,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
+        data.compaction.begin(trajectory)
         return AgentState.GENERATING
 
     async def _add_initial_response(self, data: Conversation, response: ToolResponse) -> None:
@@ -293,6 +298,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
+        data.compaction.mark_turn(data.trajectory)
         budget = self.turn_budget(data.trajectory)
         turn = self.server_manager.sample_turn(data.trajectory, data.sampling, budget, self.chat.decode)
         output, data.cut_by = await turn
@@ -329,7 +335,9 @@ class ToolAgentLoop(AgentLoopBase):
             return messages() if shorten_results(calls, excess, data.token_limit) else None
 
         state = self.feed_back(data, messages(), [tokens for call in calls for tokens in call.image_tokens], shorter)
-        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the results fit
+        if (
+            state is not AgentState.TERMINATED and self.context.images is not None
+        ):  # read pixels only if the results fit
             for call in calls:
                 trajectory.images += await read_all(self.context.images, call.images)
         for call in calls:
@@ -423,7 +431,8 @@ class ToolAgentLoop(AgentLoopBase):
         image_tokens: Sequence[int] = (),
         shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
     ) -> AgentState:
-        """Checks stop conditions 5 to 7; if none applies, appends the tools' or user's messages to the context.
+        """Checks stop conditions 5 to 7; if none applies, appends the tools' or user's messages to the context, and the
+        request for a summary if the context is to be compacted.
 
         `shorter(excess)` returns the messages shortened by `excess` tokens, or None if that is not possible.
         """
@@ -435,18 +444,21 @@ class ToolAgentLoop(AgentLoopBase):
         most_malformed = limits.max_consecutive_malformed_calls
         if most_malformed is not None and data.malformed_in_a_row >= most_malformed:
             return ended(StopReason.MAX_MALFORMED_CALLS)
-        if self.max_assistant_turns is not None and trajectory.assistant_turns >= self.max_assistant_turns:
+        turns = trajectory.assistant_turns - len(data.compaction.earlier)  # without summaries
+        if self.max_assistant_turns is not None and turns >= self.max_assistant_turns:
             return ended(StopReason.MAX_ASSISTANT_TURNS)
         if self.max_user_turns is not None and trajectory.user_turns >= self.max_user_turns:
             return ended(StopReason.MAX_USER_TURNS)
         if limits.max_seconds is not None and time.perf_counter() - data.started >= limits.max_seconds:
             return ended(StopReason.TIME_LIMIT)
         if limits.max_trajectory_tokens is not None:
-            left = limits.max_trajectory_tokens - sum(trajectory.response_mask)
+            left = limits.max_trajectory_tokens - self.server_manager.num_sampled
             if left < limits.min_answer_tokens:
                 return ended(StopReason.TRAJECTORY_LENGTH)
         room = self.room(trajectory) - limits.min_answer_tokens
         context = self._encode_context(data, messages, image_tokens)
+        summary = self._summary_room(data, context, room)
+        room = room if summary is None else self.room(trajectory) - summary
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
             messages = (shorter(excess) if shorter is not None else None) or ()
             if not messages:
@@ -455,9 +467,61 @@ class ToolAgentLoop(AgentLoopBase):
             context = self._encode_context(data, messages, image_tokens)
         if context is None:
             return ended(StopReason.CONTEXT_REFUSED)
+        if summary is not None:
+            data.compaction.ask(trajectory, context)
+            context = self._ask_for_summary(data, messages, image_tokens)
+            if context is None:
+                return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
             trajectory.append(ids, provenance)
         trajectory.user_turns += 1
+        return AgentState.GENERATING if summary is None else AgentState.COMPACTING
+
+    def _summary_room(self, data: Conversation, context: list[Run] | None, room: int) -> int | None:
+        """Number of tokens that the request for a summary and the summary take; None if none is due: the context with the
+        new messages is within `compact.at_tokens`, and leaves room for one later."""
+        compact = self.context.options.multi_turn.compact
+        if compact.at_tokens is None or context is None:
+            return None
+        needed = summary_room(compact, self.chat)
+        new, trajectory = sum(len(ids) for ids, _ in context), data.trajectory
+        length = len(trajectory.prompt_ids) + trajectory.response_length + new
+        return needed if length > compact.at_tokens or new + needed > room else None
+
+    def _ask_for_summary(
+        self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
+    ) -> list[Run] | None:
+        """Encodes the last messages together with the request for a summary; None if the template cannot render them."""
+        request = request_of(self.context.options.multi_turn.compact)
+        try:
+            context = self.chat.context_ids([*messages, request], after=data.sampled, image_tokens=image_tokens)
+        except ConfigError as error:
+            logger.info("trajectory %s: %s", data.trajectory.request_id, one_line(error))
+            return None
+        data.trajectory.messages.append(request)
+        return context
+
+    async def _handle_compacting_state(self, data: Conversation) -> AgentState:
+        trajectory, limits = data.trajectory, self.context.options.multi_turn
+        compact = limits.compact
+        most, reason = self.turn_budget(trajectory)
+        if most >= compact.summary_tokens or reason is StopReason.TURN_LENGTH:  # its own limit, which ends nothing
+            most, reason = min(most, compact.summary_tokens), StopReason.TURN_LENGTH
+        turn = self.server_manager.sample_turn(trajectory, data.sampling, (most, reason), self.chat.decode)
+        output, cut_by = await turn
+        if cut_by not in (None, StopReason.TURN_LENGTH):
+            return end(data, cut_by)
+        parsed = await self.tool_parser.parse_ids(output.token_ids, None)
+        first, images = with_summary(data.compaction.question, self.chat.disarm(parsed.spoken)), data.compaction.images
+        head = self.render_prompt(self._row, first, data.tool_schemas, images)
+        tail = data.compaction.kept(len(head), compact)
+        room = response_room(self.context.options, len(head) + len(tail.ids), 0)
+        most, reason = turn_budget(room, self.server_manager.num_sampled, limits)
+        if most < limits.min_answer_tokens:
+            return end(data, reason)
+        moved = data.compaction.restart(trajectory, first, head, tail)
+        data.spoken = {moved + number: text for number, text in data.spoken.items() if number >= tail.message}
+        data.tool_answers = {moved + number for number in data.tool_answers if number >= tail.message}
         return AgentState.GENERATING
 
     def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
@@ -497,6 +561,7 @@ class ToolAgentLoop(AgentLoopBase):
         AgentState.GENERATING: "_handle_generating_state",
         AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
         AgentState.INTERACTING: "_handle_interacting_state",
+        AgentState.COMPACTING: "_handle_compacting_state",
     }
 
 

@@ -43,6 +43,25 @@ def content_of(text: str, images: int) -> str | list[dict[str, Any]]:
     return [{"type": "image"}] * images + ([{"type": "text", "text": text}] if text else [])
 
 
+def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
+    """Appends a text, with images in front of it, to the last user message, or as a new message if there is none.
+
+    Returns the number of images in the conversation before the new ones.
+    """
+    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
+    if last is None:
+        messages.append({"role": "user", "content": content_of(text, images)})
+        return sum(map(image_count, messages[:-1]))
+    message = messages[last]
+    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
+    if isinstance(content, str) and not images:
+        message["content"] = f"{content}\n{text}" if content else text
+    else:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
+    return before
+
+
 def text_of(content: Any) -> str:
     """Returns a message's content as text, with `[image]` for each image."""
     if isinstance(content, str) or not isinstance(content, Sequence):

@@ -393,6 +393,25 @@ def _sampling(run: TrainOptions) -> Faults:
 
 
 @check("training")
+def _compaction(run: TrainOptions) -> Faults:
+    rollout, key = run.actor_rollout_ref.rollout, f"{_ROLLOUT}.multi_turn.compact.at_tokens"
+    talks = rollout.multi_turn
+    at, summary = talks.compact.at_tokens, talks.compact.summary_tokens
+    if at is None or not talks.enable:
+        return
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if at <= (least := rollout.prompt_length + summary):
+        why = f"no more than data.max_prompt_length and compact.summary_tokens ({least}), with which a sequence begins"
+        yield fault(key, why, f"set {least + 1} or more, or lower one of these")
+    elif at + summary >= longest:
+        why = f"leaves no room for the summary: prompt and response may have {longest} tokens"
+        yield fault(key, why, "lower it, or raise data.max_response_length or rollout.max_model_len")
+    ends = (talks.max_assistant_turns, talks.max_user_turns, talks.max_trajectory_tokens, talks.max_seconds)
+    if all(limit is None for limit in ends):
+        yield fault(key, "lets a conversation go on without end", f"set {_ROLLOUT}.multi_turn.max_assistant_turns")
+
+
+@check("training")
 def _determinism(run: TrainOptions) -> Faults:
     rollout, deterministic, stale = run.actor_rollout_ref.rollout, run.trainer.deterministic, run.trainer.max_staleness
     if deterministic and rollout.multi_turn.max_seconds is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from etude.agents.compaction import request_of, summary_room
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.auto import unread_call
@@ -208,6 +209,8 @@ def check_tool_messages(setup: Setup) -> None:
     """
     bundle, catalogue, talks = setup.bundle, setup.catalogue, setup.options.rollout.multi_turn
     key = "actor_rollout_ref.rollout.multi_turn"
+    if talks.enable and talks.compact.at_tokens is not None:
+        check_compaction(setup)
     if not (catalogue.schemas or catalogue.acting_tools) or not catalogue.tool_messages:
         return
     parser = ToolParser.get_tool_parser(talks.format, bundle.tokenizer)
@@ -235,6 +238,37 @@ def check_tool_messages(setup: Setup) -> None:
             f"{key}.format={talks.format} does not read the call that the chat template writes ({unread!r}): the model's "
             "calls are missed unless its prompts teach it that format",
             "multi_turn.format=auto takes the template's",
+        )
+
+
+def check_compaction(setup: Setup) -> None:
+    """Checks that the chat template can ask for a summary, after tools too, and that it and the request fit.
+
+    Raises:
+        ConfigError: they do not; names the key.
+    """
+    chat, rollout = setup.bundle.chat, setup.options.rollout
+    compact, key = rollout.multi_turn.compact, "actor_rollout_ref.rollout.multi_turn.compact"
+    has_tools = setup.catalogue.schemas or setup.catalogue.acting_tools
+    if setup.catalogue.tool_messages and has_tools and setup._result_tag is None:
+        try:
+            chat.context_ids([{"role": "tool", "content": "1"}, request_of(compact)])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{key}: the chat template writes no user message after a tool's answer, and none can ask for a summary "
+                f"there: {error.message}",
+                key=f"{key}.at_tokens",
+                fix="set multi_turn.tools_in_system=true, which needs no tool role",
+            ) from error
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    needed = summary_room(compact, chat)
+    assert compact.at_tokens is not None
+    if compact.at_tokens + needed > longest:
+        raise ConfigError(
+            f"{key}.at_tokens={compact.at_tokens}: the request for a summary and the summary take up to {needed} tokens "
+            f"more, and prompt and response may have {longest}",
+            key=f"{key}.at_tokens",
+            fix=f"set {longest - needed} or less, or lower {key}.summary_tokens",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from etude.cli.config import PLAIN_SETTINGS
-from etude.cli.token import allow_hosts, bearer_token, warn_if_open
+from etude.cli.listening import bearer_token, listening, protected, warn_if_open
 
 TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
 _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
@@ -17,9 +17,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 @click.command(context_settings=PLAIN_SETTINGS)
 @click.argument("model")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
-@allow_hosts
+@listening(8000)
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -43,11 +41,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     type=click.IntRange(1),
     help="Pixel values that one session keeps.",
 )
-@click.option(
-    "--token", help=f"API key that requests must carry; better set {TOKEN_VARIABLE}, which other users cannot see."
-)
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
-@click.option("--grace", default=10.0, show_default=True, help="Seconds that requests have to finish after Ctrl-C.")
+@protected(TOKEN_VARIABLE)
 def gateway(
     model: str,
     overrides: tuple[str, ...],

@@ -10,13 +10,10 @@ from typing import Any, TypeAlias
 
 import click
 
-from etude.cli.token import allow_hosts, bearer_token, warn_if_open
+from etude.cli.listening import bearer_token, listening, protected, warn_if_open
 
 _Find: TypeAlias = Callable[[str, int], Awaitable[Any]]
 TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
-_port = click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
-)
 _corpus = click.option("--corpus", type=click.Path(path_type=Path), help="The corpus file, where it was moved.")
 _device = click.option("--device", help="Of the encoder, such as cuda; default the library's choice.")
 
@@ -63,9 +60,7 @@ def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
 
 @retrieve.command()
 @click.argument("index", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@_port
-@allow_hosts
+@listening(8000)
 @click.option(
     "--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages where a request says none."
 )
@@ -77,9 +72,7 @@ def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
 )
 @click.option("--max-waiting", default=20_000, show_default=True, type=click.IntRange(1), help="Queries that may wait.")
 @click.option("--max-request-mb", default=8, show_default=True, type=click.IntRange(1), help="Largest request.")
-@click.option("--token", help=f"Bearer token that requests must carry; better set {TOKEN_VARIABLE}.")
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
-@click.option("--grace", default=10.0, show_default=True, help="Seconds for open requests after Ctrl-C or SIGTERM.")
+@protected(TOKEN_VARIABLE)
 @_corpus
 @_device
 def serve(
@@ -138,9 +131,7 @@ def search(index: Path, query: str, topk: int, corpus: Path | None, device: str 
     show_default=True,
     help="As MCP names it.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on (streamable-http).")
-@_port
-@allow_hosts
+@listening(8000, only="streamable-http")
 @click.option("--path", default="/mcp", show_default=True, help="Path of the endpoint (streamable-http).")
 def mcp(source: str, transport: str, host: str, port: int, allow_hosts: tuple[str, ...], path: str) -> None:
     """Serve `query_rag(query, topk)` to MCP clients, from SOURCE: an index folder, or the address of a `/retrieve` service.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from etude.cli.token import allow_hosts, bearer_token, warn_if_open
+from etude.cli.listening import bearer_token, listening, protected, warn_if_open
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
@@ -23,9 +23,7 @@ def sandbox() -> None:
 
 
 @sandbox.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
-@allow_hosts
+@listening(8080)
 @click.option("--workers", type=click.IntRange(1), help="Programs at once; default one per CPU.")
 @click.option(
     "--max-concurrency", type=click.IntRange(1), help="Requests at once, waiting ones included; default 64 per worker."
@@ -50,13 +48,7 @@ def sandbox() -> None:
     type=click.Choice(ISOLATIONS),
     help="'none' runs code as this user.",
 )
-@click.option(
-    "--token", help=f"Bearer token that requests must carry; better set {TOKEN_VARIABLE}, which other users cannot see."
-)
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
-@click.option(
-    "--grace", default=30.0, show_default=True, help="Seconds that runs have to finish after Ctrl-C or SIGTERM."
-)
+@protected(TOKEN_VARIABLE, grace=30.0)
 def serve(
     host: str,
     port: int,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from etude.cli.token import allow_hosts, bearer_token, warn_if_open
+from etude.cli.listening import bearer_token, listening, protected, warn_if_open
 
 TOKEN_VARIABLE = "TINKER_API_KEY"
 
@@ -15,9 +15,7 @@ TOKEN_VARIABLE = "TINKER_API_KEY"
 @click.command()
 @click.argument("model")
 @click.option("--name", help="What clients call the model; MODEL and its folder name it too.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
-@allow_hosts
+@listening(8000)
 @click.option(
     "--checkpoints",
     type=click.Path(path_type=Path, file_okay=False),
@@ -43,9 +41,7 @@ TOKEN_VARIABLE = "TINKER_API_KEY"
 @click.option(
     "--session-seconds", default=120.0, show_default=True, help="Silence of a client after which its session is freed."
 )
-@click.option("--token", help=f"API key that clients must send, tml-…; better set {TOKEN_VARIABLE}, as for the client.")
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the key.")
-@click.option("--grace", default=10.0, show_default=True, help="Seconds for open requests after Ctrl-C or SIGTERM.")
+@protected(TOKEN_VARIABLE)
 def tinker(
     model: str,
     name: str | None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from etude.cli.token import allow_hosts
+from etude.cli.listening import listening
 from etude.errors import ConfigError, DataError, InfrastructureError, one_line
 from etude.registry import USER_MODULE, did_you_mean
 
@@ -143,9 +143,7 @@ def call(
     show_default=True,
     help="stdio serves the one client that started this process; streamable-http any number.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on (streamable-http).")
-@click.option("--port", default=8000, show_default=True, help="Port to listen on (streamable-http).")
-@allow_hosts
+@listening(8000, only="streamable-http")
 @click.option("--path", default="/mcp", show_default=True, help="Path of the endpoint (streamable-http).")
 @click.option(
     "--tools-kwargs",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from etude.cli.token import allow_hosts
+from etude.cli.listening import allow_hosts
 from etude.errors import ConfigError, MissingExtraError
 
 

@@ -230,6 +230,23 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
             anchored = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
             if anchored != value:
                 OmegaConf.update(layer.values, key, anchored)
+        elif key == "env" and isinstance(value, list):
+            OmegaConf.update(layer.values, key, [_anchor_environment(each, folder) for each in value])
+
+
+def _anchor_environment(entry: Any, folder: Path) -> Any:
+    """Anchors the folder or file of an entry's id, its interpreter, and the files among its arguments."""
+    if isinstance(entry, str):
+        prefix, colon, place = entry.partition(":")
+        return f"{prefix}{colon}{_anchor(place, folder, or_folder=True)}"
+    if not isinstance(entry, dict) or not isinstance(args := entry.get("args", {}), dict):
+        return entry  # the error comes later
+    made = {key: _anchor_environment(entry[key], folder) for key in ("id",) if key in entry}
+    if "python" in entry:
+        made["python"] = _anchor(entry["python"], folder, or_folder=False)
+    if args:
+        made["args"] = {key: _anchor(value, folder, or_folder=key == "val") for key, value in args.items()}
+    return {**entry, **made}
 
 
 _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".jsonl", ".parquet")

@@ -165,7 +165,7 @@ class EnvironmentSession:
         else:
             function = partial(environment.call_tool, name, arguments)
         try:
-            returned = await self._call(name, function)
+            returned = await self._call(name, function, acts=True)
         except InvalidAction as error:
             _invalid(self.metrics)
             if error.reward is None:
@@ -273,9 +273,11 @@ class EnvironmentSession:
             self._rewarded = True
         self.metrics |= step.metrics
 
-    async def _call(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, method: str, function: Callable[..., Any], *args: Any, acts: bool = False) -> Any:
         name = self._name(method)
         async with self._lock:
+            if acts and self.done:  # an earlier call of the turn ended it: the same act must not be rewarded twice
+                raise ToolError("The episode is over.")
             if self.entry.kind.times_itself and inspect.iscoroutinefunction(function):
                 return await function(*args)
             try:

@@ -12,6 +12,7 @@ from etude.options.environments import EnvironmentOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
+    CompactOptions,
     EnvOptions,
     MultiTurnOptions,
     OpenAIAgentOptions,
@@ -36,6 +37,7 @@ __all__ = [
     "ActorOptions",
     "AgentOptions",
     "AlgorithmOptions",
+    "CompactOptions",
     "CriticOptions",
     "CustomRewardOptions",
     "DataOptions",

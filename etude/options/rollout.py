@@ -46,8 +46,39 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
     return own.enable and bool(own.tool_config_path or own.function_tool_path or environment or run.plugins)
 
 
+COMMAND = When("with openai_agent.command", lambda own, run: bool(own.command))
+COMPACTS = When("with compact.at_tokens", lambda own, run: own.at_tokens is not None)
+
+
 def _goes_on_after_malformed(own: MultiTurnOptions, run: Any) -> bool:
     return has_tools(own, run) and own.malformed_calls != "end"
+
+
+@options
+class CompactOptions:
+    """Compaction: a conversation that has grown long goes on from a summary that the model writes, and learns to write."""
+
+    at_tokens: Count | None = key(
+        "Context (prompt and response) above which the model is asked for a summary, after its tools or its user have "
+        "answered; the conversation goes on from the first prompt and that summary. Null: off.",
+        default=None,
+        unit="tokens",
+    )
+    keep_last: Natural = key(
+        "Messages that stay after the summary as they were, at least, with the model's turn that they answer. Fewer if they "
+        "would exceed at_tokens.",
+        default=0,
+        when=COMPACTS,
+    )
+    summary_tokens: Count = key(
+        "Max tokens of a summary; one that is cut there is used as it is.", default=256, unit="tokens", when=COMPACTS
+    )
+    prompt: Text = key(
+        "The user message that asks for the summary.",
+        default="Stop here and summarise this conversation: what you have found out, what you have done, and what is left "
+        "to do. Only your summary will be kept.",
+        when=COMPACTS,
+    )
 
 
 @options
@@ -168,6 +199,7 @@ class MultiTurnOptions:
         when=TOOLS,
         verl_meaning="the same; up to 0.7.1 it named the side that is kept, so its left is right here",
     )
+    compact: CompactOptions = key("", default_factory=CompactOptions, when=MULTI_TURN)
 
 
 @options
@@ -178,6 +210,23 @@ class OpenAIAgentOptions:
     command: RawTexts = key(
         "Your command as a list of words; it gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
         default=(),
+    )
+    workspace: Text | None = key(
+        "Folder of which each rollout's command, and the verifier, get a copy of their own as working folder. Null: they "
+        "run where the worker does.",
+        default=None,
+        when=COMMAND,
+    )
+    verifier: RawTexts = key(
+        "Command, a list of words, that runs in the working folder once the agent has ended, without its keys, and writes "
+        "the reward into ETUDE_REWARD_FILE; the agent then gets no such file. Empty: none.",
+        default=(),
+        when=COMMAND,
+    )
+    train: Literal["all", "tools", "main"] = key(
+        "Sequences of an agent that are trained on: all; tools, those whose requests have tools (sub-agents, not titles or "
+        "summaries), all where none has; main, the last of those alone.",
+        default="all",
     )
 
     def __post_init__(self) -> None:

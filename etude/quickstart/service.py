@@ -11,13 +11,13 @@ from etude.errors import EtudeError
 
 
 @contextmanager
-def run_service(*arguments: str) -> Iterator[str]:
+def run_service(*arguments: str, python: str = sys.executable) -> Iterator[str]:
     """Runs `python ARGUMENTS` in a separate process, and yields the address that it prints first.
 
     Raises:
         EtudeError: it exited before it was ready; its own message is on stderr.
     """
-    with subprocess.Popen((sys.executable, *arguments), stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen((python, *arguments), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             words = server.stdout.readline().split()

@@ -96,7 +96,7 @@ class Ask(BaseInteraction):
 class Policy:
     """The policy worker over a model with one of the templates; `asked` has what the engine was asked and gave."""
 
-    def __init__(self, folder, template):
+    def __init__(self, folder, template, **multi_turn):
         tokenizer = build_tiny_tokenizer(TEXTS, 380)
         if template in SPECIAL:
             tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
@@ -110,7 +110,9 @@ class Policy:
                 ppo_mini_batch_size=2, use_kl_loss=True, entropy_coeff=0.01, optim=OptimOptions(lr=1e-2)
             ),
             rollout=RolloutOptions(
-                prompt_length=400, response_length=BUDGET, multi_turn=MultiTurnOptions(format="exact_stage")
+                prompt_length=400,
+                response_length=BUDGET,
+                multi_turn=MultiTurnOptions(format="exact_stage", **multi_turn),
             ),
             reward_model=RewardOptions(enable=False),
         )

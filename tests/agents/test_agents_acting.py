@@ -93,6 +93,13 @@ def test_a_tool_may_end_the_episode_and_reward_it():
     assert trajectory.extra_fields["environment"] == {"name": "counting", "metrics": {"moves": 3}}
 
 
+def test_what_follows_the_end_of_an_episode_in_its_turn_neither_acts_nor_earns():
+    trajectory, _ = play([says(call("finish") * 3 + call("add", k=5))])
+    assert trajectory.rewards.steps == [(0, "finish", 0.5)]
+    assert trajectory.rewards.score == 0.0
+    assert [each.error for each in trajectory.tool_calls] == [None, "tool", "tool", "tool"]
+
+
 def test_an_invalid_action_is_told_and_charged_and_wrong_arguments_are_told():
     trajectory, _ = play([says(call("cheat")), says(call("add", k="much")), says("done")])
     told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]

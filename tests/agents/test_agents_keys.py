@@ -36,15 +36,20 @@ def rollout_options(*overrides):
     return compose("ppo_trainer", [f"{ROLLOUT}.{each}" for each in overrides]).rollout
 
 
-def played(*overrides, script=THREE_TURNS, row=None, respond=None, tools=None, interactions=()):
+def played(*overrides, **given):
     """The only trajectory of a row, rolled out by a scripted model with a tool that repeats its text."""
+    return sequences(*overrides, **given)[-1]
+
+
+def sequences(*overrides, script=THREE_TURNS, row=None, respond=None, tools=None, interactions=()):
+    """All of them, where the conversation was compacted."""
     options = rollout_options(*overrides)
     tools = [Echo(respond=respond)] if tools is None else tools
     shared = replace(context(tools, interactions=interactions), options=options)
     manager = AgentLoopManager(shared, Recorder(script))
     batch = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0, **(row or {})}]
     [result] = asyncio.run(asyncio.wait_for(manager.generate(batch, SAMPLING), 60))
-    return result.trajectory
+    return result.sequences
 
 
 def answers(*overrides, **given):
@@ -200,6 +205,25 @@ def max_trajectory_tokens(folder):
     assert whole.stop_reason is StopReason.COMPLETED
 
 
+def compact(folder):
+    script = [says(call(text="a " * 14)), says(call(text="e")), says("so far"), says("5")]
+
+    def rolled(*settings, script=script):
+        limits = ("multi_turn.max_assistant_turns=3", "prompt_length=100", "response_length=600")
+        return sequences(*limits, *(f"multi_turn.compact.{each}" for each in settings), script=script)
+
+    settings = ("at_tokens=205", "prompt='Sum up.'", "summary_tokens=30")
+    first, second = rolled(*settings)
+    assert first.messages[-2:] == [{"role": "user", "content": "Sum up."}, {"role": "assistant", "content": "so far"}]
+    assert second.messages[1]["content"].endswith("so far")
+    assert [message["role"] for message in second.messages[2:]] == ["assistant"]
+    _, kept = rolled(*settings, "keep_last=1")
+    assert [message["role"] for message in kept.messages[2:]] == ["assistant", "tool", "assistant"]
+    short, _ = rolled(*settings[:2], "summary_tokens=1")
+    assert len(short.segments[-1].token_ids) == 1
+    assert len(rolled(script=[*script[:2], says("5")])) == 1
+
+
 def malformed_call_penalty(folder):
     settings = ("multi_turn.malformed_calls=penalise", "multi_turn.malformed_call_penalty=0.5")
     assert played(*settings, script=[says(BROKEN), says("5")]).rewards.steps == [(0, "malformed", -0.5)]
@@ -238,6 +262,10 @@ def openai_agent(folder):
     named = ("agent.default_agent_loop=openai_agent", f"agent.openai_agent.function={folder}/agent.py:run")
     assert played(*named).rewards.score == 0.25
     assert played(named[0], f"agent.openai_agent.command={command}").rewards.score == 0.5
+    judge = json.dumps([sys.executable, "-c", "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0.75')"])
+    asks = json.dumps([sys.executable, "-c", program.partition("; open(")[0]])
+    agent = (f"agent.openai_agent.command={asks}", f"agent.openai_agent.verifier={judge}")
+    assert played(named[0], *agent, f"agent.openai_agent.workspace={folder}").rewards.score == 0.75
     assert played().rewards.score is None
     for wrong in (named[:1], (*named, "agent.openai_agent.command=[a]")):
         with pytest.raises(ConfigError, match="openai_agent"):
@@ -281,6 +309,7 @@ WORKS = {
         max_consecutive_malformed_calls,
         max_turn_tokens,
         max_trajectory_tokens,
+        compact,
     )
 } | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path, openai_agent)}
 REFUSED = {

@@ -83,8 +83,8 @@ def test_every_example_of_the_repository_is_found_and_can_be_ordered(gallery):
     ready = sorter.get_ready()
     assert gallery.Job("calculator", 1) in ready
     assert all(found[job.name].options.start is None for job in ready)
-    real = gallery.read_examples(real=True)
-    assert not set(real) & set(found)
+    real = gallery.read_examples(gallery.REAL)
+    assert not set(real) & {*found, *gallery.read_examples(gallery.ENVIRONMENTS)}
     assert (
         gallery.Job("smollm2/distillation", 1)
         not in gallery.plan([gallery.Job(name, 1) for name in real], real).get_ready()

@@ -146,6 +146,9 @@ trainer.resume_mode | trainer.resume_mode=resume_path
 custom_reward_function.path | reward_model.enable=false custom_reward_function.path=a.py
 reward_model.reward_manager | reward_model.reward_manager=parallel
 {ROLLOUT}.multi_turn.max_seconds | trainer.deterministic=true {ROLLOUT}.multi_turn.max_seconds=3
+{ROLLOUT}.multi_turn.compact.at_tokens | {ROLLOUT}.multi_turn.compact.at_tokens=1280 {ROLLOUT}.max_turns=9
+{ROLLOUT}.multi_turn.compact.at_tokens | {ROLLOUT}.multi_turn.compact.at_tokens=2816 {ROLLOUT}.max_turns=9
+{ROLLOUT}.multi_turn.compact.at_tokens | {ROLLOUT}.multi_turn.compact.at_tokens=2000
 trainer.max_staleness | trainer.deterministic=true trainer.max_staleness=1
 {ROLLOUT}.mode | trainer.max_staleness=1 {ROLLOUT}.mode=sync
 {ROLLOUT}.weight_transfer | {ROLLOUT}.weight_transfer=cuda_ipc

@@ -453,6 +453,37 @@ def test_paths_in_a_yaml_are_relative_to_it(tmp_path, monkeypatch):
     assert config.trainer.default_local_dir == config.trainer.rollout_data_dir == "model"  # written to, not read
 
 
+def test_an_environments_files_are_those_beside_the_yaml(tmp_path, monkeypatch):
+    for name in ("mine/tasks/one/task.toml", "mine/sums.py", "mine/rival.py", "mine/train", "elsewhere/rows.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    mine = tmp_path / "mine"
+    write(
+        mine,
+        "run.yaml",
+        """
+        env:
+          - harbor:tasks
+          - {id: "inspect:sums.py:sums", args: {split: train-set, n: 3}}
+          - {id: "textarena:TicTacToe-v0", args: {opponent: "rival.py:play"}}
+          - {id: "nemo_gym:http://127.0.0.1:8000", args: {dataset: rows.jsonl}}
+        """,
+    )
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = compose("run", [], mine).env
+    assert [each["id"] if isinstance(each, dict) else each for each in found] == [
+        f"harbor:{mine}/tasks",
+        f"inspect:{mine}/sums.py:sums",
+        "textarena:TicTacToe-v0",
+        "nemo_gym:http://127.0.0.1:8000",
+    ]
+    assert [each["args"] for each in found[1:]] == [
+        {"split": "train-set", "n": 3},
+        {"opponent": f"{mine}/rival.py:play"},
+        {"dataset": "rows.jsonl"},  # in the folder of the command
+    ]
+
+
 def test_a_misspelt_file_is_looked_for_beside_the_yaml_that_names_it(tmp_path):
     """And nothing else is: a module or a model on a hub may be named like a file there."""
     for name in ("tools.yaml", "rewards.py", "gpt"):

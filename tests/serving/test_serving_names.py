@@ -95,6 +95,21 @@ def gateway(ready, folder, host, names):
     asyncio.run(serve_policy(config, options, ready))
 
 
+def tinker(ready, folder, host, names):
+    pytest.importorskip("tinker.types")
+    from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+    from etude.serving.listening import serve
+    from etude.tinker.adapters import Base
+    from etude.tinker.checkpoints import CheckpointStore
+    from etude.tinker.server import create_app
+    from etude.tinker.service import TinkerService
+
+    tokenizer = build_tiny_tokenizer(["What is 2 + 3?"], 400)
+    save_pretrained(build_tiny_model(TinyModelSpec(num_layers=1), tokenizer), tokenizer, folder / "model")
+    service = TinkerService(Base(folder / "model", ("tiny",), max_tokens=64), CheckpointStore(folder / "saved"))
+    asyncio.run(serve(create_app(service, None), host, 0, grace=1.0, ready=ready, allow_hosts=names))
+
+
 def local_gateway(ready, folder, host, names):
     """The gateway of a rollout worker, as long as a session is open; it has no options."""
     from types import SimpleNamespace
@@ -111,7 +126,7 @@ def local_gateway(ready, folder, host, names):
 
 
 SERVERS_MADE = []
-SERVERS = {each.__name__: each for each in (sandbox, retrieval, tools, viewer, gateway, local_gateway)}
+SERVERS = {each.__name__: each for each in (sandbox, retrieval, tools, viewer, gateway, tinker, local_gateway)}
 
 
 class Running:

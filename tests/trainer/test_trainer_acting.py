@@ -1,6 +1,10 @@
 """Training on environments named by the key `env` alone: their tasks are the rows, and their rewards the only ones."""
 
 import json
+import os
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from house_stage import ROLLOUT
@@ -10,6 +14,8 @@ from etude.errors import ConfigError, DataError
 from etude.trainer.run import train
 from etude.workers import RolloutWorker
 
+ROOT = Path(__file__).parents[2]
+VERIFIERS = os.environ.get("ETUDE_VERIFIERS_PYTHON") or shutil.which(ROOT / "build" / "verifiers" / "bin" / "python")
 ENVIRONMENTS = '''
 import aiohttp
 
@@ -61,7 +67,7 @@ class Driver(Environment):
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
             async with http.post(f"{base_url}/chat/completions", json=body) as answer:
                 text = (await answer.json())["choices"][0]["message"]["content"]
-        return {"score": text.count("4") / 8, "length": len(text)}
+        return {"score": text.count("4") / 8, "acc": 1.0, "length": len(text)}
 
 
 for name, kind in {"fours": Fours, "seeded": Seeded, "driver": Driver}.items():
@@ -112,6 +118,7 @@ def test_an_environment_that_drives_itself_asks_the_policy_through_the_gateway(s
     assert all(f"Seed {record['extra_info']['env_seed']}." in record["input"] for record in records)
     assert metrics[-1]["env/driver/episodes"] == len(records)
     assert metrics[-1]["env/driver/metrics/length"] > 0
+    assert metrics[-1]["env/driver/success/mean"] == metrics[-1]["reward/success/mean"] == 1.0
 
 
 def test_a_mixed_run_draws_by_weight(start):
@@ -174,3 +181,24 @@ def test_another_version_is_not_resumed(start, monkeypatch):
 def test_what_is_wrong_is_told_before_a_model_is_loaded(start, overrides, message):
     with pytest.raises(ConfigError, match=message):
         start(*overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    VERIFIERS is None, reason="needs verifiers 0.4: ETUDE_VERIFIERS_PYTHON, or build/verifiers/bin/python"
+)
+def test_two_steps_are_trained_on_a_taskset_of_verifiers_as_the_page_lists_it(start, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "from-verifiers.md").read_text()
+    (tmp_path / "stock.py").write_text(re.search(r"```python\n(# stock.py.*?)```", page, re.DOTALL)[1])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    args = 'args: {agent: {harness: {id: "null"}, max_turns: 2}}'
+    records, metrics = start(
+        f'env=[{{id: "verifiers:stock", name: stock, python: {VERIFIERS}, val_tasks: 0, {args}}}]',
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        f"{ROLLOUT}.n=2",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    )
+    assert metrics[-1]["env/stock/episodes"] == len(records) == 2
+    assert all(record["score"] in (0.0, 0.1, 1.0, 1.1) for record in records)

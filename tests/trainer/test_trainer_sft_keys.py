@@ -170,6 +170,10 @@ HANDED_ON = {
             "tool_response_length_unit": "characters",
             "min_answer_tokens": 7,
             "tool_response_truncate_side": "left",
+            "compact.at_tokens": 3000,
+            "compact.keep_last": 2,
+            "compact.summary_tokens": 99,
+            "compact.prompt": "sum",
         }.items()
     },
 }

@@ -33,14 +33,14 @@ def main() -> None:
         os.environ["BENCHMARK_TURN_TOKENS"] = str(options.endless)
     system = task.system_prompt(options.checkpoint, options.system)
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from etude.trainer.interrupts import Interrupts
     from etude.trainer.ppo import PPOTrainer
 
     torch.set_num_threads(options.threads)
     # every contender has the model in memory before it builds a trainer
-    Qwen3ForCausalLM.from_pretrained(options.checkpoint)
+    AutoModelForCausalLM.from_pretrained(options.checkpoint)
     before = resident_mib()
     with tempfile.TemporaryDirectory() as folder:
         config = etude_run.configuration(

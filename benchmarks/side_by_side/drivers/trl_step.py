@@ -34,7 +34,7 @@ def main() -> None:
     options = arguments()
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
@@ -43,7 +43,7 @@ def main() -> None:
     tokenizer.response_template = qwen3_template  # how TRL reads tool calls; it knows templates by their exact text
     system = task.system_prompt(options.checkpoint, options.system)
     rows = [{"prompt": task.prompt(question, system), "answer": question.answer} for question in task.questions(512, 7)]
-    model = Qwen3ForCausalLM.from_pretrained(options.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     before = resident_mib()
     parts: list[dict[str, float]] = []
 
