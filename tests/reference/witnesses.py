@@ -144,6 +144,10 @@ WITNESSES = {
         f"{role}.{name}": "test_the_keys_choose_how_a_model_is_spread"
         for role in ("actor_rollout_ref.actor", "critic")
         for name in ("strategy", *(f"fsdp_config.{key}" for key in SPREAD))
+    }
+    | {
+        f"{role}.ulysses_sequence_parallel_size": "test_ranks_of_a_team_get_the_same_rows"
+        for role in ("actor_rollout_ref.actor", "critic")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
