@@ -124,6 +124,8 @@ WITNESSES = {
         "trainer.rollout_token_values": "test_a_dump_says_what_the_trainer_had_of_each_token",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
     },
+    "trainer/test_trainer_sentinel.py": {"trainer.sentinel": "test_a_second_scorer_judges_validation_and_never_trains"},
+    "trainer/test_trainer_verify.py": {"trainer.verify_every": "test_a_step_is_equal_live_and_from_its_folder_alone"},
     "workers/test_workers_lora.py": {
         f"{section}.{name}": test
         for section, test in {
