@@ -256,7 +256,10 @@ class WeightedSum:
                 raise InfrastructureError(f"the reward '{name}' returned no score")
             value = as_reward(details.pop("score"), f"the reward '{name}'")
             total += weight * value
-            parts[name] = weight * value
+            if isinstance(shares := details.pop(COMPONENTS, None), Mapping):
+                parts |= {f"{name}/{part}": weight * share for part, share in shares.items()}
+            else:
+                parts[name] = weight * value
             if "acc" in details:
                 acc.setdefault("acc", details["acc"])
             own |= {name: value} | {f"{name}/{key}": entry for key, entry in details.items()}
