@@ -115,6 +115,7 @@ def build_engine(
         server_timeout=rollout.server_timeout,
         weight_sync_timeout=rollout.weight_sync_timeout,
         engine_kwargs=rollout.engine_kwargs.get(rollout.name) or {},
+        keeps_ids=placement.trains and rollout.top_k > 0,
         shares_gpu=placement.trains and not options.has_rollout_group and placement.device.startswith("cuda"),
     )
     served: Engine = engine.from_setup(setup)
