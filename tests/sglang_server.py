@@ -171,10 +171,10 @@ def log_softmax(logits):
 
 
 def draw(logits, params, rng):
-    """(token, its log-prob before top-k and top-p, the same after them)."""
+    """(token, its log-prob before top-k and top-p, the same after them, the tokens that they kept)."""
     if params.temperature == 0:
         token = int(logits.argmax())
-        return token, float(log_softmax(logits)[token]), 0.0
+        return token, float(log_softmax(logits)[token]), 0.0, [token]
     plain = log_softmax(logits / params.temperature)
     order = np.argsort(-plain, kind="stable")
     if params.top_k > 0:
@@ -184,7 +184,7 @@ def draw(logits, params, rng):
     kept = (np.cumsum(probs) - probs) < params.top_p
     order, probs = order[kept], probs[kept] / probs[kept].sum()
     place = int(rng.choice(len(order), p=probs))
-    return int(order[place]), float(plain[order[place]]), float(np.log(probs[place]))
+    return int(order[place]), float(plain[order[place]]), float(np.log(probs[place])), order.tolist()
 
 
 def spans_of(versions):
@@ -216,6 +216,9 @@ def build_app(state):
             return JSONResponse({"error": {"message": f"{obj.lora_path} is not loaded"}}, status_code=400)
         model = state.adapters.get(obj.lora_path, state.model)
         params = obj.sampling_params
+        if obj.return_sampling_mask and params.top_k < 1:
+            message = f"return_sampling_mask requires top_k=1 or finite 1 < top_k <= 4096; got top_k={params.top_k}"
+            return JSONResponse({"error": {"message": message}}, status_code=400)
         rng = np.random.default_rng(params.sampling_seed)
         ids, pairs, versions, ending = list(obj.input_ids), [], [], {"type": "length", "length": params.max_new_tokens}
         state.running.add(obj.rid)
@@ -227,10 +230,11 @@ def build_app(state):
                 if obj.rid in state.aborted or await request.is_disconnected():
                     ending = {"type": "abort", "message": "Aborted"}
                     break
-                token, before, after = draw((state.model if obj.lora_path is None else model).logits(ids), params, rng)
+                now = state.model if obj.lora_path is None else model
+                token, before, after, kept = draw(now.logits(ids), params, rng)
                 ids.append(token)
                 state.drawn += 1
-                pairs.append((token, before, after))
+                pairs.append((token, before, after, kept))
                 versions.append(state.version)
                 if token in (params.stop_token_ids or ()):
                     ending = {"type": "stop", "matched": token}
@@ -251,10 +255,15 @@ def build_app(state):
             "weight_versions": spans_of(versions),
         }
         if obj.return_logprob and state.fault != "no log-probs":
-            meta["output_token_logprobs"] = [[before, token, None] for token, before, _ in pairs]
+            meta["output_token_logprobs"] = [[before, token, None] for token, before, *_ in pairs]
         if obj.return_sampling_mask:
-            meta["output_token_sampling_logprobs"] = [after for _, _, after in pairs]
-        out = [token for token, _, _ in pairs]
+            meta["output_token_sampling_logprobs"] = [after for _, _, after, _ in pairs]
+            meta["output_token_sampling_mask"] = [kept for *_, kept in pairs]
+        out = [token for token, *_ in pairs]
+        if state.fault == "no masks":
+            del meta["output_token_sampling_mask"]
+        if state.fault == "other masks":
+            meta["output_token_sampling_mask"] = [[token + 1] for token in out]
         if state.fault == "few log-probs":
             meta["output_token_logprobs"].pop()
         if state.fault == "nan":

@@ -9,7 +9,7 @@ from etude.algorithms.aggregation import masked_mean
 
 _MIN_TAIL = 1e-6  # below this, 1 − Σ p in float32 is only rounding
 ABSENT = -1e30
-"""Marks a missing log-prob: the teacher returned fewer than k tokens."""
+"""Marks a missing log-prob: the teacher returned fewer than k tokens, or does not score the row."""
 
 
 def distill(
@@ -22,19 +22,21 @@ def distill(
     task_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """Returns coef · (log π_T − log π_old) + task_coef · `advantages` on sampled tokens, 0 elsewhere; all tensors are
-    (batch, response_len).
+    (batch, response_len). Where `teacher_log_probs` are `ABSENT`, the first term is 0.
 
     The first term is the negative per-token reverse KL, KL(π || π_T), estimated from samples of π (K. Lu, Thinking Machines
     Lab, "On-policy distillation", 2025; the on-policy case of arXiv 2306.13649). Rewards of later tokens do not count
     towards earlier ones. Computed in float64, returned in the dtype of `advantages`.
 
     Returns:
-        The advantages, and `distillation/reverse_kl`: the mean of log π_old − log π_T over the sampled tokens.
+        The advantages, and `distillation/reverse_kl`: the mean of log π_old − log π_T over the sampled tokens that the
+        teacher scored.
     """
     mask = response_mask > 0
-    gain = torch.where(mask, teacher_log_probs.double() - old_log_probs.double(), 0.0)
+    scored = mask & (teacher_log_probs > ABSENT / 2)
+    gain = torch.where(scored, teacher_log_probs.double() - old_log_probs.double(), 0.0)
     mixed = torch.where(mask, coef * gain + task_coef * advantages.double(), 0.0)
-    return mixed.to(advantages.dtype), {"distillation/reverse_kl": -float(masked_mean(gain, mask))}
+    return mixed.to(advantages.dtype), {"distillation/reverse_kl": -float(masked_mean(gain, scored))}
 
 
 def forward_kl_topk(

@@ -18,7 +18,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
     StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
-    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for what a tool or environment says next",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",

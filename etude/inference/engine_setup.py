@@ -24,7 +24,8 @@ class EngineSetup:
 
     `model_path` is the folder or hub name that the trainer also loads, `max_model_len` the longest context in tokens;
     times are in seconds. `engine_kwargs` are those of this engine only. The engine belongs to rollout worker `rank` of
-    `ranks`. `shares_gpu`: with the trainer.
+    `ranks`. `shares_gpu`: with the trainer. `keeps_ids`: training restricts sampling to the top k, so that the engine must
+    return the ids that it kept.
     """
 
     model_path: str
@@ -45,6 +46,7 @@ class EngineSetup:
     weight_sync_timeout: float = 600.0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     shares_gpu: bool = False
+    keeps_ids: bool = False
 
     def own_urls(self) -> Sequence[str]:
         """Returns this rank's share of the configured addresses, so that each server gets weights from one rank; all of
@@ -110,13 +112,31 @@ def check_trainable(name: str) -> None:
 
 def check_returns_kept_ids(rollout: RolloutOptions) -> None:
     """Rejects training with top-k or top-p on an engine that does not return the ids they kept: the trainer could not
-    renormalise over these ids, and its log-probs would be of another distribution.
+    renormalise over these ids, and its log-probs would be of another distribution. vLLM and SGLang return them for a finite
+    top-k only, and vLLM then for every request.
 
     Raises:
         ConfigError: names the key.
     """
     on = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
-    if on and not getattr(ENGINES.get(rollout.name), "returns_kept_ids", False):
+    engine = ENGINES.get(rollout.name)
+    if on == "top_p" and rollout.top_k <= 0 and getattr(engine, "kept_ids_need_top_k", False):
+        raise ConfigError(
+            f"{KEY}.top_p={rollout.top_p}: {KEY}.name={rollout.name} returns the tokens that it kept, over which the "
+            "trainer renormalises, only together with top_k",
+            key=f"{KEY}.top_k",
+            fix=f"set {KEY}.top_k, too (512 rarely cuts off anything that top_p left)",
+        )
+    val = rollout.val_kwargs
+    unrestricted = val.do_sample and val.temperature > 0 and val.top_k <= 0
+    if on and unrestricted and getattr(engine, "keeps_ids_of_all", False):
+        raise ConfigError(
+            f"{KEY}.{on}={getattr(rollout, on)}: {KEY}.name={rollout.name} then returns the tokens that it kept of every "
+            f"request, and validation keeps all ({KEY}.val_kwargs.top_k={val.top_k})",
+            key=f"{KEY}.val_kwargs.top_k",
+            fix=f"set {KEY}.val_kwargs.top_k, or val_kwargs.do_sample=false",
+        )
+    if on and not getattr(engine, "returns_kept_ids", False):
         raise ConfigError(
             f"{KEY}.{on}={getattr(rollout, on)}: {KEY}.name={rollout.name} does not return the tokens that it kept, and the "
             "trainer's log-probs would be of another distribution",

@@ -6,8 +6,9 @@ checkpoint that the engine's process can read.
 
 Invariant: a trajectory has at most one request in flight; once `generate` has returned, raised or been cancelled, or the
 trajectory was closed, nothing more is computed for it. `validate_answer` checks everything that training relies on: one
-finite log-prob per token, none positive beyond rounding; a turn that ended with "stop" ends with a stop id of the request,
-or at one of its stop strings. An answer that violates this raises `EngineError`: no token of it reaches a trajectory.
+finite log-prob per token, none positive beyond rounding; with `keeps_ids`, the ids that top-k and top-p left of each; a
+turn that ended with "stop" ends with a stop id of the request, or at one of its stop strings. An answer that violates this
+raises `EngineError`: no token of it reaches a trajectory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import math
 import secrets
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from etude.errors import ConfigError, EngineError, GrammarError
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.metrics import Metrics
 from etude.timeouts import settle
+from etude.trajectory import Kept
 
 _ROUNDING = 1e-3  # a probability of 1 computed in bfloat16 may come out slightly larger
 
@@ -41,13 +44,14 @@ class AdapterFolder:
 
 
 class ServedEngine(ABC):
-    """Base class; `max_model_len`: the longest context in tokens."""
+    """Base class; `max_model_len`: the longest context in tokens; `keeps_ids`: see `EngineSetup`."""
 
     shares_weights = False
     text_only = True
+    kept_ids_need_top_k = True
 
-    def __init__(self, max_model_len: int) -> None:
-        self._limit = max_model_len
+    def __init__(self, max_model_len: int, keeps_ids: bool = False) -> None:
+        self._limit, self._keeps_ids = max_model_len, keeps_ids
         self._adapters: list[str] = []  # names of the loaded LoRA adapters, the current one last
         self._run = secrets.token_hex(4)  # part of these names: a server may still have another run's adapters
         self._calls: dict[str, tuple[str, asyncio.Task[TokenOutput]]] = {}  # in flight: name, task
@@ -217,13 +221,15 @@ def _fresh_counters() -> dict[str, float]:
 class Answer:
     """An engine's answer before validation; `ending` is one of stop, length, abort, as servers call them.
 
-    `versions`: spans (version, start, end) over the tokens, or None if the engine reports none.
+    `versions`: spans (version, start, end) over the tokens, or None if the engine reports none. `kept_ids`: per token those
+    that top-k and top-p left, or None.
     """
 
     token_ids: Any
     log_probs: Any
     ending: Any
     versions: Sequence[tuple[int, int, int]] | None = None
+    kept_ids: Any = None
 
 
 def version_spans(spans: Any) -> list[tuple[int, int, int]]:
@@ -233,13 +239,16 @@ def version_spans(spans: Any) -> list[tuple[int, int, int]]:
     return [(int(version), start, end) for version, start, end in named if version.isdecimal()]
 
 
-def validate_answer(answer: Answer, params: SamplingParams, version: int, source: str) -> TokenOutput:
+def validate_answer(
+    answer: Answer, params: SamplingParams, version: int, source: str, keeps_ids: bool = False
+) -> TokenOutput:
     """Validates `answer` and returns it as a `TokenOutput`; log-probs of greedy decoding are set to 0, those of a point
     mass.
 
     Args:
         version: weight version of tokens that the answer's spans do not cover.
         source: named in errors.
+        keeps_ids: whether an answer to a request with top-k must have its `kept_ids`.
 
     Raises:
         EngineError: the answer is invalid and cannot be trained on; says why.
@@ -263,7 +272,26 @@ def validate_answer(answer: Answer, params: SamplingParams, version: int, source
         [float(value) for value in log_probs],
         _reason(answer.ending, ids, params, source),
         _spread(answer, version),
+        kept_ids=_kept_ids(answer, ids, source) if keeps_ids and restricts(params) else None,
     )
+
+
+def restricts(params: SamplingParams) -> bool:
+    """Whether top-k restricts what is sampled, so that servers return the ids that it and top-p kept."""
+    return params.temperature > 0 and params.top_k > 0
+
+
+def _kept_ids(answer: Answer, ids: list[int], source: str) -> list[Kept | None]:
+    kept = answer.kept_ids
+    if not isinstance(kept, list) or len(kept) != len(ids):
+        raise EngineError(
+            f"{source}: the response lacks the tokens that top-k and top-p kept, which training with them needs: vLLM "
+            "returns them with --return-sampling-mask and --enable-scale-out (docs/engines.md)"
+        )
+    for place, (token, each) in enumerate(zip(ids, kept)):
+        if not isinstance(each, list) or not all(type(one) is int and one >= 0 for one in each) or token not in each:
+            raise EngineError(f"{source}: token {place} is not among those that top-k and top-p kept: {each!r:.40}")
+    return [array("i", sorted(each)) for each in kept]
 
 
 def check_count(ids: Sequence[int], params: SamplingParams, source: str) -> None:

@@ -5,8 +5,9 @@ http_server.py`): `/generate` takes and returns token ids, `output_token_logprob
 `weight_versions` in `meta_info` are spans over the output's tokens.
 
 Two things determine what a log-prob means there. By default SGLang reports it after temperature and *before* top-k and
-top-p; if one of these is on, `return_sampling_mask` requests log-probs renormalised over the tokens that top-k and top-p
-kept, and these are used. And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave out
+top-p; with top-k, `return_sampling_mask` requests the tokens that top-k and top-p kept and log-probs renormalised over
+them, and these are used. (With top-p alone SGLang refuses to return them; log-probs are then those before top-p, and
+only for evaluation.) And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave out
 the temperature; the probe after a weight sync (`etude.inference.probe`) detects that.
 """
 
@@ -19,7 +20,14 @@ from etude.errors import EngineError
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import connect
-from etude.inference.served import Answer, ServedEngine, checkpoint_folder, validate_answer, version_spans
+from etude.inference.served import (
+    Answer,
+    ServedEngine,
+    checkpoint_folder,
+    restricts,
+    validate_answer,
+    version_spans,
+)
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
 _CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
@@ -32,18 +40,23 @@ class SGLangEngine(ServedEngine):
     """Implements `etude.inference.Engine` with one server; `sync_timeout`: seconds that a weight sync may take."""
 
     servers = "required"
+    returns_kept_ids = True
 
-    def __init__(self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0) -> None:
-        super().__init__(max_model_len)
+    def __init__(
+        self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0, keeps_ids: bool = False
+    ) -> None:
+        super().__init__(max_model_len, keeps_ids)
         self._server, self._sync_timeout = server, sync_timeout
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """Returns the engine of one address, or a router over several."""
-        return connect(setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout))
+        return connect(
+            setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout, setup.keeps_ids)
+        )
 
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
-        restricted = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+        restricted = restricts(params)
         body = {
             "rid": name,
             "input_ids": prompt,
@@ -69,7 +82,7 @@ class SGLangEngine(ServedEngine):
             read = self._read(answer, restricted)
         if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
-        return validate_answer(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url, self._keeps_ids)
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
         """Reads a `/generate` response; it has the token ids twice, and both must agree."""
@@ -82,7 +95,8 @@ class SGLangEngine(ServedEngine):
             raise EngineError(
                 f"{self._server.url}: {len(drawn)} log-probs belong to other ids than the {len(ids)} drawn"
             )
-        return Answer(ids, log_probs, meta["finish_reason"]["type"], version_spans(meta.get("weight_versions")))
+        spans = version_spans(meta.get("weight_versions"))
+        return Answer(ids, log_probs, meta["finish_reason"]["type"], spans, meta.get("output_token_sampling_mask"))
 
     async def _abort(self, name: str) -> None:
         await self._server.post("/abort_request", {"rid": name}, timeout=_CONTROL_SECONDS)

@@ -7,11 +7,12 @@ from typing import Literal
 from etude.errors import ConfigError
 from etude.options.declare import When, key, options
 from etude.options.serving import server_url
-from etude.options.types import Count, FreeForm, NonNegative, Positive, Text
+from etude.options.types import Count, FreeForm, NonNegative, Positive, PositiveShare, Text
 
 SELF = "self"
 DEFAULT = "default"
 DISTILLED = When("where distillation.teachers are set", lambda own, run: bool(run.distillation.teachers))
+AVERAGED = When("where a teacher is self", lambda own, run: SELF in own.teachers.values())
 SERVED = When(
     "where a teacher is a server", lambda own, run: any(is_address(str(name)) for name in own.teachers.values())
 )
@@ -67,9 +68,19 @@ class DistillationOptions:
     )
     hint: Text | None = key(
         "Text that only the teacher reads, after the last user message; {ground_truth} and the row's extra_info keys are "
-        "filled in. Null: teacher and policy read the same.",
+        "filled in, {solution} with another answer to the prompt that succeeded, {feedback} with the scorer's. Null: "
+        "teacher and policy read the same.",
         default=None,
         when=DISTILLED,
+    )
+    teacher_update_rate: PositiveShare = key(
+        "Share of the policy's weights in those of the teacher self at each update: (1 - rate) of its own and rate of the "
+        "policy's (SDPO: 0.05). 1: the policy's weights.",
+        default=1.0,
+        when=AVERAGED,
+    )
+    teacher_sync_steps: Count = key(
+        "Training steps between two updates of the teacher self.", default=1, unit="steps", when=AVERAGED
     )
     server_timeout: Positive = key(
         "Timeout of one request to a teacher's server.", default=300.0, unit="seconds", when=SERVED
@@ -93,6 +104,11 @@ class DistillationOptions:
     def alone(self) -> bool:
         """Whether teachers are all that the policy learns from, so that answers need not be compared."""
         return bool(self.teachers) and self.task_coef == 0
+
+    @property
+    def lags(self) -> bool:
+        """Whether the teacher `self` has weights of its own: an average, or older ones."""
+        return SELF in self.teachers.values() and (self.teacher_update_rate < 1 or self.teacher_sync_steps > 1)
 
     @property
     def topk(self) -> int:

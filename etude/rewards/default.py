@@ -257,7 +257,10 @@ class WeightedSum:
                 raise InfrastructureError(f"the reward '{name}' returned no score")
             value = as_reward(details.pop("score"), f"the reward '{name}'")
             total += weight * value
-            parts[name] = weight * value
+            if isinstance(shares := details.pop(COMPONENTS, None), Mapping):
+                parts |= {f"{name}/{part}": weight * share for part, share in shares.items()}
+            else:
+                parts[name] = weight * value
             accs += [details["acc"]] if "acc" in details else []
             own |= {name: value} | {f"{name}/{key}": entry for key, entry in details.items()}
         main, _, _ = max(self._functions, key=lambda each: abs(each[1]))

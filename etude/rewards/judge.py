@@ -5,7 +5,8 @@ answers of a group in one request.
       path: etude.rewards.judge
       reward_kwargs: {base_url: "http://127.0.0.1:8000/v1", model: some-model, rubric: "Is it polite?", votes: 3}
 
-Without `base_url` the judge is the language model of `reward_model.model.path`, in this process.
+A rubric may be several criteria with weights, each graded by a request of its own. Without `base_url` the judge is the
+language model of `reward_model.model.path`, in this process.
 
 Invariant: a score is a number that the judge wrote, within the scale. An unreadable reply is retried, then it is an
 infrastructure failure, never a 0. A quoted answer cannot close the tag around it, nor end its turn. Requests are
@@ -19,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -34,6 +36,7 @@ from urllib.parse import urlsplit
 from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.rewards import usage
+from etude.rewards.default import COMPONENTS
 from etude.serving.json_service import JsonService
 from etude.timeouts import gather
 
@@ -73,6 +76,7 @@ ORDER_TEMPLATE = f"""You rank answers to a question.
 Rank them {_BY_RUBRIC}
 {{{{"ranking": [the numbers of all answers, the best first]}}}}."""
 RUBRIC = "Is the answer correct, complete and helpful? Where a reference is given, it is right."
+_DETAILS = ("score", "pred", "acc", "judge", "judge_tokens", "judge_cost", COMPONENTS)
 MAX_CHARS = 50_000  # the judge sees at most this many characters of an answer, its last ones
 _CACHE_SIZE = 10_000
 _NUMBER = r"(-?\d{1,9}(?:\.\d{1,9})?)"
@@ -329,7 +333,7 @@ async def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     trajectory: Any = None,
     reward_model: ChatModel | None = None,
-    rubric: str = RUBRIC,
+    rubric: str | Mapping[str, Any] = RUBRIC,
     template: str = TEMPLATE,
     low: float = 0.0,
     high: float = 10.0,
@@ -339,26 +343,68 @@ async def compute_score(
     and `judge_tokens` and `judge_cost`, what it used. `reward_model` is the judge where there is no `base_url`; further
     keywords are fields of `Endpoint`.
 
+    A `rubric` of several criteria maps a name to a text, or to {rubric, weight}. Each is graded by itself; the score is
+    Σ w s / Σ w over their scores s in [0, 1] (Rubrics as Rewards, arXiv 2507.17746, eq. 1), `judge` the same mean of the
+    grades, and each s is returned under its name.
+
     Raises:
         InfrastructureError: the endpoint failed, or its reply held no verdict.
         ConfigError: an option is invalid.
     """
     if not low < high:
         raise ConfigError(f"judge: low must be less than high, not {low:g} and {high:g}")
-    judge = _judge(endpoint, reward_model)
-    prompt = template.format(
-        rubric=rubric,
-        question=_quote(_question(extra_info, trajectory)),
-        reference=_quote(ground_truth),
-        answer=_quote(solution_str),
-        low=low,
-        high=high,
-    )
-    used = Counter[str]()
+    judge, criteria = _judge(endpoint, reward_model), _criteria(rubric)
+    fields = {
+        "question": _quote(_question(extra_info, trajectory)),
+        "reference": _quote(ground_truth),
+        "answer": _quote(solution_str),
+        "low": low,
+        "high": high,
+    }
+    read, used = functools.partial(read_score, low=low, high=high), Counter[str]()
     with usage.counting(used):
-        given = await judge.ask(prompt, functools.partial(read_score, low=low, high=high))
-    tokens = sum(int(used[name]) for name in _TOKENS)
-    return {"score": (given - low) / (high - low), "judge": given, "judge_tokens": tokens, "judge_cost": used["cost"]}
+        asked = [judge.ask(template.format(rubric=text, **fields), read) for text, _ in criteria.values()]
+        grades = await gather(asked)
+    tokens, given = sum(int(used[name]) for name in _TOKENS), 0.0
+    found: dict[str, Any] = {}
+    for (name, (_, weight)), grade in zip(criteria.items(), grades):
+        given += weight * grade
+        if isinstance(rubric, Mapping):
+            found[name] = (grade - low) / (high - low)
+    if found:
+        found[COMPONENTS] = {name: criteria[name][1] * score for name, score in found.items()}
+    return {
+        "score": (given - low) / (high - low),
+        **found,
+        "judge": given,
+        "judge_tokens": tokens,
+        "judge_cost": used["cost"],
+    }
+
+
+def _criteria(rubric: str | Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Returns the text of each criterion and its share of the weights.
+
+    Raises:
+        ConfigError: a criterion has no text, a weight that is not positive, or a name that a score's details use.
+    """
+    if isinstance(rubric, str):
+        return {"": (rubric, 1.0)}
+    found: dict[str, tuple[str, float]] = {}
+    for name, given in rubric.items():
+        entry = given if isinstance(given, Mapping) else {"rubric": given}
+        text, weight = entry.get("rubric"), entry.get("weight", 1.0)
+        if not isinstance(text, str) or not text.strip() or entry.keys() - {"rubric", "weight"}:
+            raise ConfigError(f"judge: rubric.{name} must be a text, or {{rubric: a text, weight: a number}}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ConfigError(f"judge: rubric.{name}.weight must be a number above 0, not {weight!r}")
+        if name in _DETAILS:
+            raise ConfigError(f"judge: rubric.{name}: call this criterion something else than {', '.join(_DETAILS)}")
+        found[str(name)] = text, float(weight)
+    if not found:
+        raise ConfigError("judge: rubric has no criterion")
+    total = math.fsum(weight for _, weight in found.values())
+    return {name: (text, weight / total) for name, (text, weight) in found.items()}
 
 
 async def rank_group(

@@ -2,29 +2,38 @@
 
 Invariant: a teacher scores exactly the sampled tokens, after the policy's own prompt or, with a hint, after the row's prompt
 re-rendered with the hint in its last user message. Nothing is sampled from a teacher.
+
+A hint may quote what came of the rollouts themselves (SDPO, self-distillation policy optimization, arXiv 2601.20802):
+`{solution}`, the text of another rollout of the prompt that succeeded, and `{feedback}`, what the scorer said of this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 import torch
 
 from etude.agents.batch import IMAGES, pad_rows, rows_of
+from etude.algorithms.distillation import ABSENT
 from etude.chat import ChatTemplate
 from etude.checks.setup import Setup
 from etude.data import active_tools
+from etude.distributed import reads
 from etude.errors import ConfigError, DataError
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.models import load_tokenizer
 from etude.options import TrainOptions
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
-from etude.trainer.rollouts import Batch
+from etude.trainer.metrics import is_success
+from etude.trainer.rollouts import Batch, rollouts_of
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS
+
+SOLUTION, FEEDBACK = "solution", "feedback"
 
 
 def check_teachers(setup: Setup, sources: Collection[str]) -> None:
@@ -58,7 +67,8 @@ def check_teachers(setup: Setup, sources: Collection[str]) -> None:
 
 
 def ask_teachers(setup: Setup, groups: WorkerGroups, batch: Batch) -> Batch:
-    """Scores each row with its teacher; returns the columns of `etude.workers.teacher.teacher_columns`.
+    """Scores each row with its teacher; returns the columns of `etude.workers.teacher.teacher_columns`, `ABSENT` in rows
+    without a solution or feedback that their hint could quote.
 
     Raises:
         DataError: the hint cannot be inserted into a row's prompt, or a row exceeds its teacher's context length.
@@ -69,7 +79,7 @@ def ask_teachers(setup: Setup, groups: WorkerGroups, batch: Batch) -> Batch:
         (rows, (groups.actor if teacher == SELF else groups.teachers[teacher]).compute_teacher_log_prob(part))
         for teacher, rows, part in parts
     ]
-    merged: Batch = groups.run(merge_scored, scored)
+    merged: Batch = groups.run(merge_scored, scored, len(batch)) if scored else groups.run(unscored, batch)
     return merged
 
 
@@ -77,31 +87,106 @@ def divide_among_teachers(
     chat: ChatTemplate, batch: DataProto, options: TrainOptions, schemas: Mapping[str, Any]
 ) -> list[tuple[str, list[int], DataProto]]:
     """Returns for each teacher its rows and their inputs: `input_ids`, `attention_mask`, `response_mask`, any `kept_ids` and
-    images; with the hint, if any, in each prompt."""
-    hint, rows = options.distillation.hint, dict[str, list[int]]()
+    images; with the hint, if any, in each prompt. Rows whose hint has nothing to quote are left out."""
+    hints, rows = _hints(chat, batch, options), dict[str, list[int]]()
     for row, source in enumerate(batch.non_tensor_batch["data_source"].tolist()):
-        rows.setdefault(str(options.distillation.teacher_of(source)), []).append(row)
+        if hints is None or hints[row] is not None:
+            rows.setdefault(str(options.distillation.teacher_of(source)), []).append(row)
     objects = [name for name in (IMAGES, KEPT_IDS) if name in batch.non_tensor_batch]
     asked = batch.select(TOKENS, objects)
-    if hint is not None:
-        asked.batch.update(
-            _add_hints(chat, batch, [_render_with_hint(chat, schemas, *each, hint) for each in _prompts_of(batch)])
-        )
+    if hints is not None:
+        prompts = [
+            prompt if hint is None else _render_with_hint(chat, schemas, row, prompt, hint)
+            for (row, prompt), hint in zip(_prompts_of(batch), hints)
+        ]
+        asked.batch.update(_add_hints(chat, batch, prompts))
     lengths = asked.batch["attention_mask"].sum(dim=1).tolist()
     for teacher, its_rows in rows.items():
         _check_lengths(options, batch, teacher, max(its_rows, key=lengths.__getitem__), lengths)
     return [(teacher, its_rows, asked.select_idxs(its_rows)) for teacher, its_rows in rows.items()]
 
 
-def merge_scored(scored: Sequence[tuple[list[int], DataProto]]) -> DataProto:
-    """Merges the columns of all teachers in the original row order; zeros for rows whose teacher lacks a column."""
-    size, columns = sum(len(rows) for rows, _ in scored), dict[str, torch.Tensor]()
+def merge_scored(scored: Sequence[tuple[list[int], DataProto]], size: int) -> DataProto:
+    """Merges the columns of all teachers in the order of the `size` rows; zeros for rows whose teacher lacks a column,
+    `ABSENT` log-probs for rows that no teacher scored."""
+    columns = dict[str, torch.Tensor]()
+    left_out = sorted({*range(size)} - {row for rows, _ in scored for row in rows})
     for rows, part in scored:
         for name, values in part.batch.items():
             column = columns.get(name, values.new_zeros(size, *values.shape[1:]))
             columns[name] = column.to(torch.promote_types(column.dtype, values.dtype))
             columns[name][rows] = values.to(columns[name].dtype)
+    for name, column in columns.items():
+        if name.endswith("_log_probs"):
+            column[left_out] = ABSENT
     return DataProto.from_single_dict(columns)
+
+
+@reads("response_mask")
+def unscored(batch: DataProto) -> DataProto:
+    """Returns `teacher_log_probs` of a batch of which no teacher scored a row."""
+    return DataProto.from_single_dict({"teacher_log_probs": torch.full(batch.batch["response_mask"].shape, ABSENT)})
+
+
+def _hints(chat: ChatTemplate, batch: DataProto, options: TrainOptions) -> list[str | None] | None:
+    """Returns each row's hint, filled in; None for a row that it has nothing to quote for, or None if there is no hint."""
+    template = options.distillation.hint
+    if template is None:
+        return None
+    quotes = _named(template) & {SOLUTION, FEEDBACK}
+    outcomes = _outcomes(chat, batch, options) if quotes else [{}] * len(batch)
+    return [_fill_in(template, row, found, quotes) for row, found in zip(rows_of(batch), outcomes)]
+
+
+def _outcomes(chat: ChatTemplate, batch: DataProto, options: TrainOptions) -> list[dict[str, str]]:
+    """Of each row, the `SOLUTION` (text of the first other successful rollout of its prompt) and `FEEDBACK` that exist."""
+    weights = options.reward_model.tool_reward_weight, options.reward_model.score_weight
+    rollouts, solved = rollouts_of(batch), dict[str, list[Any]]()
+    for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts):
+        trajectory, known = rollout.trajectory, solved.setdefault(uid, [])
+        if trajectory is None or any(trajectory is each for each in known):
+            continue
+        if is_success(trajectory.rewards, *weights):
+            known.append(trajectory)
+    found = []
+    for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts):
+        info = {} if rollout.trajectory is None else rollout.trajectory.rewards.score_info
+        feedback = str(info.get(FEEDBACK) or "").strip()
+        other = next((each for each in solved[uid] if each is not rollout.trajectory), None)
+        text = "" if other is None else chat.tokenizer.decode(other.response_ids, skip_special_tokens=True).strip()
+        found.append({name: text for name, text in ((SOLUTION, text), (FEEDBACK, feedback)) if text})
+    return found
+
+
+def _fill_in(template: str, row: Mapping[str, Any], found: Mapping[str, str], quotes: Collection[str]) -> str | None:
+    """Fills in a row's hint, without the lines that quote what was not `found`; None if no other line quotes. A key of the
+    row's own goes before what was found."""
+    own = {name: value for name, value in (row.get("extra_info") or {}).items() if value is not None}
+    known = {**(row.get("extra_info") or {}), "ground_truth": (row.get("reward_model") or {}).get("ground_truth")}
+    kept, quoted = [], False
+    for line in template.splitlines():
+        named = _named(line) & {*quotes}
+        if named <= found.keys() | own.keys():
+            kept.append(line)
+            quoted |= bool(named)
+    if quotes and not quoted:
+        return None
+    try:
+        return "\n".join(kept).format_map({**known, **found, **own})
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{_where(row)}: cannot fill in {template!r}: {type(error).__name__} {error}") from error
+
+
+def _named(text: str) -> set[str]:
+    """The names in braces of a template, whose braces may be unbalanced."""
+    try:
+        return {name for _, name, *_ in Formatter().parse(text) if name}
+    except ValueError:  # `_fill_in` says where
+        return set()
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return f"distillation.hint: row {row.get('index')} of data_source '{row['data_source']}'"
 
 
 def _check_lengths(options: TrainOptions, batch: DataProto, teacher: str, longest: int, lengths: Sequence[int]) -> None:
@@ -139,19 +224,14 @@ def _render_with_hint(
     chat: ChatTemplate, schemas: Mapping[str, Any], row: Mapping[str, Any], prompt: Sequence[int], hint: str
 ) -> list[int]:
     """Returns the token ids of the row's prompt with the hint."""
-    where = f"distillation.hint: row {row.get('index')} of data_source '{row['data_source']}'"
+    where = _where(row)
     if row.get(IMAGES):
         raise DataError(f"{where} has images, which a hint does not go with")
     if list(prompt) != list(row["raw_prompt_ids"]):
         raise DataError(f"{where}: its agent changed the prompt, so that there is no place for the hint")
-    known = {**(row.get("extra_info") or {}), "ground_truth": (row.get("reward_model") or {}).get("ground_truth")}
-    try:
-        text = hint.format_map(known)
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{where}: cannot fill in {hint!r}: {type(error).__name__} {error}") from error
     messages = [dict(message) for message in row["raw_prompt"]]
     asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if asked is None:
         raise DataError(f"{where} has no user message")
-    asked["content"] = f"{asked['content']}\n{text}"
+    asked["content"] = f"{asked['content']}\n{hint}"
     return chat.initial_ids(messages, [schemas[name] for name in active_tools(row, list(schemas))] or None)

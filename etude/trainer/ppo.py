@@ -341,6 +341,7 @@ class PPOTrainer:
                 if self._critic is None or self.global_step >= self.options.trainer.critic_warmup:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
+                        self._update_teacher()
                     with timings("update_weights"):
                         metrics |= self._update_weights()
         self._prompts_of_step = account(taken.rolled, uids_of(taken.batch), uids_of(learned), taken.stale)
@@ -455,6 +456,12 @@ class PPOTrainer:
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
         return self._update(batch, self.options.actor, self.groups.actor, "update_actor")
+
+    def _update_teacher(self) -> None:
+        """Lets a teacher that lags behind the policy follow it, every `teacher_sync_steps`."""
+        distillation = self.options.distillation
+        if distillation.lags and (self.global_step + 1) % distillation.teacher_sync_steps == 0:
+            self.groups.actor.update_teacher()
 
     def _update(self, batch: Batch, options: ActorOptions | CriticOptions, group: WorkerGroup, method: str) -> Metrics:
         """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the

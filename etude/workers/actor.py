@@ -38,9 +38,12 @@ from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.engine_link import score_rows
+from etude.workers.lagging import LaggingWeights
 from etude.workers.role import TOKENS, trim_heap
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 from etude.workers.weights import WeightSender
+
+TEACHER = "teacher"  # a lagging teacher's weights, in the actor's part of a checkpoint
 
 
 class TrainWorker(TrainedWorker):
@@ -60,6 +63,7 @@ class TrainWorker(TrainedWorker):
         """
         options, actor = self.options, self.options.actor
         device = self.loading_device(actor)
+        self._team = self.join_team(actor)
         self.model = self.load_policy(self.loading_dtype(options.model, device), device)
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(
@@ -70,6 +74,7 @@ class TrainWorker(TrainedWorker):
             max_tokens=actor.ppo_max_token_len_per_gpu,
             optimizer=self._optimizer,
             router_aux_loss_coef=actor.router_aux_loss_coef,
+            team=self._team,
         )
         if options.value_head:
             self._add_critic(total_steps)
@@ -79,7 +84,9 @@ class TrainWorker(TrainedWorker):
             if not options.model.lora_rank:
                 network = self.load_policy(self.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
-            self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+            self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu, team=self._team)
+        self._teacher = LaggingWeights(self.model) if options.distillation.lags else None
+        self._copied_teacher: dict[str, Tensor] | None = None
         self._sender = WeightSender(self.model, options, self.dtype, self.rank)
         self.prepare_saves()
 
@@ -96,7 +103,9 @@ class TrainWorker(TrainedWorker):
         """Adds a value head on the policy's trunk, with its own optimizer."""
         critic, head = self.options.critic, SharedValueHead(self.model)
         optimizer = OptimizerSet(head, critic.optim, total_steps, rank=self.rank, world_size=self.world_size)
-        self._actor.critic = ValueLearner(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
+        self._actor.critic = ValueLearner(
+            head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer, team=self._team
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:
@@ -113,8 +122,15 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """See `TeacherWorker.compute_teacher_log_prob`; uses the current weights."""
-        return teacher_columns(self._actor, data, self.options.distillation.topk, len(self.tokenizer))
+        """See `TeacherWorker.compute_teacher_log_prob`; uses the current weights, or those that lag behind them."""
+        with nullcontext() if self._teacher is None else self._teacher.applied():
+            return teacher_columns(self._actor, data, self.options.distillation.topk, len(self.tokenizer))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_teacher(self) -> None:
+        """Moves the weights of the teacher `self` towards the current ones."""
+        if self._teacher is not None:
+            self._teacher.update(self.options.distillation.teacher_update_rate)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -268,16 +284,23 @@ class TrainWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
-        """See `TrainedWorker.copy_state`; includes the state of a critic on the trunk."""
+        """See `TrainedWorker.copy_state`; includes the state of a critic on the trunk, and a lagging teacher's weights."""
         super().copy_state()
+        if self._teacher is not None:
+            state = self._teacher.state_dict()
+            self._copied_teacher = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         if self._actor.critic is not None:
             state = self._actor.critic.optimizer.state_dict()
             self._copied_critic = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
-        """See `TrainedWorker.save_checkpoint`; the state of a critic on the trunk goes to `critic/state`."""
+        """See `TrainedWorker.save_checkpoint`; the state of a critic on the trunk goes to `critic/state`, the weights of a
+        lagging teacher to `actor/teacher`."""
         super().save_checkpoint(folder)
+        if self._teacher is not None and (self._group is not None or self.rank == 0):
+            weights, self._copied_teacher = self._copied_teacher or self._teacher.state_dict(), None
+            write_state(weights, Path(folder) / self.role / TEACHER, self._group)
         if self._actor.critic is not None and (self._group is not None or self.rank == 0):
             state = self._copied_critic or self._actor.critic.optimizer.state_dict()
             self._copied_critic = None
@@ -286,6 +309,11 @@ class TrainWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         super().load_checkpoint(folder)
+        if self._teacher is not None:
+            kept, empty = Path(folder) / self.role / TEACHER, self._teacher.empty
+            self._teacher = LaggingWeights(self.model)
+            if kept.is_dir():  # else the run had no such teacher before
+                self._teacher.load_state_dict(read_state(kept, empty=empty))
         if self._actor.critic is not None:
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 

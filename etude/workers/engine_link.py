@@ -115,6 +115,7 @@ def build_engine(
         server_timeout=rollout.server_timeout,
         weight_sync_timeout=rollout.weight_sync_timeout,
         engine_kwargs=rollout.engine_kwargs.get(rollout.name) or {},
+        keeps_ids=placement.trains and rollout.top_k > 0,
         shares_gpu=placement.trains and not options.has_rollout_group and placement.device.startswith("cuda"),
     )
     served: Engine = engine.from_setup(setup)
@@ -410,5 +411,5 @@ def score_rows(
     attention = torch.cat([pad_rows([[1] * len(ids) for ids in prompts], 0, left=True), mask], dim=1)
     ids = torch.cat([pad_rows(prompts, 0, left=True), pad_rows(responses, 0)], dim=1)
     batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
-    values = actor.log_probs(batch, temperature)[0].tolist()
+    values = actor.log_probs(batch, temperature, alone=True)[0].tolist()
     return [row[: len(response)] for row, response in zip(values, responses)]

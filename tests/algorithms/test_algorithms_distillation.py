@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_verl_losses import distributions
 
-from etude.algorithms import forward_kl_topk
+from etude.algorithms import distill, forward_kl_topk
 from etude.algorithms.distillation import ABSENT
 
 VERL = json.loads((Path(__file__).parent / "data" / "verl_losses.json").read_text())["distillation"]
@@ -65,6 +65,23 @@ def test_a_policy_that_agrees_costs_nothing_and_has_no_gradient():
 def test_its_gradient_is_that_of_finite_differences():
     teacher, policy = both(5)
     assert torch.autograd.gradcheck(lambda q: of_likeliest(teacher, q, 3)[0], policy.requires_grad_())
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 2), st.floats(0, 2))
+def test_a_row_that_no_teacher_scores_has_the_tasks_advantages_alone(seed, coef, task_coef):
+    theirs, ours, task = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    theirs[1] = ABSENT
+    mask = torch.ones(2, 5)
+    found, metrics = distill(
+        task, teacher_log_probs=theirs, old_log_probs=ours, response_mask=mask, coef=coef, task_coef=task_coef
+    )
+    torch.testing.assert_close(found[0], coef * (theirs - ours)[0] + task_coef * task[0])
+    torch.testing.assert_close(found[1], task_coef * task[1], atol=0, rtol=0)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(float((ours - theirs)[0].mean()))
+    policy = torch.randn(2, 5, 3, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    losses, _ = forward_kl_topk(policy, theirs[..., None].expand(2, 5, 3).clamp(max=-2), mask)
+    assert not losses[1].any()
+    assert not torch.autograd.grad(losses[1].sum(), policy)[0].any()
 
 
 def test_masked_tokens_and_absent_entries_do_not_count():

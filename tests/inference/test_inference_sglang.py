@@ -22,13 +22,14 @@ def folders(tmp_path):
     return [save_bigram(tmp_path / f"v{seed}", seed) for seed in range(3)]
 
 
-def run(folders, scenario, *, delay=0.0, timeout=10.0):
+def run(folders, scenario, *, delay=0.0, timeout=10.0, **engine):
     """`scenario(engine, state)` against a fresh server."""
 
     async def main():
         state = State(Bigram(folders[0]), delay)
         async with serving(build_app(state)) as url:
-            return await asyncio.wait_for(scenario(SGLangEngine(HttpServer(url, timeout=timeout), CONTEXT), state), 60)
+            made = SGLangEngine(HttpServer(url, timeout=timeout), CONTEXT, **engine)
+            return await asyncio.wait_for(scenario(made, state), 60)
 
     return asyncio.run(main())
 
@@ -67,14 +68,36 @@ def test_restricted_sampling_gives_renormalised_log_probs(folders):
         params = SamplingParams(max_tokens=60, seed=3, top_k=4, top_p=0.8)
         return await engine.generate("a", PROMPT, params), state.model.matrix
 
-    output, matrix = run(folders, scenario)
-    for before, token, log_prob in zip([PROMPT[-1], *output.token_ids], output.token_ids, output.log_probs):
+    evaluated, _ = run(folders, scenario)
+    output, matrix = run(folders, scenario, keeps_ids=True)
+    assert (evaluated.log_probs, evaluated.kept_ids) == (output.log_probs, None)
+    drawn = zip([PROMPT[-1], *output.token_ids], output.token_ids, output.log_probs, output.kept_ids)
+    for before, token, log_prob, ids in drawn:
         order = np.argsort(-matrix[before])[:4]
         probs = np.exp(matrix[before][order] - matrix[before].max())
         probs /= probs.sum()
         kept = (probs.cumsum() - probs) < 0.8
         support = dict(zip(order[kept].tolist(), np.log(probs[kept] / probs[kept].sum())))
         assert log_prob == pytest.approx(support[token], abs=1e-9)
+        assert ids.tolist() == sorted(support)
+
+
+def test_without_the_tokens_that_were_kept_nothing_is_trained_on(folders):
+    async def scenario(engine, state):
+        for state.fault, message in (("no masks", "lacks the tokens that top-k"), ("other masks", "token 0 is not")):
+            with pytest.raises(EngineError, match=message):
+                await engine.generate("a", PROMPT, SamplingParams(max_tokens=4, top_k=4))
+
+    run(folders, scenario, keeps_ids=True)
+
+
+def test_nucleus_alone_evaluates(folders):
+    async def scenario(engine, state):
+        return await engine.generate("a", PROMPT, SamplingParams(max_tokens=4, top_p=0.9))
+
+    assert (
+        len(run(folders, scenario, keeps_ids=True).token_ids) == 4
+    )  # SGLang has no mask of it, and refuses to make one
 
 
 def test_greedy_is_a_point_mass(folders):

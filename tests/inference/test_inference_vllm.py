@@ -35,7 +35,7 @@ from etude.inference import (
 from etude.inference.http import HttpServer
 from etude.inference.sampling import restrict
 from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
-from etude.inference.vllm.server import COMPLETIONS, GENERATE
+from etude.inference.vllm.server import COMPLETIONS, GENERATE, sampling_fields
 from etude.models.named_weights import checksum
 from etude.options import TrainOptions
 from etude.protocol import DataProto
@@ -132,10 +132,10 @@ def imitation(
     return app, calls
 
 
-def against(app, scenario):
+def against(app, scenario, **engine):
     async def main():
         async with serving(app) as url:
-            return await scenario(VLLMServerEngine(HttpServer(url, timeout=10), 64))
+            return await scenario(VLLMServerEngine(HttpServer(url, timeout=10), 64, **engine))
 
     return asyncio.run(main())
 
@@ -157,6 +157,32 @@ def test_the_route_that_names_the_weights_is_taken_where_it_is_open():
     app, calls = imitation()
     assert against(app, ask).weight_versions == [0, 0]
     assert calls == ["complete"]
+
+
+def test_training_with_top_k_needs_the_tokens_that_it_kept():
+    def top_two(engine):
+        return engine.generate("a", PROMPT, SamplingParams(max_tokens=5, top_k=2))
+
+    content = [{"token_id": 8, "logprob": -1.0}, {"token_id": 9, "logprob": 0.0}]
+    choice = {"token_ids": [8, 9], "logprobs": {"content": content}, "finish_reason": "length", "weight_versions": []}
+    app, _ = imitation(scale_out=True, choice=choice | {"sampling_mask": [[8, 3], [9]]})
+    assert [ids.tolist() for ids in against(app, top_two, keeps_ids=True).kept_ids] == [[3, 8], [9]]
+    for scale_out in (True, False):  # a server without --return-sampling-mask, and one without --enable-scale-out
+        app, _ = imitation(scale_out=scale_out)
+        assert against(app, top_two).kept_ids is None
+        with pytest.raises(EngineError, match="lacks the tokens that top-k and top-p kept"):
+            against(app, top_two, keeps_ids=True)
+
+
+def test_where_all_requests_keep_ids_each_has_a_temperature_and_a_top_k():
+    """vLLM refuses others then: "sampling distribution replay requires temperature > 0", and top_k > 0."""
+    greedy, probe, cut = (
+        sampling_fields(params, keeps_ids=True)
+        for params in (SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_k=5))
+    )
+    assert (greedy["temperature"], greedy["top_k"]) == (1.0, 1)
+    assert (probe["temperature"], probe["top_k"] > 10**6) == (0.7, True)
+    assert cut == sampling_fields(SamplingParams(top_k=5))
 
 
 def test_a_server_without_the_development_routes_is_refused_with_what_to_do():
@@ -272,7 +298,8 @@ def test_weights_lost_in_a_servers_sleep_are_named():
 def test_beside_a_trainer_vllm_leaves_it_half_of_the_gpu():
     setup = EngineSetup("model", None, 100, engine_kwargs={"enable_sleep_mode": False})
     alone, beside = (VLLMEngine.from_setup(replace(setup, shares_gpu=shares))._arguments for shares in (False, True))
-    assert "gpu_memory_utilization" not in alone
+    assert not {"gpu_memory_utilization", "return_sampling_mask"} & alone.keys()
+    assert VLLMEngine.from_setup(replace(setup, keeps_ids=True))._arguments["return_sampling_mask"]
     assert (beside["gpu_memory_utilization"], beside["enable_sleep_mode"]) == (0.5, False)
 
 

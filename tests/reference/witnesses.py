@@ -55,6 +55,8 @@ WITNESSES = {
         "distillation.hint": "test_several_teachers_by_data_source_and_the_policy_with_a_hint",
         "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
         "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
+        "distillation.teacher_sync_steps": "test_the_policys_teacher_follows_it_every_few_steps_and_is_resumed",
+        "distillation.teacher_update_rate": "test_the_policys_teacher_follows_it_every_few_steps_and_is_resumed",
     },
     "trainer/test_trainer_acting.py": {
         "env": "test_an_environments_tasks_are_the_rows_and_its_score_the_reward",
@@ -146,6 +148,10 @@ WITNESSES = {
         f"{role}.{name}": "test_the_keys_choose_how_a_model_is_spread"
         for role in ("actor_rollout_ref.actor", "critic")
         for name in ("strategy", *(f"fsdp_config.{key}" for key in SPREAD))
+    }
+    | {
+        f"{role}.ulysses_sequence_parallel_size": "test_ranks_of_a_team_get_the_same_rows"
+        for role in ("actor_rollout_ref.actor", "critic")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

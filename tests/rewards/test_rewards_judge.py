@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.rewards import TrajectoryScorer, build_manager, judge, load_compute_score, score_rollout, usage
+from etude.rewards import (
+    COMPONENTS,
+    TrajectoryScorer,
+    build_manager,
+    judge,
+    load_compute_score,
+    load_rewards,
+    score_rollout,
+    usage,
+)
 from etude.serving.json_service import seconds_of
+from etude.trainer.learning_signal import component_metrics, reward_components
 from etude.trajectory import Rollout
 
 
@@ -97,6 +107,45 @@ def test_a_rubric_and_its_scale(serve):
     assert "Rubric: Is it long?" in prompt
     assert between(prompt, "question") == "How much?"
     assert between(prompt, "reference") == "42"
+
+
+def test_each_criterion_of_a_rubric_is_graded_by_itself_and_reported(serve):
+    grades = {"Is it right?": 10, "Is it polite?": 2}
+
+    def grade(prompt, *_):
+        [text] = [text for text in grades if f"Rubric: {text}" in prompt]  # never both in one request
+        return f'{{"score": {grades[text]}}}'
+
+    endpoint, criteria = serve(grade), {"right": {"rubric": "Is it right?", "weight": 3}, "polite": "Is it polite?"}
+    [rewards] = scored(endpoint, "x", rubric=criteria)
+    assert rewards.score == pytest.approx((3 * 1.0 + 0.2) / 4)
+    assert (rewards.score_info["right"], rewards.score_info["polite"]) == (1.0, 0.2)
+    assert rewards.score_info["judge"] == pytest.approx(8.0)
+    assert component_metrics([rewards])["reward/score/polite/mean"] == 0.2
+    assert reward_components(rewards) == pytest.approx({"score/right": 0.75, "score/polite": 0.05})
+    assert len(endpoint.requests) == 2
+
+
+def test_criteria_beside_a_rule_are_reported_under_the_judges_label(serve):
+    options = {"base_url": serve(lambda *_: "score: 5").url, "model": "m", "rubric": {"polite": "Is it polite?"}}
+    of = load_rewards(
+        [
+            {"path": "etude.rewards.judge", "label": "judge", "weight": 0.5, "reward_kwargs": options},
+            {"path": "etude.rewards.repetition", "label": "form"},
+        ]
+    )
+    details = asyncio.run(of(solution_str="x", ground_truth="42"))
+    assert details[COMPONENTS] == pytest.approx({"judge/polite": 0.25, "form": details["form"]})
+    assert (details["judge/polite"], details["judge"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "rubric",
+    [{}, {"a": ""}, {"a": {"weight": 1}}, {"a": {"rubric": "b", "weight": 0}}, {"score": "b"}, {"a": {"text": "b"}}],
+)
+def test_criteria_that_cannot_be_used(rubric):
+    with pytest.raises(ConfigError, match="judge: rubric"):
+        asyncio.run(judge.compute_score("x", "y", base_url="http://127.0.0.1:9/v1", model="m", rubric=rubric))
 
 
 def test_votes_and_repeated_questions(serve):

@@ -1,12 +1,15 @@
 """Corrections of what the engine sampled, in the real trainer, where the engine samples in bfloat16 and so differs."""
 
+from dataclasses import replace
+
 import pytest
 from house_stage import ROLLOUT, metrics
 
 from etude.errors import ConfigError
 from etude.events import Notice
-from etude.inference import ENGINES
+from etude.inference import ENGINES, check_returns_kept_ids
 from etude.inference.native import NativeEngine
+from etude.options import TrainOptions
 from etude.trainer.correction import MismatchAlarm
 from etude.trainer.run import train
 
@@ -110,3 +113,19 @@ def test_an_engine_that_does_not_return_what_it_kept_cannot_be_trained_with(tiny
         config = tiny.config(tmp_path, f"{ROLLOUT}.name=keeps_no_ids", f"{ROLLOUT}.{restriction}")
         with pytest.raises(ConfigError, match=f"^{ROLLOUT}.{restriction}: {ROLLOUT}.name=keeps_no_ids does not return"):
             train(config)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_return_what_they_kept_for_a_finite_top_k_only(engine):
+    options = replace(TrainOptions().rollout, name=engine, top_p=0.9)
+    with pytest.raises(ConfigError) as caught:
+        check_returns_kept_ids(options)
+    assert caught.value.key == f"{ROLLOUT}.top_k"
+    check_returns_kept_ids(replace(options, top_k=512))
+    sampled = replace(options, top_k=512, val_kwargs=replace(options.val_kwargs, do_sample=True))
+    if engine == "vllm":  # which then returns them of every request
+        with pytest.raises(ConfigError) as caught:
+            check_returns_kept_ids(sampled)
+        assert caught.value.key == f"{ROLLOUT}.val_kwargs.top_k"
+    else:
+        check_returns_kept_ids(sampled)

@@ -23,13 +23,14 @@ from etude.models import (
 )
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
-from etude.trainer.distillation import ask_teachers
+from etude.trainer.distillation import _fill_in, ask_teachers
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trajectory import RoutedExperts
 from etude.workers import TeacherWorker
+from etude.workers.checkpoint import read_state
 from etude.workers.role import Placement
 from etude.workers.teacher import _read_token, teacher_columns
 
@@ -173,6 +174,83 @@ def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teache
     for row in range(len(batch)):
         torch.testing.assert_close(found[row].double(), expected[sources[row % 2]][row], atol=1e-5, rtol=0)
     assert not torch.allclose(found.double(), by_hand(policy, batch), atol=1e-2)
+    trainer.groups.close()
+
+
+@pytest.mark.parametrize("loss", [(), TOP_K])
+def test_the_policy_teaches_itself_from_its_successes_and_the_scorers_feedback(tiny, tmp_path, loss):
+    """SDPO: a rollout is told of another one of its prompt that succeeded, and of its own feedback; where there is neither,
+    it learns nothing."""
+    hint = "distillation.hint='Right: {solution}\nWrong: {feedback}'"
+    trainer, batch, _ = stepped(tiny.config(tmp_path, HINTED, hint, "data.train_batch_size=2", *loss))
+    rollouts = batch.non_tensor_batch["rollout"]
+    uids = batch.non_tensor_batch["uid"].tolist()
+    first, told = uids[0], {}
+    for row, rollout in enumerate(rollouts):
+        rewards, is_first = rollout.trajectory.rewards, uids[row] == first
+        rewards.steps, rewards.final, rewards.score = [], {}, float(is_first and row in (1, 2))
+        rewards.score_info = {"feedback": "too long"} if is_first and row == 3 else {}
+        solution = rollouts[2 if row == 1 else 1].trajectory.response_ids
+        text = trainer.setup.tokenizer.decode(solution, skip_special_tokens=True).strip()
+        lines = [f"Right: {text}"] * is_first + ["Wrong: too long"] * bool(rewards.score_info)
+        told[row] = "\n".join(lines) or None
+    found = ask_teachers(trainer.setup, trainer.groups, batch).batch
+
+    def hinted(row):
+        messages = [dict(message) for message in batch.non_tensor_batch["raw_prompt"][row]]
+        messages[-1]["content"] += f"\n{told[row]}" if told[row] else ""
+        return trainer.setup.chat.initial_ids(messages, list(trainer.setup.schemas.values()))
+
+    policy = copy.deepcopy(trainer.groups.actor._workers[0].model).double()
+    policy.set_attn_implementation("eager")
+    expected = by_hand(policy, batch, hinted)
+    for row, hint in told.items():
+        if hint is not None:
+            torch.testing.assert_close(found["teacher_log_probs"][row].double(), expected[row], atol=1e-5, rtol=0)
+        else:
+            assert (found["teacher_log_probs"][row] < ABSENT / 2).all()
+            assert not loss or (found["teacher_topk_log_probs"][row] < ABSENT / 2).all()
+    assert None in told.values()
+    for rollout in rollouts:
+        rollout.trajectory.rewards.score, rollout.trajectory.rewards.score_info = 0.0, {}
+    nothing = ask_teachers(trainer.setup, trainer.groups, batch).batch["teacher_log_probs"]
+    assert (nothing < ABSENT / 2).all()
+    trainer.groups.close()
+
+
+def test_a_rows_own_solution_goes_before_that_of_a_rollout():
+    row = {"data_source": "a", "extra_info": {"solution": "6 * 7", "feedback": None}, "reward_model": {}}
+    template, both = "Right: {solution}\nWrong: {feedback}", {"solution", "feedback"}
+    assert _fill_in(template, row, {"solution": "40 + 2"}, both) == "Right: 6 * 7"
+    assert _fill_in(template, row | {"extra_info": {}}, {}, both) is None
+    assert _fill_in(template, row, {"feedback": "{late}"}, both) == "Right: 6 * 7\nWrong: {late}"
+    assert _fill_in("Right: {solution}", row, {"solution": "40 + 2"}, {"solution"}) == "Right: 6 * 7"
+
+
+def test_the_policys_teacher_follows_it_every_few_steps_and_is_resumed(tiny, tmp_path):
+    """θ_T ← (1 − rate) θ_T + rate θ after steps 2 and 4; a run that stopped after step 3 and went on ends with the same."""
+    hint = ("distillation.hint='The answer is {ground_truth}.'", f"{ACTOR}.optim.lr=1e-2", f"{ROLLOUT}.n=2")
+    lag = ("distillation.teacher_update_rate=0.25", "distillation.teacher_sync_steps=2")
+    settings = (HINTED, *hint, *lag, "trainer.max_actor_ckpt_to_keep=null")
+    trainer = PPOTrainer(*prepare(tiny.config(tmp_path / "whole", *settings, "trainer.total_training_steps=4")))
+    trainer.init_workers()
+    worker = trainer.groups.actor._workers[0]
+    expected = copy.deepcopy(worker.model).double()
+    for step in range(1, 5):
+        trainer.training_step(Interrupts(lambda text: None))
+        if step % 2 == 0:
+            with torch.no_grad():
+                for old, new in zip(expected.parameters(), worker.model.parameters()):
+                    old.lerp_(new.double(), 0.25)
+        for name, weights in expected.named_parameters():
+            torch.testing.assert_close(worker._teacher.state_dict()[name].double(), weights.data, atol=1e-6, rtol=1e-5)
+    for steps in (3, 4):
+        train(tiny.config(tmp_path / "parts", *settings, f"trainer.total_training_steps={steps}"))
+    actor = tmp_path / "parts" / "global_step_4" / "actor"
+    resumed = load_causal_lm(actor / "huggingface", dtype="float32").state_dict()
+    assert all(torch.equal(each, resumed[name]) for name, each in worker.model.state_dict().items())
+    kept = read_state(actor / "teacher")
+    assert all(torch.equal(each, kept[name]) for name, each in worker._teacher.state_dict().items())
     trainer.groups.close()
 
 

@@ -33,7 +33,8 @@ _RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
 _SHUTDOWN_SECONDS = 5.0
 _BESIDE_TRAINER = {"gpu_memory_utilization": 0.5, "enable_sleep_mode": True}
 """vLLM takes 0.92 of a GPU by default, and does not start on one that the trainer uses, too."""
-_OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # the engine's correctness depends on these
+_OURS = ("model", "tokenizer", "logprobs_mode", "return_sampling_mask", "worker_extension_cls")
+"""The engine's correctness depends on these."""
 
 
 @ENGINES.register("vllm")
@@ -41,10 +42,12 @@ class VLLMEngine(ServedEngine):
     """Implements `etude.inference.Engine` with vLLM in this process; `arguments`: those of vLLM's `AsyncEngineArgs`."""
 
     servers = "optional"
+    returns_kept_ids = True
+    keeps_ids_of_all = True
 
     def __init__(self, arguments: Mapping[str, Any], max_model_len: int, sync_timeout: float = 600.0) -> None:
         """Raises ConfigError if vLLM rejects the arguments, EngineError if it cannot start."""
-        super().__init__(max_model_len)
+        super().__init__(max_model_len, bool(arguments.get("return_sampling_mask")))
         self._arguments, self._sync_timeout = dict(arguments), sync_timeout
         self._engine: Any = None
         self._slept_with: Any = None
@@ -54,7 +57,12 @@ class VLLMEngine(ServedEngine):
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """Returns server engines if servers are configured (a router over several), else vLLM in this process."""
         if setup.server_urls or setup.server_command:
-            return connect(setup, lambda s: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout))
+            return connect(
+                setup,
+                lambda server: VLLMServerEngine(
+                    server, setup.max_model_len, setup.weight_sync_timeout, keeps_ids=setup.keeps_ids
+                ),
+            )
         arguments = {
             "model": setup.model_path,
             "dtype": setup.dtype,
@@ -68,6 +76,7 @@ class VLLMEngine(ServedEngine):
             **(_BESIDE_TRAINER if setup.shares_gpu else {}),
             **setup.engine_kwargs,
             "logprobs_mode": "processed_logprobs",
+            **({"return_sampling_mask": True} if setup.keeps_ids else {}),
             "worker_extension_cls": _RECEIVER,
         }
         return cls(arguments, setup.max_model_len, setup.weight_sync_timeout)
@@ -115,8 +124,8 @@ class VLLMEngine(ServedEngine):
         from vllm.sampling_params import RequestOutputKind
 
         engine, version = await self._started(), self._version
-        kind = RequestOutputKind.FINAL_ONLY
-        vllm_params = VLLMSamplingParams(**({"detokenize": False} | sampling_fields(params)), output_kind=kind)
+        kind, fields = RequestOutputKind.FINAL_ONLY, sampling_fields(params, self._keeps_ids)
+        vllm_params = VLLMSamplingParams(**({"detokenize": False} | fields), output_kind=kind)
         final = None
         try:
             async for output in engine.generate({"prompt_token_ids": prompt}, vllm_params, name):
@@ -134,7 +143,9 @@ class VLLMEngine(ServedEngine):
         spans = version_spans(
             [{"version": s.version, "start": s.start, "end": s.end} for s in done.weight_versions or ()]
         )
-        return validate_answer(Answer(ids, log_probs, done.finish_reason, spans), params, version, "vLLM")
+        kept = None if (mask := getattr(done, "sampling_mask", None)) is None else mask.token_ids
+        answer = Answer(ids, log_probs, done.finish_reason, spans, kept)
+        return validate_answer(answer, params, version, "vLLM", self._keeps_ids)
 
     async def _abort(self, name: str) -> None:
         await (await self._started()).abort(name)

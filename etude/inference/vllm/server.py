@@ -5,8 +5,8 @@ processed_logprobs` (log-probs of the distribution that is sampled from) and `--
 etude.inference.vllm.worker.WeightReceiver`; `docs/engines.md` has the command. Routes are those of vLLM 0.32.
 
 Requests go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), because it reports each token's weight
-version; otherwise to `/v1/completions` with `return_token_ids`, where a request that spans a weight update counts as
-sampled entirely by the older weights.
+version and, with `--return-sampling-mask`, the ids that top-k and top-p kept; otherwise to `/v1/completions` with
+`return_token_ids`, where a request that spans a weight update counts as sampled entirely by the older weights.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from etude.inference.types import SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+_ALL = 2**31 - 1  # as top-k: more than any vocabulary has
 _CONTROL_SECONDS = 60.0  # timeout of pause, abort and the like, which wait for the current model step
 
 
-def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Returns the parameters under vLLM's names, with explicit values for those that a generation_config.json may set."""
+def sampling_fields(params: SamplingParams, keeps_ids: bool = False) -> dict[str, Any]:
+    """Returns the parameters under vLLM's names, with explicit values for those that a generation_config.json may set. With
+    `keeps_ids` vLLM wants a temperature and a top-k: greedy decoding is the top 1, and a request without top-k (the weight
+    probe's) keeps the whole vocabulary."""
+    greedy = keeps_ids and params.temperature == 0
     stop = {"stop": list(params.stop), "include_stop_str_in_output": True, "detokenize": True} if params.stop else {}
     return stop | {
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
+        "temperature": 1.0 if greedy else params.temperature,
         "top_p": params.top_p,
-        "top_k": max(params.top_k, 0),
+        "top_k": 1 if greedy else _ALL if keeps_ids and params.top_k <= 0 else max(params.top_k, 0),
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -52,9 +56,14 @@ class VLLMServerEngine(ServedEngine):
     `sync_timeout`: seconds that a weight sync may take."""
 
     def __init__(
-        self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0, route: str | None = None
+        self,
+        server: HttpServer,
+        max_model_len: int,
+        sync_timeout: float = 600.0,
+        route: str | None = None,
+        keeps_ids: bool = False,
     ) -> None:
-        super().__init__(max_model_len)
+        super().__init__(max_model_len, keeps_ids)
         self._server, self._sync_timeout, self._route = server, sync_timeout, route
         self._slept_with: Any = None
         self._connecting = asyncio.Lock()
@@ -89,14 +98,15 @@ class VLLMServerEngine(ServedEngine):
 
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         route, version, adapter = await self._connect(), self._version, self.adapter
-        body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, params)
+        fields = sampling_fields(params, self._keeps_ids)
+        body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, fields)
         body |= {"model": adapter} if adapter else {}
         answer = await self._server.ask(route, body)
         with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
         if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
-        return validate_answer(read, params, version, self._server.url)
+        return validate_answer(read, params, version, self._server.url, self._keeps_ids)
 
     async def _abort(self, name: str) -> None:
         external = f"generate-tokens-{name}" if self._connected == GENERATE else f"cmpl-{name}-0"
@@ -185,8 +195,7 @@ def check_same(before: Any, after: Any, source: str) -> None:
             raise EngineError(f"{source}: '{name}' is not what it was before the engine's sleep")
 
 
-def _completions_body(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    fields = sampling_fields(params)
+def _completions_body(name: str, prompt: list[int], fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"prompt": prompt, "request_id": name, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -195,11 +204,12 @@ def _read_completions(answer: dict[str, Any]) -> Answer:
     return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
 
 
-def _generate_body(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    return {"request_id": name, "token_ids": prompt, "sampling_params": sampling_fields(params), "stream": False}
+def _generate_body(name: str, prompt: list[int], fields: dict[str, Any]) -> dict[str, Any]:
+    return {"request_id": name, "token_ids": prompt, "sampling_params": fields, "stream": False}
 
 
 def _read_generate(answer: dict[str, Any]) -> Answer:
     choice = answer["choices"][0]
     log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    return Answer(choice["token_ids"], log_probs, choice["finish_reason"], version_spans(choice["weight_versions"]))
+    spans = version_spans(choice["weight_versions"])
+    return Answer(choice["token_ids"], log_probs, choice["finish_reason"], spans, choice.get("sampling_mask"))
