@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.dumps import list_dump_steps, read_rollouts, sequences_of
 from etude.errors import ConfigError, DataError, one_line
 from etude.models.loading import no_progress_bars
@@ -156,9 +157,9 @@ def check_verifiable(config: Mapping[str, Any], key: str = "") -> None:
     one that asks for verification."""
     actor, algorithm = config["actor_rollout_ref"], config["algorithm"]
     rollout, teachers = actor["rollout"], config["distillation"]["teachers"]
-    top_k = rollout.get("top_k", -1)
+    top_k, estimator = rollout.get("top_k", -1), ADVANTAGE_ESTIMATORS.find(str(algorithm["adv_estimator"]))
     unknown = {
-        "algorithm.adv_estimator": algorithm["adv_estimator"] == "remax",  # the dump has no greedy answers
+        "algorithm.adv_estimator": estimator is not None and "reward_baselines" in estimator.needs,  # not in the dump
         "actor_rollout_ref.model.lora_rank": bool(actor["model"].get("lora_rank")),
         "critic.model.lora_rank": bool(config["critic"]["model"].get("lora_rank")),
         "actor_rollout_ref.rollout.top_p": rollout.get("top_p", 1.0) != 1.0,  # nor which tokens were left
