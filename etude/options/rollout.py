@@ -46,6 +46,7 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
     return own.enable and bool(own.tool_config_path or own.function_tool_path or environment or run.plugins)
 
 
+COMMAND = When("with openai_agent.command", lambda own, run: bool(own.command))
 COMPACTS = When("with compact.at_tokens", lambda own, run: own.at_tokens is not None)
 
 
@@ -209,6 +210,23 @@ class OpenAIAgentOptions:
     command: RawTexts = key(
         "Your command as a list of words; it gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
         default=(),
+    )
+    workspace: Text | None = key(
+        "Folder of which each rollout's command, and the verifier, get a copy of their own as working folder. Null: they "
+        "run where the worker does.",
+        default=None,
+        when=COMMAND,
+    )
+    verifier: RawTexts = key(
+        "Command, a list of words, that runs in the working folder once the agent has ended, without its keys, and writes "
+        "the reward into ETUDE_REWARD_FILE; the agent then gets no such file. Empty: none.",
+        default=(),
+        when=COMMAND,
+    )
+    train: Literal["all", "tools", "main"] = key(
+        "Sequences of an agent that are trained on: all; tools, those whose requests have tools (sub-agents, not titles or "
+        "summaries), all where none has; main, the last of those alone.",
+        default="all",
     )
 
     def __post_init__(self) -> None:

@@ -215,7 +215,8 @@ def describe_scorer(scorer: Any, data_source: object) -> str:
 class WeightedSum:
     """Combines several scorers: `score` is Σ weight · score, and each function's own score is reported under its name.
 
-    Other values that a function returns are reported as `{name}/{key}`; `acc` is the first one that a function returns.
+    Other values that a function returns are reported as `{name}/{key}`; `acc` is the first one that a function returns, else
+    the score of the function with the largest weight (the first of equals): a penalty beside it makes no answer wrong.
     """
 
     def __init__(self, functions: Sequence[tuple[str, float, Scorer]]) -> None:
@@ -249,7 +250,7 @@ class WeightedSum:
             raise _name_failure(name, error) from error
 
     def _sum(self, results: Sequence[Any]) -> Score:
-        total, own, parts, acc = 0.0, dict[str, Any](), dict[str, float](), dict[str, Any]()
+        total, own, parts, accs = 0.0, dict[str, Any](), dict[str, float](), list[Any]()
         for (name, weight, _), result in zip(self._functions, results):
             details = dict(result) if isinstance(result, Mapping) else {"score": result}
             if details.get("score") is None:
@@ -260,10 +261,10 @@ class WeightedSum:
                 parts |= {f"{name}/{part}": weight * share for part, share in shares.items()}
             else:
                 parts[name] = weight * value
-            if "acc" in details:
-                acc.setdefault("acc", details["acc"])
+            accs += [details["acc"]] if "acc" in details else []
             own |= {name: value} | {f"{name}/{key}": entry for key, entry in details.items()}
-        return {"score": total, **acc, **own, COMPONENTS: parts}
+        main, _, _ = max(self._functions, key=lambda each: abs(each[1]))
+        return {"score": total, "acc": accs[0] if accs else own[main], **own, COMPONENTS: parts}
 
 
 COMPONENTS = "reward_components"

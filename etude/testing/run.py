@@ -196,7 +196,10 @@ def _read_rows(run: Inspection) -> Result:
         lengths, tasks = [length for length, _ in read], [task for _, task in read]
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-            said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {data.max_prompt_length})")
+            if files:
+                said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {data.max_prompt_length})")
+            else:
+                said.append(f"env: {len(lengths)} made, in place of {key}; each starts with what reset returns")
             if key == "data.train_files":
                 run.train = dataset
                 warn_of_tools(dataset)

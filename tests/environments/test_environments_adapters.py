@@ -209,6 +209,24 @@ def test_a_gymnasium_game_in_words():
     assert play(options, [])[2][0] == 0.0  # cut before the first step
     maps = {play(EnvironmentOptions(id="gym:FrozenLake-v1", args={"random_map": 5}), [], seed)[0] for seed in (1, 1, 2)}
     assert len(maps) == 2
+    charged = EnvironmentOptions(id="gym:Blackjack-v1", args={"invalid_reward": -1})
+    _, steps, _ = play(charged, ["flap"])
+    assert (steps[0].reward, steps[0].done) == (-1, False)
+
+
+@pytest.mark.parametrize(
+    ("game", "texts", "acc"),
+    [
+        ("FrozenLake-v1", ["down", "down", "right", "right", "down", "right"], 1.0),
+        ("CartPole-v1", ["left", "left"], 0.0),  # earned 2 of the 475 that solve it
+        ("CartPole-v1", ["left"] * 10, 0.0),
+        ("MountainCar-v0", ["none"], 0.0),  # -1, better than its threshold of -110, because it was cut
+        ("MountainCar-v0", [], 0.0),
+    ],
+)
+def test_success_in_a_gymnasium_game_is_its_reward_threshold(game, texts, acc):
+    args = {"is_slippery": False} if game.startswith("Frozen") else {}
+    assert play(EnvironmentOptions(id=f"gym:{game}", args=args), texts)[2][1] == {"acc": acc}
 
 
 @pytest.mark.parametrize(

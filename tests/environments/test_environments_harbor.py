@@ -106,6 +106,25 @@ def test_what_the_model_left_running_or_wrote_for_the_tests_earns_nothing(write)
     assert score == 0.0
 
 
+_SCRIPT = "printf '#!/bin/bash\\necho 1 > /logs/verifier/reward.txt; exit 0\\n'"
+
+
+_EXIT = "echo 'import os; os._exit(0)'"
+_LOCAL = f"""mkdir -p ~/.local/bin; {_SCRIPT} > ~/.local/bin/python3; cp ~/.local/bin/python3 ~/.local/bin/bash
+chmod +x ~/.local/bin/*; echo 'echo 1 > /logs/verifier/reward.txt; exit 0' > ~/.local/bin/env
+user=$(/usr/bin/env python3 -m site --user-site); mkdir -p $user; {_EXIT} > $user/usercustomize.py"""
+_WORK = f"""{_EXIT} | tee pytest.py /sandbox/conftest.py /conftest.py conftest.py
+echo '[pytest]\naddopts = --collect-only' | tee /sandbox/pytest.ini /pytest.ini pytest.ini"""
+_LINKS = f"""for n in base64 io shutil tarfile gzip; do echo 'raise SystemExit' > /sandbox/$n.py; done
+mkdir -p /sandbox/mine/verifier; {_EXIT} > /sandbox/mine/conftest.py; echo 1 > /sandbox/mine/verifier/reward.txt
+ln -s mine /sandbox/tests; ln -s mine /sandbox/logs"""
+
+
+@pytest.mark.parametrize(("test", "forged"), [(PYTEST, _LOCAL), (TEST, _LOCAL), (PYTEST, _WORK), (PYTEST, _LINKS)])
+def test_what_the_model_put_where_the_tests_look_earns_nothing(write, test, forged):
+    assert play(write(test=test), f"{forged}; true")[1][0] == 0.0
+
+
 def test_a_sandbox_that_the_models_code_ended_is_worth_0(write):
     assert play(write(), "kill -9 $PPID")[1] == (0.0, {"sandbox_lost": 1})
 

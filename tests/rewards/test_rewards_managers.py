@@ -131,6 +131,19 @@ def test_several_functions_with_weights(tmp_path):
     }
 
 
+@pytest.mark.parametrize("weights", [{"right": 1.0, "penalty": 1.0}, {"form": 0.6, "right": 1.0, "penalty": 0.6}])
+def test_what_is_added_to_a_verdict_does_not_change_it(tmp_path, weights):
+    text = (
+        "def penalty(): return -0.1\ndef right(solution_str, ground_truth): return float(solution_str == ground_truth)"
+    )
+    (tmp_path / "two.py").write_text(f"{text}\ndef form(): return 2.0")
+    scorer = load_rewards(
+        [{"path": str(tmp_path / "two.py"), "name": name, "weight": w} for name, w in weights.items()]
+    )
+    for answer, success in (("42", True), ("41", False)):
+        assert is_success(score(trajectory((answer, "")), row(), manager(scorer=scorer))) is success
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("broken", "'broken' failed: KeyError"), ("none", "'none' returned no score")]
 )

@@ -22,6 +22,18 @@ CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
 SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
+WORLD = """
+from etude.environments import Environment, environment
+
+
+@environment("world")
+class World(Environment):
+    def reset(self, task, seed):
+        return f"Say {seed}."
+
+    def score(self):
+        return 0.0
+"""
 UNDESCRIBED = SCHEMA | {"function": SCHEMA["function"] | {"description": ""}}
 
 
@@ -83,6 +95,19 @@ def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     assert [str(each) for each in found.all if each.level is not Level.OK] == []
     [rolled_out] = [each.message for each in found.all if each.subject == "rollout"]
     assert "every tool was called and answered" in rolled_out
+
+
+def test_tasks_of_an_environment_are_not_reported_as_rows_of_a_file(agent):
+    agent.write("world.py", WORLD)
+    own = [
+        "env=[{id: world, tasks: 8, val_tasks: 2}]",
+        "custom_reward_function.path=null",
+        f"plugins=[{agent.folder}/world.py]",
+    ]
+    found = inspect(agent, *own, "data.train_files=[]", "data.val_files=[]", rolls_out=False)
+    made = "env: {} made, in place of data.{}_files; each starts with what reset returns"
+    said = [each.message for each in found.all if each.subject == "rows" and each.level is Level.OK]
+    assert said == ["; ".join((made.format(8, "train"), made.format(2, "val")))]
 
 
 # -- one misconfiguration each: level, subject, settings or how it is made, and what is said or what to do ---------------

@@ -21,8 +21,9 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -149,67 +150,124 @@ class CommandAgent:
     programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. Its child
     processes are killed when it exits, before the file is read.
 
+    With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
+    gets the reward file: it runs in the same folder when the agent and its child processes have ended, however they did.
+
     Raises:
-        ConfigError: the program does not exist.
+        ConfigError: a program or the folder does not exist.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], workspace: str | None = None, verifier: Sequence[str] = ()) -> None:
         if not command:
             raise ConfigError("an agent's command must have at least one word")
-        self._command = list(command)
+        self._command, self._verifier = list(command), list(verifier)
+        self._workspace = None if workspace is None else Path(workspace).expanduser()
         self.name = command[0]
-        if shutil.which(self.name) is None:
+        for program, noun in ((self.name, "agent"), *((word, "verifier") for word in verifier[:1])):
+            if shutil.which(program) is None:
+                raise ConfigError(
+                    f"{noun} '{program}' cannot be started: there is no such program, or it is not executable"
+                )
+        if self._workspace is not None and not self._workspace.is_dir():
             raise ConfigError(
-                f"agent '{self.name}' cannot be started: there is no such program, or it is not executable"
+                f"rollout.agent.openai_agent.workspace={workspace} is no folder",
+                key="actor_rollout_ref.rollout.agent.openai_agent.workspace",
+                fix="name the folder that each rollout gets a copy of",
             )
 
     async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
         """See `Agent.run`.
 
         Raises:
-            EtudeError: the program cannot be started.
-            CommandFailed: it exits with a nonzero status.
-            WrongReward: what it wrote into its reward file is not a finite number.
+            EtudeError: a program cannot be started.
+            CommandFailed: the agent exits with a nonzero status.
+            WrongReward: what was written into the reward file is not a finite number.
+            InfrastructureError: the verifier exits with a nonzero status, or writes no reward.
         """
-        with _reward_file() as descriptor:
-            return await self._run(endpoint, row, descriptor)
-
-    async def _run(self, endpoint: Endpoint, row: Mapping[str, Any], descriptor: int) -> float | None:
-        reward_file = f"/dev/fd/{descriptor}"
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
-        environment |= {
+        keys = {
+            "OPENAI_BASE_URL": endpoint.base_url,
+            "OPENAI_API_KEY": endpoint.api_key,
+            "OPENAI_MODEL": MODEL,
             "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": endpoint.api_key,
-            REWARD_FILE: reward_file,
         }
         text = json.dumps(dict(row), default=repr).encode()
-        pipe, out_too = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=out_too,
-                env=environment,
-                pass_fds=(descriptor,),
-                start_new_session=True,
-            )
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                raise
-            raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
-        output = _Tail(process.stdout)
-        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
-        try:
-            status = await _wait_for_exit(process)
-        finally:
-            await uninterrupted(_terminate(process, pipes))
-        reward = _read_reward(descriptor, f"agent '{self.name}': {REWARD_FILE} ({reward_file})")
+        async with _working_folder(self._workspace) as folder:
+            with _reward_file() as descriptor:
+                own = None if self._verifier else descriptor
+                reward: float | None
+                status, output = await _execute("agent", self._command, text, keys, own, folder)
+                if self._verifier:
+                    reward = await self._verify(text, descriptor, folder)
+                else:
+                    reward = _read_reward(descriptor, f"agent '{self.name}': {REWARD_FILE} (/dev/fd/{descriptor})")
         if status != 0:
-            tail = " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
-            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {tail or '(no output)'}", reward)
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {output or '(no output)'}", reward)
         return reward
+
+    async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> float:
+        status, output = await _execute("verifier", self._verifier, text, {}, descriptor, folder)
+        who = f"verifier '{self._verifier[0]}'"
+        if status != 0:
+            raise InfrastructureError(f"{who} ended with status {status}: {output or '(no output)'}")
+        reward = _read_reward(descriptor, f"{who}: {REWARD_FILE} (/dev/fd/{descriptor})")
+        if reward is None:
+            raise InfrastructureError(f"{who} wrote no reward into {REWARD_FILE}")
+        return reward
+
+
+@contextlib.asynccontextmanager
+async def _working_folder(template: Path | None) -> AsyncIterator[Path | None]:
+    """Yields a copy of a folder, deleted afterwards; None without one."""
+    if template is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True) as parent:
+        folder = Path(parent) / template.name
+        await _threads.run(shutil.copytree, template, folder, symlinks=True)
+        yield folder
+
+
+async def _execute(
+    noun: str,
+    command: Sequence[str],
+    text: bytes,
+    variables: Mapping[str, str],
+    descriptor: int | None,
+    folder: Path | None,
+) -> tuple[int, str]:
+    """Runs a program in a process group that does not outlive it, with `text` on stdin and `descriptor` as its reward file;
+    returns its status and the end of its output.
+
+    Raises:
+        EtudeError: it cannot be started.
+    """
+    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ} | dict(variables)
+    if descriptor is not None:
+        environment[REWARD_FILE] = f"/dev/fd/{descriptor}"
+    pipe, out_too = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=out_too,
+            env=environment,
+            cwd=folder,
+            pass_fds=() if descriptor is None else (descriptor,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        if error.errno in _OUT_OF_RESOURCES:
+            raise
+        raise EtudeError(f"{noun} '{command[0]}' cannot be started: {error}") from error
+    output = _Tail(process.stdout)
+    pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
+    try:
+        status = await _wait_for_exit(process)
+    finally:
+        await uninterrupted(_terminate(process, pipes))
+    return status, " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
 
 
 async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:

@@ -61,7 +61,8 @@ _logged: set[tuple[str, type[Exception]]] = set()  # kinds of errors whose trace
 
 @AGENT_LOOPS.register("openai_agent")
 class OpenAIAgentLoop(AgentLoopBase):
-    """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments.
+    """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments, with `workspace`
+    and `verifier` as in `rollout.agent.openai_agent`.
 
     With neither, runs the agent configured in `rollout.agent.openai_agent`.
 
@@ -75,13 +76,16 @@ class OpenAIAgentLoop(AgentLoopBase):
         *,
         function: Callable[..., Any] | str | None = None,
         command: Sequence[str] = (),
+        workspace: str | None = None,
+        verifier: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(trainer_config, **kwargs)
         if function is None and not command:
-            options = trainer_config.options.agent.openai_agent
-            function, command = options.function, options.command
-        self._agent = agent_of(function, command)
+            self._agent = agent_of(trainer_config.options.agent.openai_agent)
+        else:
+            options = OpenAIAgentOptions(command=tuple(command), workspace=workspace, verifier=tuple(verifier))
+            self._agent = agent_of(options, function)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
         """See `AgentLoopBase.run`: one trajectory per sequence.
@@ -193,21 +197,22 @@ def check_openai_agent(options: OpenAIAgentOptions) -> None:
         MissingExtraError: the function needs an `openai` client, and the package is not installed.
     """
     if options.function is not None or options.command:
-        agent_of(options.function, options.command)
+        agent_of(options)
 
 
-def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) -> Agent:
+def agent_of(options: OpenAIAgentOptions, function: Callable[..., Any] | str | None = None) -> Agent:
     """Makes an agent of a function, its import path, or a command.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
     """
-    if (function is None) == (not command):
+    function = options.function if function is None else function
+    if (function is None) == (not options.command):
         raise ConfigError(
             "agent loop 'openai_agent': set either rollout.agent.openai_agent.function or rollout.agent.openai_agent.command"
         )
     if function is None:
-        return CommandAgent(command)
+        return CommandAgent(options.command, options.workspace, options.verifier)
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 
 

@@ -42,7 +42,7 @@ _SAME = (
     "store",
 )
 _HINTS = ("user", "metadata", "service_tier", "reasoning", "prompt_cache_key", "prompt_cache_retention")
-_MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls")
+_MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls", "client_metadata")
 _READ = ("input", "instructions", "previous_response_id", "tools", "text", "include", "max_output_tokens")
 _FIXED = {"truncation": "disabled", "background": False}  # the only supported values
 _UNSUPPORTED = {

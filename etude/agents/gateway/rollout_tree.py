@@ -22,7 +22,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from etude.agents.gateway.messages import Message, match_answers
 from etude.agents.gateway.request import ChatRequest
@@ -53,6 +53,7 @@ class Turn:
         cut_by: the rollout budget that truncated the turn, if any.
         sampling: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
+        with_tools: whether its request had tools; the same along a path.
     """
 
     parent: Turn | None
@@ -67,6 +68,7 @@ class Turn:
     cut_by: StopReason | None
     sampling: dict[str, float]
     seconds: float
+    with_tools: bool = False
 
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -145,9 +147,14 @@ class RolloutTree:
         """The last turn, with which the main sequence ends."""
         return max(self.turns, key=lambda turn: turn.order)
 
-    def sequences(self, request_id: str) -> list[Trajectory]:
-        """Returns the sequences in time order; only the last one, the main sequence, carries rewards."""
+    def sequences(self, request_id: str, train: Literal["all", "tools", "main"] = "all") -> list[Trajectory]:
+        """Returns the sequences in time order; only the last one, the main sequence, carries rewards. `train` is the key
+        `openai_agent.train`."""
         leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
+        if train != "all":
+            leaves = [leaf for leaf in leaves if leaf.with_tools] or leaves
+        if train == "main":
+            leaves = leaves[-1:]
         claimed: set[Turn] = set()
         made = []
         for leaf in reversed(leaves):
@@ -155,7 +162,7 @@ class RolloutTree:
             made.append(_sequence(request_id, path, next(n for n, turn in enumerate(path) if turn not in claimed)))
             claimed.update(path)
         main = made[0]
-        place = {turn: number for number, turn in enumerate(self.last.path())}
+        place = {turn: number for number, turn in enumerate(leaves[-1].path())}
         main.rewards.steps = [(place.get(turn, len(place) - 1), name, value) for turn, name, value in self.rewards]
         return made[::-1]
 

@@ -134,7 +134,9 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
 
     @app.post(f"/v1/{dialect.path}")
     async def complete_alone(request: Request) -> Response:
-        """One turn, in its own session."""
+        """One turn, of the session that the header X-Session-ID names, or else in its own."""
+        if named := request.headers.get(SESSION_HEADER):
+            return await complete(named, request)
         name = f"single-{uuid4().hex}"
         if not store.makes(name):
             store.get(name, "")  # raises before the body is read if the store creates no sessions
@@ -275,6 +277,8 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
+SESSION_HEADER = "x-session-id"
+"""Names the session of a request whose URL names none, for clients that keep one URL."""
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 

@@ -208,6 +208,7 @@ class GatewaySession:
                     cut_by if was_cut else None,
                     sampling,
                     seconds,
+                    bool(request.tools),
                 )
                 self.tree.add(turn, history.after(message))
                 turns.append(turn)
@@ -249,7 +250,8 @@ class GatewaySession:
     def trajectories(self) -> list[Trajectory]:
         """Returns the sequences in time order, the main one last; a single empty one if there are no turns."""
         name = self.request_id
-        made = self.tree.sequences(name) if self.tree.turns else [Trajectory(name, [])]
+        train = self._context.options.agent.openai_agent.train
+        made = self.tree.sequences(name, train) if self.tree.turns else [Trajectory(name, [])]
         if self.refused is not None:
             made[-1].stop_reason = self.refused
         return made

@@ -1,7 +1,8 @@
 """`gym:ID`: a Gymnasium environment whose spaces can be said in words, such as toy text and small vectors.
 
-Arguments: `actions` (names of a discrete action space, in order), `random_map` (FrozenLake: the size of a map that the seed
-draws), and those of `gymnasium.make`. What the model sees is the `ansi` rendering, if there is one, else the observation.
+Arguments: `actions` (names of a discrete action space, in order), `invalid_reward` (of a turn that names no action),
+`random_map` (FrozenLake: the size of a map that the seed draws), and those of `gymnasium.make`. What the model sees is the
+`ansi` rendering, if there is one, else the observation.
 """
 
 from __future__ import annotations
@@ -35,11 +36,20 @@ _LARGEST = 64  # numbers of an observation or action that are said in words
 
 
 class Game(Environment):
-    """One episode; its rewards are those of its steps, and 0 without any."""
+    """One episode; its rewards are those of its steps, and 0 without any. It is a success if it ended with Gymnasium's
+    `reward_threshold`; where there is none, by the run's rule: in total 1 or more."""
 
-    def __init__(self, id: str, actions: Sequence[str], random_map: int | None, args: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        id: str,
+        actions: Sequence[str],
+        random_map: int | None,
+        invalid_reward: float | None,
+        args: Mapping[str, Any],
+    ) -> None:
         self._id, self._names, self._random_map, self._args = id, [*actions], random_map, dict(args)
-        self._steps = 0
+        self._invalid_reward = invalid_reward
+        self._steps, self._total, self._ended = 0, 0.0, False
         self._env: Any = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
@@ -61,12 +71,14 @@ class Game(Environment):
         """
         action = self._read(text.rpartition("</think>")[2])
         observation, reward, terminated, truncated, _ = self._env.step(action)
-        self._steps += 1
-        return Step(self._say(observation), float(reward), bool(terminated or truncated))
+        self._steps, self._total, self._ended = self._steps + 1, self._total + float(reward), terminated or truncated
+        return Step(self._say(observation), float(reward), bool(self._ended))
 
-    def score(self) -> float | None:
-        """Returns 0.0 for an episode without a step; otherwise its steps' rewards are all."""
-        return None if self._steps else 0.0
+    def score(self) -> dict[str, float]:
+        """Returns a score of 0.0 for an episode without a step; otherwise its steps' rewards are all."""
+        enough = self._env.spec.reward_threshold
+        found = {} if enough is None else {"acc": float(self._ended and self._total >= enough)}
+        return found if self._steps else {"score": 0.0, **found}
 
     def close(self) -> None:
         """Closes the environment."""
@@ -87,12 +99,12 @@ class Game(Environment):
         if self._names:
             found = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, self._names))})(?!\w)", text.lower())
             if not found:
-                raise InvalidAction(f"Write one of: {', '.join(self._names)}.")
+                raise InvalidAction(f"Write one of: {', '.join(self._names)}.", self._invalid_reward)
             return self._env.action_space.start + self._names.index(found[-1])
         numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
         space = self._env.action_space
         if len(numbers) != _size(space) or not space.contains(_like(space, numbers)):
-            raise InvalidAction(f"Write {_size(space)} numbers within their bounds.")
+            raise InvalidAction(f"Write {_size(space)} numbers within their bounds.", self._invalid_reward)
         return _like(space, numbers)
 
 
@@ -143,7 +155,12 @@ def names() -> list[str]:
 
 
 def open_environment(
-    name: str, *, actions: Sequence[str] = (), random_map: int | None = None, **args: Any
+    name: str,
+    *,
+    actions: Sequence[str] = (),
+    random_map: int | None = None,
+    invalid_reward: float | None = None,
+    **args: Any,
 ) -> tuple[Callable[[], Environment], type[Environment]]:
     """See the package.
 
@@ -178,4 +195,4 @@ def open_environment(
             f"gym:{name}: its spaces cannot be said in words: {space}, {tried.observation_space}",
             fix="write an Environment around it",
         )
-    return partial(Game, name, [each.lower() for each in actions], random_map, args), Game
+    return partial(Game, name, [each.lower() for each in actions], random_map, invalid_reward, args), Game

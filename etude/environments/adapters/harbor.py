@@ -39,9 +39,15 @@ _INSTALLED = frozenset({"curl", "pip", "pytest", "pytest-json-ctrf", "uv"})  # b
 _SHIMS = {
     **dict.fromkeys(("apt-get", "apt", "curl", "pip", "pip3", "uv"), "exit 0"),
     "pytest": 'args=(); while (($#)); do [[ $1 == --ctrf ]] && shift || args+=("$1"); shift; done; '
-    'PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 exec python3 -m pytest -p no:cacheprovider "${args[@]}"',
+    'PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 exec python3 -c \'import sys; sys.path.remove(""); import pytest; '
+    'sys.exit(pytest.main())\' -p no:cacheprovider "${args[@]}"',
     "uvx": 'while (($#)) && [[ $1 != pytest ]]; do shift; done; exec "$@"',
 }
+_ASIDE = """import os, uuid
+for path in ('/sandbox/tests', '/sandbox/logs', os.path.expanduser('~/.local')):
+    if os.path.lexists(path):
+        os.rename(path, f'{path}-{uuid.uuid4().hex}')"""
+"""Moves away what the model put where the tests and their programs go: a folder, a link, whatever its mode."""
 _REWARDS = (
     "import os; {n: open(p).read() for n in ('json', 'txt') if os.path.isfile(p := f'/logs/verifier/reward.{n}')}"
 )
@@ -86,7 +92,10 @@ class Session(Environment):
         cpu = found.agent_seconds + found.test_seconds
         limits = Limits(wall_seconds=cpu, cpu_seconds=cpu, memory_mb=found.memory_mb, disk_mb=found.disk_mb)
         self._id = await self._sandbox.session(limits, found.files)
-        await self._cell(f"import os; os.makedirs('/sandbox{found.workdir}', exist_ok=True)")
+        # What our cells import later must not be a file of the model's in the working folder.
+        await self._cell(
+            f"import os, sys; sys.path.remove(os.getcwd()); os.makedirs('/sandbox{found.workdir}', exist_ok=True)"
+        )
         return Step(found.instruction)
 
     @tool
@@ -114,10 +123,11 @@ class Session(Environment):
         await self._cell(
             "import os, contextlib, signal\nwith contextlib.suppress(OSError): os.kill(-1, signal.SIGKILL)"
         )
+        await self._cell(_ASIDE)
         await self._copy("tests")
         names = " ".join(_SHIMS)
         shims = "\n".join(f"printf '#!/bin/bash\\n%s\\n' {shlex.quote(text)} > {name}" for name, text in _SHIMS.items())
-        folders = "rm -rf /sandbox/logs && mkdir -p /sandbox/logs/verifier ~/.local/bin && cd ~/.local/bin && touch env"
+        folders = "mkdir -p /sandbox/logs/verifier ~/.local/bin && cd ~/.local/bin && touch env"
         await self._run(f"{folders}\n{shims}\nchmod +x {names}", 10.0)
         ran = await self._run('PATH="$HOME/.local/bin:$PATH" bash /tests/test.sh', self._task.test_seconds)
         written = (await self._cell(_REWARDS)).text if ran.session_alive else None
@@ -154,7 +164,7 @@ class Session(Environment):
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             archive.add(self._task.folder / name, name)
         data = base64.b64encode(packed.getvalue()).decode()
-        code = f"import base64, io, shutil, tarfile\nshutil.rmtree('/sandbox/{name}', ignore_errors=True)\n"
+        code = "import base64, io, tarfile\n"
         code += f"with tarfile.open(fileobj=io.BytesIO(base64.b64decode('{data}'))) as t: t.extractall('/sandbox')"
         if (result := await self._cell(code, 60.0)).error is not None:
             raise InfrastructureError(f"{self._task.folder}/{name}: {result.error.value}")
@@ -194,7 +204,7 @@ def read_task(folder: Path) -> Task:
     if (folder / "environment/docker-compose.yaml").exists() or str(wants.get("os", "linux")).lower() != "linux":
         raise _needs(folder, "docker-compose.yaml, or another system")
     for name in _installs(script):
-        if name not in _INSTALLED and not _is_here(name):
+        if name not in _INSTALLED and not any(importlib.metadata.distributions(name=name)):
             raise _needs(folder, f"tests/test.sh needs {name}, which is not installed here")
     workdir, files, variables = "/app", dict[str, bytes](), dict[str, str]()
     for line in filter(str.strip, lines):
@@ -236,13 +246,6 @@ def _name(requirement: str) -> str:
 
 def _needs(folder: Path, what: str) -> ConfigError:
     return ConfigError(f"{folder.name} needs an image: {what}", fix="leave it out, or set args.skip=true")
-
-
-def _is_here(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _copied(source: Path, words: list[str], workdir: str) -> dict[str, bytes] | None:

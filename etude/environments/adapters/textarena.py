@@ -90,15 +90,12 @@ def open_environment(
     make = partial(Game, f"{name}-raw", count, rival, args)
     try:
         make().reset({}, 0)
-    except LookupError as error:  # NLTK's way to say that data is missing, in twenty lines
-        data = re.search(r"Resource (?:\x1b\[\d+m)?(\w+)", str(error))
-        if data is None:
-            raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}") from error
-        fix = f"run  python -m nltk.downloader {data[1]}  where there is a network"
-        raise ConfigError(f"textarena:{name}: NLTK's data '{data[1]}' are not there", fix=fix) from error
-    except AssertionError as error:
-        fix = "give args.opponent, which plays the others" if opponent is None else ""
-        raise ConfigError(f"textarena:{name}: {one_line(error)}", fix=fix) from error
     except Exception as error:  # a game may raise anything
-        raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}") from error
+        # NLTK's way to say that data is missing, in twenty lines of a LookupError
+        if data := re.search(r"Resource (?:\x1b\[\d+m)?(\w+)", str(error)):
+            fix = f"run  python -m nltk.downloader {data[1]}  where there is a network"
+            raise ConfigError(f"textarena:{name}: NLTK's data '{data[1]}' are not there", fix=fix) from error
+        needs_rival = isinstance(error, AssertionError) and opponent is None
+        fix = "give args.opponent, which plays the others" if needs_rival else ""
+        raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}", fix=fix) from error
     return make, Game

@@ -1,27 +1,25 @@
-"""Plays countdown with two numbers: an operator that fits, or any."""
+"""Rows of countdown, after two worked examples, one of them of two attempts."""
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.environments.adapters.reasoning_gym import AGAIN, ASK
 from etude.registry import import_module
 
-
-def act(turns: Sequence[str], skilled: bool, rng: random.Random) -> str:
-    """Writes an expression with the numbers, in the order of the question or the other."""
-    question = turns[0].partition(".\n")[0]
-    target = re.findall(r"(?:make|equals|Calculate) (\d+)", question)[0]
-    first, second = re.findall(r"numbers:? (\d+), (\d+)", question)[0]
-    tried = [f"{a} {operator} {b}" for operator in "+*-/" for a, b in ((first, second), (second, first))]
-    fits = [each for each in tried if eval(each) == int(target)]
-    return f"<answer>{rng.choice(fits if skilled and fits else tried)}</answer>"
+ASKED = "Find a way to make {} using all of these numbers: {}, {}.\nEach number can only be used once.\n" + ASK
+EXAMPLES = (
+    {"role": "user", "content": ASKED.format(15, 3, 5)},
+    {"role": "assistant", "content": "<answer>3 * 5</answer>"},
+    {"role": "user", "content": ASKED.format(7, 9, 2)},
+    {"role": "assistant", "content": "<answer>9 + 2</answer>"},
+    {"role": "user", "content": f"{AGAIN} {ASK}"},
+    {"role": "assistant", "content": "<answer>9 - 2</answer>"},
+)
 
 
 def prepare(folder: Path, seed: int, rows: Any) -> Any:
-    """Makes rows and demonstrations."""
+    """Makes the rows."""
     here = Path(__file__).parent
-    return import_module(str(here.parent / "play.py")).tables(here, seed, rows, act)
+    return import_module(str(here.parent / "play.py")).tables(here, seed, rows, shown=EXAMPLES)

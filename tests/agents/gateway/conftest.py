@@ -11,9 +11,9 @@ def loop_of(monkeypatch):
     """Registers an agent for one test, and gives its name."""
     monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
 
-    def enter(function=None, *, command=()):
+    def enter(function=None, **own):
         def loop(**given):
-            return OpenAIAgentLoop(**given, function=function, command=command)
+            return OpenAIAgentLoop(**given, function=function, **own)
 
         AGENT_LOOPS.register("an_agent")(loop)
         return "an_agent"

@@ -1,12 +1,13 @@
 """Agents that are commands: their environment, their endings, and what they leave behind."""
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
 
 import pytest
-from agents_stage import says
+from agents_stage import call, says
 from gateway_stage import PROGRAM, roll
 from wait_stage import is_running, until
 
@@ -102,6 +103,45 @@ def test_a_command_that_fails_without_a_reward_is_dropped(loop_of):
     [result], _ = roll(loop_of(command=command(fails)))
     assert (result.trajectory, result.dropped) == (None, StopReason.AGENT_ERROR)
     assert "ended with status 3: oh no" in result.cause
+
+
+def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(loop_of, tmp_path):
+    (tmp_path / "start.txt").write_text("1")
+    program = PROGRAM + "assert 'ETUDE_REWARD_FILE' not in os.environ\nopen('start.txt', 'a').write('2')\nsys.exit(3)"
+    reads = "assert 'OPENAI_API_KEY' not in os.environ\n" + REWARD.format("' + open('start.txt').read() + '")
+    given = {"command": command(program), "workspace": str(tmp_path)}
+    results, _ = roll(loop_of(**given, verifier=command("import os\n" + reads)), rows=2, scored=False)
+    assert [result.trajectory.rewards.score for result in results] == [12.0] * 2  # each its own copy
+    assert (tmp_path / "start.txt").read_text() == "1"
+    for broken, why in (("raise SystemExit(2)", "ended with status 2"), ("pass", "wrote no reward")):
+        AGENT_LOOPS._items.pop("an_agent")
+        [result], _ = roll(loop_of(**given, verifier=command(broken)), scored=False)
+        assert (result.dropped, why in result.cause) == (StopReason.INFRASTRUCTURE, True)
+
+
+@pytest.mark.skipif(shutil.which("mini") is None, reason="pip install mini-swe-agent; put its folder on PATH")
+def test_mini_swe_agent_is_trained_as_it_is(loop_of, tmp_path):
+    """Real, and unchanged; its only tool is bash, and it ends when that prints its word."""
+    (tmp_path / "task").mkdir()
+    quiet = ["env", "MSWEA_CONFIGURED=true", "MSWEA_COST_TRACKING=ignore_errors", f"HOME={tmp_path}"]
+    mini = ["mini", "-m", "openai/policy", "-t", "Write 5.", "-y", "--exit-immediately", "-o", "log.json"]
+    script = ["echo 0.5 > done.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    verify = "import os\n" + REWARD.format("' + open('done.txt').read() + '")
+    given = {"workspace": str(tmp_path / "task"), "verifier": command(verify)}
+    name = loop_of(command=[*quiet, *mini], **given)
+    turns = [says(call("bash", command=each)) for each in script]
+    limits = {"prompt_length": 8000, "response_length": 4000}
+    [result], _ = roll(name, lambda _, __, turn: turns[turn], scored=False, **limits)
+    assert (result.trajectory.rewards.score, result.earlier) == (0.5, [])
+    assert [record.name for record in result.trajectory.tool_calls] == ["bash", "bash"]
+
+
+def test_a_workspace_that_does_not_exist_names_its_key(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder") as caught:
+        check_openai_agent(OpenAIAgentOptions(command=(sys.executable,), workspace=str(tmp_path / "none")))
+    assert caught.value.key.endswith("openai_agent.workspace")
+    with pytest.raises(ConfigError, match="verifier '/no/such/program' cannot be started"):
+        check_openai_agent(OpenAIAgentOptions(command=(sys.executable,), verifier=("/no/such/program",)))
 
 
 def test_a_command_that_does_not_exist(loop_of):

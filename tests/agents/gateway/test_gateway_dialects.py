@@ -101,6 +101,17 @@ def test_a_session_can_be_asked_in_several():
     assert trajectory.assistant_turns == 3
 
 
+def test_codex_may_say_what_it_is():
+    """What Codex CLI 0.171 sends beside the conversation."""
+    told = {"client_metadata": {"x-codex-installation-id": "1"}, "prompt_cache_key": "1", "store": False}
+
+    async def work(stage):
+        asked = {"model": "any", "input": "Hi", "include": ["reasoning.encrypted_content"], "extra_body": told}
+        return (await stage.client.responses.create(**asked, reasoning={"summary": "auto"})).output_text
+
+    assert talk(work, [says("5")]) == "5"
+
+
 def test_instructions_do_not_go_on_to_the_next_response():
     async def work(stage):
         first = await stage.client.responses.create(model="any", input="Hi", instructions="Be short.")

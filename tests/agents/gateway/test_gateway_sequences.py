@@ -15,6 +15,7 @@ from etude.agents.gateway.rollout_tree import History
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError
+from etude.options import AgentOptions, OpenAIAgentOptions
 from etude.schemas import FunctionCall
 from etude.trajectory import Provenance
 
@@ -371,3 +372,48 @@ def test_messages_that_a_template_refuses_are_the_clients_mistake():
         return caught.value.param
 
     assert talk(work, [], chat=chat_of(NO_TOOLS)) == "messages"
+
+
+# -- which sequences train, and one URL for several sessions -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("train", "kept"), [("all", "abcd"), ("tools", "ac"), ("main", "c")])
+def test_side_requests_are_trained_on_only_where_the_key_says_so(train, kept):
+    """A sub-agent (a), a title (b), the agent itself (c), and a summary of it at the end (d)."""
+    agent = AgentOptions(openai_agent=OpenAIAgentOptions(train=train))
+    given = {"a": {"tools": [ECHO]}, "b": {}, "c": {"tools": [ECHO]}, "d": {}}
+
+    async def work(stage):
+        for text, more in given.items():
+            await stage.chat([{"role": "user", "content": text}], **more)
+        return stage.session.trajectories()
+
+    made = talk(work, [says(text) for text in given], agent=agent)
+    assert [sequence.response_ids for sequence in made] == [says(text) for text in kept]
+
+
+def test_without_tools_anywhere_all_sequences_count_as_the_agents():
+    async def work(stage):
+        for text in "ab":
+            await stage.chat([{"role": "user", "content": text}])
+        return stage.session.trajectories()
+
+    agent = AgentOptions(openai_agent=OpenAIAgentOptions(train="tools"))
+    assert len(talk(work, [says("a"), says("b")], agent=agent)) == 2
+
+
+def test_a_client_with_one_url_names_its_session_in_a_header():
+    async def work(stage):
+        url, first = f"{stage.root}/v1", [USER]
+        async with openai.AsyncOpenAI(base_url=url, api_key=stage.key, max_retries=0) as client:
+            headers = {"X-Session-ID": stage.session.name}
+            answered = await client.chat.completions.create(model="any", messages=first, extra_headers=headers)
+            history = [USER, answer(answered.choices[0]), USER]
+            await client.chat.completions.create(model="any", messages=history, extra_headers=headers)
+            for wrong in ({"X-Session-ID": "another"}, {}):
+                with pytest.raises(openai.NotFoundError):
+                    await client.chat.completions.create(model="any", messages=first, extra_headers=wrong)
+        return stage.session.trajectories()
+
+    [made] = talk(work, [says("one"), says("two")])
+    assert made.assistant_turns == 2
