@@ -2,6 +2,7 @@
 
     python benchmarks/sharding.py                      # 1, 2 and 4 ranks
     python benchmarks/sharding.py --ranks 2 --layers 4
+    python benchmarks/sharding.py --ranks 1 2 --layers 4 --tokens 2048 --together   # long rows, divided over the ranks
 
 What counts is the largest resident memory of a rank over two updates, less what its process had before the model was
 built: weights, gradients, AdamW's moments and activations. Ranks run on CPUs, with gloo.
@@ -25,6 +26,7 @@ from etude.models.packable import enable_packing
 from etude.options import FSDPOptions, OptimOptions
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, PolicyLearner, build_mesh, sft_step, shard_model
+from etude.training.ulysses import SequenceTeam
 
 MIB = 1 << 20
 
@@ -53,32 +55,33 @@ def build_model(layers: int) -> Any:
     return model
 
 
-def batches(steps: int) -> Iterator[DataProto]:
+def batches(steps: int, tokens: int) -> Iterator[DataProto]:
     """Yields rows of random tokens; all but the first token are trained on."""
     for step in range(steps):
-        ids = torch.randint(0, 16_000, (2, 96), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 16_000, (2, tokens), generator=torch.Generator().manual_seed(step))
         mask = torch.ones_like(ids)
         mask[:, 0] = 0
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
         yield DataProto.from_single_dict(columns)
 
 
-def measure(rank: int, ranks: int, strategy: str, layers: int, folder: str) -> None:
+def measure(rank: int, ranks: int, strategy: str, given: argparse.Namespace, folder: str) -> None:
     """Runs one rank, which writes its parameter count and peak memory into `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     before = resident("VmRSS")
-    model = build_model(layers)
+    model = build_model(given.layers)
     size = sum(parameter.numel() for parameter in model.parameters())
     if strategy == "fsdp2":
         mesh = build_mesh(FSDPOptions(), ranks, torch.device("cpu"))
         shard_model(model, FSDPOptions(), mesh, torch.float32)
     optimizer = OptimizerSet(model, OptimOptions(lr=1e-4), None, rank=rank, world_size=ranks)
-    engine = PolicyLearner(model, max_tokens=512, optimizer=optimizer)
+    team = SequenceTeam.join(ranks, "together") if given.together else None
+    engine = PolicyLearner(model, max_tokens=512, optimizer=optimizer, team=team)
     Path("/proc/self/clear_refs").write_text(
         "5", encoding="utf-8"
     )  # the peak of building the unsharded model does not count
-    for batch in batches(2):
+    for batch in batches(2, given.tokens):
         sft_step(engine, batch)
     Path(folder, f"{rank}").write_text(f"{size} {resident('VmHWM') - before}", encoding="utf-8")
     dist.destroy_process_group()
@@ -89,13 +92,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=96, help="of each of the two rows")
+    parser.add_argument("--together", action="store_true", help="all ranks compute each row together")
     given = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # makes the ranks return freed memory to the system
     print("| ranks | strategy | parameters | peak a rank |\n|---|---|---|---|")
     for ranks in given.ranks:
         for strategy in ("ddp", "fsdp2") if ranks > 1 else ("ddp",):
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(measure, (ranks, strategy, given.layers, folder), nprocs=ranks)
+                mp.spawn(measure, (ranks, strategy, given, folder), nprocs=ranks)
                 read = [Path(folder, f"{rank}").read_text(encoding="utf-8").split() for rank in range(ranks)]
             largest = max(int(peak) for _, peak in read)
             print(f"| {ranks} | {strategy} | {int(read[0][0]) / 1e6:.0f} M | {largest / MIB:,.0f} MiB |", flush=True)

@@ -109,7 +109,7 @@ def rollout_record(
     reward_weights: Mapping[str, float] | None = None,
     texts: Sequence[str] | None = None,
     earlier: Sequence[Mapping[str, JsonValue]] = (),
-    token_values: Mapping[str, Sequence[float]] | None = None,
+    token_values: Mapping[str, Sequence[float | None]] | None = None,
 ) -> dict[str, JsonValue]:
     """Builds one line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and for humans to read it.
 
@@ -152,14 +152,14 @@ def strip_pixels(value: object) -> object:
 
 def sequence_record(
     trajectory: Trajectory,
-    token_values: Mapping[str, Sequence[float]] | None = None,
+    token_values: Mapping[str, Sequence[float | None]] | None = None,
     *,
     input: str,
     output: str,
     texts: Sequence[str] | None = None,
 ) -> dict[str, JsonValue]:
     """Builds the record of a single sequence: decoded prompt and response, ids, mask, log-probs, `Trajectory.to_record()`
-    and the `token_values` (see `TOKEN_VALUES`; at least one per token) of sampled tokens, to six digits.
+    and the `token_values` (see `TOKEN_VALUES`; at least one per token), to six digits; None: the trainer masked the token.
 
     Raises:
         ValueError: `texts` does not have one entry per segment.
@@ -171,7 +171,7 @@ def sequence_record(
         record["segments"] = [segment | {"text": text} for segment, text in zip(record["segments"], texts)]
     mask = trajectory.response_mask
     values = {
-        name: [float(f"{value:.6g}") if sampled else None for value, sampled in zip(column, mask)]
+        name: [None if value is None else float(f"{value:.6g}") for value in column[: len(mask)]]
         for name, column in (token_values or {}).items()
     }
     flat: dict[str, Any] = ({"token_values": values} if values else {}) | {

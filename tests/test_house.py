@@ -17,7 +17,7 @@ ROOT = PACKAGE.parent
 
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "timeouts", "images", "algorithms"}
-    | {"limits", "metrics", "model_folder", "options", "scratch"}
+    | {"limits", "metrics", "model_folder", "options", "plain", "scratch"}
     | {"events", "run_folder", "dumps", "seeds", "serving"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from etude.checks.sentinel import find_alarms
 from etude.trajectory import StopReason
 
 _CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
@@ -17,7 +18,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
     StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
-    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for what a tool or environment says next",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
@@ -71,7 +72,13 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     for name, (threshold, words) in _SHARES.items():
         if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
             problems[name] = f"{100 * share:.0f} % {words.format(learned=learned)}"
-    return problems | _unmoved_weights(metrics) | _tool_problems(metrics) | _dominant_reward(metrics)
+    return (
+        problems
+        | find_alarms(metrics)
+        | _unmoved_weights(metrics)
+        | _tool_problems(metrics)
+        | _dominant_reward(metrics)
+    )
 
 
 def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, str]:

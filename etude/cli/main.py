@@ -69,6 +69,7 @@ _SECTIONS = {
         "view": ("etude.cli.view:view", "Browse a run's rollouts: search, filter, compare, follow."),
         "report": ("etude.cli.report:report", "Write a run's report page."),
         "explain": ("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
+        "verify": ("etude.cli.verify:verify", "Make a step of a run again in float64, and compare."),
         "runs": ("etude.cli.runs:runs", "List, show, compare and remove runs."),
         "reproduce": ("etude.cli.runs:reproduce", "Run a run again, and compare bit for bit."),
         "export-rollouts": (

@@ -114,16 +114,25 @@ def rm(run_dirs: tuple[Path, ...], yes: bool) -> None:
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the new run; default RUN_DIR-again.")
 @click.option("--check", "steps", type=click.IntRange(1), metavar="STEPS", help="Run and compare only the first STEPS.")
-def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, steps: int | None) -> int:
+@click.option(
+    "--from-step", type=click.IntRange(1), metavar="STEP", help="Go back to the checkpoint of STEP, and branch."
+)
+def reproduce(
+    run_dir: Path, overrides: tuple[str, ...], output: Path | None, steps: int | None, from_step: int | None
+) -> int:
     """Run a run's configuration again into a new folder, and compare the metrics bit for bit.
 
     First says what is not as it was: code, packages, machine, data. OVERRIDES are key=value arguments: secrets that the run
     does not keep, or what should differ. With --check and no --output nothing is kept. Exit status 1: metrics differ.
 
+    With --from-step the new run goes on from a checkpoint of the old one, and records it as its parent: without OVERRIDES
+    the same steps again, bit for bit, with them a branch, which `etude view` compares with its parent.
+
     \b
     Examples:
       etude reproduce runs/etude/mine
       etude reproduce runs/etude/mine --check 2
+      etude reproduce runs/etude/mine --from-step 50 actor_rollout_ref.actor.optim.lr=1e-6
     """
     from etude.trainer.reproduce import reproduce as run_again
     from etude.viewer.display import Display
@@ -133,11 +142,18 @@ def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, st
 
     with tempfile.TemporaryDirectory(prefix="etude-reproduce-") as scratch:
         kept = output or (
-            Path(scratch) / "run" if steps else run_dir.resolve().with_name(f"{run_dir.resolve().name}-again")
+            Path(scratch) / "run"
+            if steps
+            else run_dir.resolve().with_name(
+                f"{run_dir.resolve().name}-{f'from-{from_step}' if from_step else 'again'}"
+            )
         )
-        result = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
+        result = run_again(run_dir, kept, overrides, steps=steps, from_step=from_step, emit=Display(), note=note)
     for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
+    if from_step and overrides:
+        click.echo(f"branched at step {from_step} into {kept}: etude runs compare {run_dir} {kept}")
+        return 0
     if result.differences or not result.steps:
         click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps", err=True)
         return 1
@@ -155,6 +171,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     record = run.record
     yield "run", run.folder
     yield "status", f"{run.status}: {run.why}" if run.why else run.status
+    if run.branch:
+        yield "branch of", run.branch
     if run.model:
         yield "model", run.model
     yield "steps", f"{run.step} of {run.total_steps}" if run.total_steps else run.step

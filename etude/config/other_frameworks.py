@@ -13,6 +13,10 @@ ALIASES = {
     "critic.grad_clip": "critic.optim.clip_grad",
     "critic.model.fsdp_config": "critic.fsdp_config",
     **{
+        f"{section}.fsdp_config.ulysses_sequence_parallel_size": f"{section}.ulysses_sequence_parallel_size"
+        for section in ("actor_rollout_ref.actor", "critic")
+    },
+    **{
         f"{section}.optim.{theirs}": f"{section}.optim.{ours}"
         for section in ("actor_rollout_ref.actor", "critic")
         for theirs, ours in {
@@ -68,9 +72,6 @@ INERT = {
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
         """,
-        "a sequence is not divided over ranks (fsdp_config.tensor_parallel_size divides layers)": """
-            *.ulysses_sequence_parallel_size
-        """,
         "rollout.n is the number of answers per prompt": "*.rollout_n",
         "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """
             actor_rollout_ref.rollout.agent.num_workers
@@ -80,23 +81,28 @@ INERT = {
             *.fsdp_config.wrap_policy *.fsdp_config.forward_prefetch *.fsdp_config.use_orig_params
             *.fsdp_config.turbo_config
             *.fsdp_config.forward_only *.fsdp_config.strategy *.fsdp_config.seed *.fsdp_config.full_determinism
-            *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.use_torch_compile *.fsdp_config.qat
+            *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.qat
         """,
         "weights, gradients and optimizer state are offloaded together: fsdp_config.param_offload": """
             *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy *.fsdp_config.grad_offload
         """,
         "the reference is held as the actor is": """
             actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config actor_rollout_ref.ref.param_offload
+            actor_rollout_ref.ref.ulysses_sequence_parallel_size reward_model.ulysses_sequence_parallel_size
             reward_model.strategy reward_model.*.fsdp_config reward_model.param_offload
         """,
         "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
+        "activations stay on their device: enable_gradient_checkpointing and ulysses_sequence_parallel_size save memory": """
+            *.enable_activation_offload
+        """,
+        "nothing is compiled: shapes change with every micro-batch; the result is the same": "*.use_torch_compile",
         "memory and speed alone; the result is the same": """
-            *.enable_activation_offload *.entropy_from_logits_*
+            *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
-            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
+            *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
             *.use_prefix_grouper *.use_chunked_topk *.chunked_topk_chunk_size *optim.optimizer_impl
             *.fsdp_config.use_no_sync_for_gradient_accumulation *.gradient_checkpointing_kwargs
         """,

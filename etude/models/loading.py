@@ -167,7 +167,7 @@ def save_pretrained(
 
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with _no_progress_bars():
+        with no_progress_bars():
             weights = merged_state(model, weights) if has_adapters(model) else weights
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if tokenizer is not None:
@@ -196,7 +196,7 @@ def _dtype_name(name: str) -> str:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Disables Transformers' progress bars, which would garble the run's display."""
     from transformers.utils import logging
 
@@ -251,7 +251,7 @@ def model_config(path: str | Path) -> dict[str, Any]:
 def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | None, noun: str, **options: Any) -> Any:
     target = str(path) if folder is None else str(folder)
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             return load(target, local_files_only=folder is not None, **options)
     except Exception as error:  # for a broken folder, transformers raises anything from OSError to TypeError
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,9 +22,10 @@ from etude.models.lora import is_factor, merged_weights
 Chunk = list[tuple[str, Tensor]]
 _BUCKET = 256 << 20  # bytes per chunk
 _ALIGN = 16  # bytes; alignment of tensors in a packed chunk
-_BLOCK = 1 << 20  # elements per block of a checksum
+_WORD = 4  # bytes
+_BLOCK = 1 << 16  # words per block of a checksum, whose products fit a CPU's cache
+_GPU_BLOCKS = 64  # at a time: each time the host waits
 _MIX = 0x9E3779B97F4A7C1  # odd, so that no two positions have the same weight
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -205,10 +207,17 @@ def weight_checksums(model: Any) -> dict[str, int]:
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
     """Computes a checksum of a tensor's bits and their positions; the same on any device."""
-    bits = tensor.detach().contiguous().view(-1)
-    bits = bits.view(_INTEGERS[bits.element_size()])
-    places = torch.arange(1, min(len(bits), _BLOCK) + 1, device=bits.device) * _MIX
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if len(bits) % _WORD or bits.storage_offset() % _WORD:
+        bits = F.pad(bits, (0, -len(bits) % _WORD))
+    words = bits.view(torch.int32)
+    places = torch.arange(1, min(len(words), _BLOCK) + 1, device=bits.device) * _MIX
     total = 0
-    for block in bits.split(_BLOCK):
-        total = total * _MIX + int((block.long() * places[: len(block)]).sum())
-    return total % (1 << 64)
+    for part in words.split(_BLOCK if bits.device.type == "cpu" else _BLOCK * _GPU_BLOCKS):
+        whole = len(part) // _BLOCK * _BLOCK
+        sums = (part[:whole].view(-1, _BLOCK) * places).sum(dim=1).tolist() if whole else []
+        if whole < len(part):
+            sums.append(int((part[whole:] * places[: len(part) - whole]).sum()))
+        for each in sums:
+            total = (total * _MIX + each) % (1 << 64)
+    return total

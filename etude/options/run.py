@@ -507,6 +507,14 @@ class TrainerOptions(RunOptions):
         default=False,
         when=DUMPED,
     )
+    verify_every: Natural = key(
+        "Every so many steps, make the step again as `etude verify` does, in float64 from its dump and the checkpoint "
+        "before it, which is written for this; verify/equal is 1, or a warning names the term that differs. Left out while "
+        "it has taken more than 2 % of the run's time. 0: never.",
+        default=0,
+        unit="steps",
+        when=DUMPED,
+    )
     validation_data_dir: Text | None = key(
         "The same for validation. Null: none is written.",
         default="validation",
@@ -514,6 +522,14 @@ class TrainerOptions(RunOptions):
         path="output",
         when=VALIDATED,
         verl_default="null",
+    )
+    sentinel: Text | None = key(
+        "An independent scorer of validation answers beside the reward, which never trains: file.py:function, as "
+        "custom_reward_function. val/sentinel/wrong is the share of what the reward calls right that is wrong to it. "
+        "Null: none. Echoes, hedges, copied tool outputs and other hacks are looked for wherever rollouts are dumped.",
+        default=None,
+        path="code",
+        when=VALIDATED,
     )
     min_valid_fraction: Share = key(
         "Smallest share of trajectories that must survive failures of infrastructure and of agents; below it, the run stops "

@@ -227,7 +227,8 @@ class FSDPOptions:
         unit="ranks",
     )
     tensor_parallel_size: Count = key(
-        "Ranks that compute each layer together, on the same rows; Llama, Mistral, Qwen2 and Qwen3 alone.",
+        "Ranks that compute each layer together, on the same rows, by Transformers' plan for the family; dense models, "
+        "without LoRA.",
         default=1,
         unit="ranks",
     )
@@ -245,6 +246,10 @@ Strategy = Literal["ddp", "fsdp2", "fsdp"]
 _STRATEGY = (
     "How several ranks hold the model. ddp: each has all of it, and gradients are summed; fsdp2: each has a part of its "
     "weights, gradients and optimizer state (fsdp is another name of it). Changes memory and speed, no result."
+)
+_SEQUENCE = (
+    "Ranks that compute each row together, attention divided by heads and the rest by tokens: for contexts that one "
+    "rank's memory cannot hold. Changes memory and speed, no result; on a single rank nothing."
 )
 OWN_TRUNK = When("with critic.share_trunk=false", lambda own, run: not run.critic.share_trunk)
 LEARNS_ALONE = When(
@@ -409,6 +414,9 @@ class ActorOptions:
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
+    ulysses_sequence_parallel_size: Count = key(
+        f"{_SEQUENCE} The reference's rows are divided alike.", default=1, unit="ranks"
+    )
     strategy: Strategy = key(f"{_STRATEGY} The reference is held alike.", default="ddp", verl_default="fsdp")
     fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)
 
@@ -523,6 +531,13 @@ class CriticOptions:
     )
     loss_agg_mode: LossAggMode = key(
         "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
+    )
+    ulysses_sequence_parallel_size: Count = key(
+        _SEQUENCE,
+        default=1,
+        written="${actor_rollout_ref.actor.ulysses_sequence_parallel_size}",
+        when=OWN_TRUNK,
+        unit="ranks",
     )
     strategy: Strategy = key(
         _STRATEGY, default="ddp", written="${actor_rollout_ref.actor.strategy}", when=OWN_TRUNK, verl_default="fsdp"

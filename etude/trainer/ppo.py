@@ -13,6 +13,7 @@ sampled.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
-from etude.checks.setup import Setup, warn_of_rewards, warn_of_tools
+from etude.checks.setup import Setup, resolve_device, warn_of_rewards, warn_of_tools
 from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
-from etude.dumps import TOKEN_VALUES, set_aside_later
-from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
+from etude.dumps import TOKEN_VALUES, read_rollouts, set_aside_later
+from etude.errors import CheckpointError, ConfigError, EtudeError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
@@ -51,14 +52,19 @@ from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
-from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
+from etude.trainer.resume import Resumption, find_resumption, plain_values, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
-from etude.trainer.run_facts import describe_run, warn_of_changed_files
+from etude.trainer.run_facts import describe_run, parent_of, warn_of_changed_files
+from etude.trainer.sentinel import load_sentinel, second_opinion
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.tracking import JsonlTracker, Tracking
+from etude.trainer.verify import check_verifiable, verify_step
 from etude.trainer.worker_groups import WorkerGroups
 
 logger = logging.getLogger(__name__)
+
+VERIFY_SHARE = 0.02
+"""Of the run's time, what `trainer.verify_every` may take: while it is over, a verification that is due is left out."""
 
 
 class PPOTrainer:
@@ -92,6 +98,10 @@ class PPOTrainer:
             self.loader
         )
         self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
+        self._began, self._verify_seconds = time.monotonic(), 0.0
+        self._sentinel = load_sentinel(self.options.trainer.sentinel)
+        if self.options.trainer.verify_every:
+            check_verifiable(plain_values(self.options), "trainer.verify_every")
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.trainer.max_actor_ckpt_to_keep, in_background=self.options.trainer.async_save
         )
@@ -172,6 +182,8 @@ class PPOTrainer:
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:
                     warn_of_changed_files(self.resumption.folder.parent, facts)
+                    if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
+                        facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
@@ -208,6 +220,9 @@ class PPOTrainer:
         self.checkpoints.wait(only_if_done=True)
         self._budget.check()
         done, validated = self.global_step, Metrics()
+        verifies = done > 0 and _due(self.options.trainer.verify_every, done + 1) and self._may_verify()
+        if verifies and self._saved_at != done:
+            self.save()
         try:
             metrics = self.training_step(interrupts)
         except BaseException:
@@ -220,6 +235,8 @@ class PPOTrainer:
                 self._accounts.log(self._prompts_of_step, self.global_step)
                 self._midstep = False
         last = self.global_step == self.total_steps
+        if verifies:
+            metrics |= self._verify(metrics)
         try:
             if self.val_set is not None and (last or _due(self.options.trainer.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
@@ -235,6 +252,31 @@ class PPOTrainer:
         if last or _due(self.options.trainer.save_freq, self.global_step):
             self.save()
         return validated
+
+    def _may_verify(self) -> bool:
+        """Whether what verifications took so far is within their share of the run's time."""
+        return self._verify_seconds <= VERIFY_SHARE * (time.monotonic() - self._began)
+
+    def _verify(self, metrics: Metrics) -> Metrics:
+        """Makes the step again with the plain trainer, and warns of a term that differs."""
+        self.checkpoints.wait()  # for the one before the step
+        started = time.monotonic()
+        device = resolve_device("cpu" if self.options.trainer.device == "cpu" else "auto")
+        try:
+            found = verify_step(self.run_dir, self.global_step, device=device, logged=metrics)
+        except (EtudeError, MemoryError, RuntimeError) as error:  # must not end the run
+            logger.warning("step %d was not verified: %s", self.global_step, one_line(error))
+            return {}
+        finally:
+            self._verify_seconds += time.monotonic() - started
+        if found.first is not None:
+            logger.warning("%s", found.explain())
+        worst = max((term.excess for term in found.terms), default=0.0)
+        return {
+            "verify/equal": float(found.first is None),
+            "verify/difference": min(worst * found.tolerance, 1e9),
+            "timing_s/verify": time.monotonic() - started,
+        }
 
     def _announce_solved(self, emit: EventSink) -> None:
         """Tells once that the task is solved, and what follows."""
@@ -315,7 +357,7 @@ class PPOTrainer:
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
         if self.options.trainer.rollout_data_dir:
-            self._dump(self.options.trainer.rollout_data_dir, taken.batch, self._token_values(values))
+            metrics |= self._dump(self.options.trainer.rollout_data_dir, taken.batch, self._token_values(values))
         return metrics
 
     def _expand(self, taken: StepRollouts) -> Batch:
@@ -325,9 +367,11 @@ class PPOTrainer:
         expanded: Batch = self.groups.run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
         return expanded
 
-    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
+    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> Metrics:
+        """Writes the rollouts, and returns what the sentinel finds in them."""
         given = str(folder), self.global_step, rollouts, self.options.reward_model, list(values)
-        self.groups.run(dump, *given, with_chat=True)
+        found: Metrics = self.groups.run(dump, *given, with_chat=True)
+        return found
 
     def _token_values(self, judged: Batch | None) -> list[Batch]:
         """Per-token values for the step's dump: columns of the batch, then those recorded by the updates."""
@@ -378,7 +422,7 @@ class PPOTrainer:
     def _number_rows(self, batch: Batch) -> tuple[Batch, Batch]:
         """Numbers the rows, so that updates record their values; also returns those that the dump reads of the batch."""
         batch = batch.union(self.groups.run(number_rows, batch))
-        return batch, batch.restrict(TOKEN_VALUES)
+        return batch, batch.restrict({*TOKEN_VALUES, "response_mask"})
 
     def _filter_groups(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Leaves out groups with equal scores, if the algorithm does."""
@@ -438,8 +482,10 @@ class PPOTrainer:
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
             batch, metrics = self.rollouts.validate(validation)
-        if self.options.trainer.validation_data_dir:
-            self._dump(self.options.trainer.validation_data_dir, batch)
+        if folder := self.options.trainer.validation_data_dir:
+            self._dump(folder, batch)
+            if self._sentinel is not None:
+                metrics |= second_opinion(read_rollouts(Path(folder) / f"{self.global_step}.jsonl"), self._sentinel)
         return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

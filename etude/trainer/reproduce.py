@@ -15,7 +15,7 @@ from typing import Any
 
 import etude
 from etude.config import compose_with_sources
-from etude.errors import ConfigError, raise_faults
+from etude.errors import CheckpointError, ConfigError, raise_faults
 from etude.events import Event, EventSink, StepFinished
 from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
@@ -23,6 +23,7 @@ from etude.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
     REDACTED,
+    RUN_FILE,
     hardware,
     read_config,
     read_metrics,
@@ -51,14 +52,19 @@ def reproduce(
     overrides: Sequence[str] = (),
     *,
     steps: int | None = None,
+    from_step: int | None = None,
     emit: EventSink,
     note: Callable[[str], None],
 ) -> Reproduction:
     """Runs the configuration of `run_dir` again in `target`, at most its first `steps` steps; the configured length, and so
     every schedule, stays the same. `note` is called with one line per change since then.
 
+    Args:
+        from_step: begins after this step, from the run's own checkpoint; `steps` counts from there.
+
     Raises:
         ConfigError: `run_dir` has no configuration, or secrets are missing from `overrides`, or `target` is in `run_dir`.
+        CheckpointError: the run has no checkpoint of `from_step`; names those that it has.
         EtudeError: the run failed.
     """
     target, run_dir, record = target.resolve(), run_dir.resolve(), read_run_record(run_dir)
@@ -69,6 +75,12 @@ def reproduce(
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}: it is no run's folder")
     if target == run_dir or run_dir in target.parents:
         raise ConfigError(f"{target} is in the run's own folder: give another --output")
+    if from_step is not None:
+        if (target / RUN_FILE).exists():
+            raise ConfigError(f"{target} holds a run", fix="give another --output")
+        checkpoint = _checkpoint_of(run_dir, from_step)
+        overrides = [f"trainer.resume_from_path={checkpoint}", "trainer.resume_mode=resume_path", *overrides]
+        steps = None if steps is None else from_step + steps
     for line in describe_changes(record):
         note(line)
     folder = Path(str(record.get("working_folder") or "."))
@@ -82,6 +94,17 @@ def reproduce(
         if steps is None:
             raise
     return compare_metrics(read_metrics(run_dir / METRICS_FILE), read_metrics(target / METRICS_FILE), steps)
+
+
+def _checkpoint_of(run_dir: Path, step: int) -> Path:
+    found = run_dir / f"global_step_{step}"
+    if not (found / "trainer.json").is_file():
+        kept = sorted(int(each.parent.name.rpartition("_")[2]) for each in run_dir.glob("global_step_*/trainer.json"))
+        known = f"it has those of {', '.join(map(str, kept))}" if kept else "it has none"
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint of step {step}", fix=f"{known}; trainer.save_freq makes more"
+        )
+    return found
 
 
 def describe_changes(record: Mapping[str, Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ import torch
 from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
+from etude.checks.sentinel import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
@@ -374,9 +375,12 @@ def dump(
     batch: DataProto,
     options: RewardOptions,
     values: Sequence[DataProto] = (),
-) -> None:
-    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`; see `dump_records`."""
-    write_rollouts(folder, step, dump_records(chat, step, batch, options, values))
+) -> dict[str, float]:
+    """Writes every trajectory of the batch to `{folder}/{step}.jsonl`; see `dump_records`. Returns what the sentinel finds
+    in them, as metrics."""
+    records = dump_records(chat, step, batch, options, values)
+    write_rollouts(folder, step, records)
+    return hack_metrics(find_hacks(records))
 
 
 def dump_records(
@@ -412,17 +416,23 @@ def dump_records(
     return records
 
 
-def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float]]]:
-    """For each row of the judged batch, the `TOKEN_VALUES` that the batch or the updates have, (response_len,) each."""
+def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float | None]]]:
+    """For each row of the judged batch, the `TOKEN_VALUES` that the batch or the updates have, (response_len,) each; None
+    where the batch's `response_mask` is 0."""
     if not values:
         return []
     judged, *updates = values
+    masks = judged.batch["response_mask"].tolist()
+
+    def masked(row: int, numbers: list[float]) -> list[float | None]:
+        return [number if flag else None for number, flag in zip(numbers, masks[row])]
+
     columns = {name: judged.batch[name].tolist() for name in TOKEN_VALUES if name in judged.batch}
-    found = [{name: column[row] for name, column in columns.items()} for row in range(len(judged))]
+    found = [{name: masked(row, column[row]) for name, column in columns.items()} for row in range(len(judged))]
     for part in updates:
         for name in ("log_probs", "entropys"):
             for row, numbers in zip(part.batch["row"].tolist(), part.batch[name].tolist()):
-                found[row].setdefault(name, numbers)
+                found[row].setdefault(name, masked(row, numbers))
     return found
 
 

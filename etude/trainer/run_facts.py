@@ -105,6 +105,14 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def parent_of(run_dir: Path, checkpoint: Path, step: int) -> dict[str, Any] | None:
+    """Returns the `run` (its folder) and `step` that the run in `run_dir` branched from: that of the `checkpoint` it resumes
+    from at `step`, if it is another run's, else what the run recorded before; None: it is no branch."""
+    if checkpoint.parent.resolve() == run_dir.resolve():
+        return read_run_record(run_dir).get("parent")
+    return {"run": str(checkpoint.parent.resolve()), "step": step}
+
+
 def warn_of_changed_files(run_dir: Path, facts: Mapping[str, Any]) -> None:
     """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started."""
     before = read_run_record(run_dir).get("files") or {}

@@ -24,6 +24,7 @@ from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import PackedImages, locate_images, pack_images
 from etude.training.log_probs import Support
+from etude.training.ulysses import SequenceTeam, TeamLayout
 from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, RoutedExperts
 
 
@@ -35,11 +36,12 @@ class PackedRows:
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `shared` (tokens,): the
     number of rows that contain the token; `images`: those among the tokens; `support`: the ids that the labels were sampled
     from, None for the whole vocabulary; `experts` (tokens, layers, k): the experts that the engine's routers chose, see
-    `etude.models.experts.replay_experts`.
+    `etude.models.experts.replay_experts`; `team`: the ranks that compute the rows together, of which this one has its own
+    tokens alone.
     """
 
     token_ids: Tensor
-    layout: CausalSequences
+    layout: CausalSequences | TeamLayout
     source: Tensor
     labels: Tensor
     row: Tensor
@@ -49,6 +51,7 @@ class PackedRows:
     images: PackedImages | None = None
     support: Support | None = None
     experts: Tensor | None = None
+    team: SequenceTeam | None = None
 
     def hidden(self, model: Any) -> Tensor:
         """Computes the final hidden states (scored, hidden) that predict the scored tokens, with the current weights."""
@@ -61,15 +64,27 @@ class PackedRows:
         return packed_hidden(model, self.token_ids, positions, self.layout, shown).index_select(0, self.source)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Scatters (scored, …) values into a (rows, response_len, …) tensor of zeros; differentiable."""
-        return values.new_zeros(self.shape + values.shape[1:]).index_put((self.row, self.column), values)
+        """Scatters (scored, …) values into a (rows, response_len, …) tensor of zeros, with those of the whole team;
+        differentiable."""
+        return self.total(values.new_zeros(self.shape + values.shape[1:]).index_put((self.row, self.column), values))
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sums what each rank of the team has a part of; differentiable."""
+        return part if self.team is None else self.team.sum(part)
 
 
-def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vision | None = None) -> PackedRows:
+def pack(
+    batch: DataProto,
+    rows: Sequence[int],
+    device: torch.device,
+    vision: Vision | None = None,
+    team: SequenceTeam | None = None,
+) -> PackedRows:
     """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`.
 
     Args:
         vision: the model's image format, for the column `multi_modal_inputs`; None: it takes no images.
+        team: ranks that all pack these rows, each to compute its own tokens.
 
     Raises:
         DataError: a row's very first token is scored, so nothing predicts it; or a row's images do not match its ids.
@@ -95,22 +110,30 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     token_ids, places = torch.tensor(laid_out, dtype=torch.long), torch.tensor(flat)
     offsets = torch.tensor([0, *accumulate(len(tokens) for tokens in sequences)])
     source = places[offsets[row] + prompts[row] + column - 1]
+    shared = places.long().bincount(minlength=len(token_ids))
+    own_layout: CausalSequences | TeamLayout = layout
+    if team is not None:
+        own_layout, mine = TeamLayout(layout, team, len(token_ids)), source % team.size == team.rank
+        source, row, column = source[mine] // team.size, row[mine], column[mine]
+        token_ids, shared = team.own(token_ids), team.own(shared)
+        experts = None if experts is None else team.own(experts, -1)
     images = None
     if vision is not None and any(placed):
         token_ids.masked_fill_(token_ids < 0, vision.image_token_id)
         images = pack_images(placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device)
     return PackedRows(
         token_ids=token_ids.to(device),
-        layout=layout,
+        layout=own_layout,
         source=source.to(device),
         labels=ids[row, prompt_width + column].to(device),
         row=row.to(device),
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
-        shared=places.long().bincount(minlength=len(token_ids)).to(device),
+        shared=shared.to(device),
         images=images,
         support=_support(batch, rows, row, column, device),
         experts=experts,
+        team=team,
     )
 
 

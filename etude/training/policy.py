@@ -29,6 +29,7 @@ from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, delay_sums, run_forward
+from etude.training.ulysses import SequenceTeam
 from etude.training.value import ValueLearner
 
 
@@ -42,16 +43,19 @@ class PolicyLearner:
         max_tokens: int,
         optimizer: OptimizerSet | None = None,
         router_aux_loss_coef: float = 0.0,
+        team: SequenceTeam | None = None,
     ) -> None:
         """Switches `model` to packed attention; one that cannot run so computes one row a forward pass.
 
         Args:
-            max_tokens: token budget of a micro-batch.
+            max_tokens: token budget of a micro-batch, for each rank of a team.
             optimizer: None for an engine that only computes log-probs (a reference).
             router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`etude.models.experts.Balance`).
+            team: the ranks that get the same rows and compute each of them together.
 
         Raises:
-            ConfigError: `router_aux_loss_coef` is set, but the model is not a mixture of experts.
+            ConfigError: `router_aux_loss_coef` is set, but the model is not a mixture of experts; or the team cannot
+                share it.
         """
         if router_aux_loss_coef and not routers(model):
             raise ConfigError(
@@ -60,6 +64,10 @@ class PolicyLearner:
         self._router_aux_loss_coef = router_aux_loss_coef
         self.model, self.optimizer = model, optimizer
         self._max_tokens = max_tokens if use_packing(model) else 1  # 1: each row is a micro-batch of its own
+        self._team = team
+        if team is not None:
+            team.check(model)
+            self._max_tokens *= team.size
         self._device, self._vision = compute_device(model), Vision.of(model.config)
         self.critic: ValueLearner | None = None  # a value head on this model's trunk, trained together with it
 
@@ -96,15 +104,21 @@ class PolicyLearner:
 
     def _idle(self) -> Tensor:
         """Runs a dummy pass of a sharded model, while other ranks still have rows; returns 0 with a zero gradient."""
-        return self._forward(pack(filler(), [0], self._device), 1.0)[0].sum() * 0
+        return self._forward(pack(filler(), [0], self._device, team=self._team), 1.0)[0].sum() * 0
 
     @torch.no_grad()
     def log_probs(
-        self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False, topk: int = 0
+        self,
+        batch: DataProto,
+        temperature: float,
+        *,
+        sum_pi_squared: bool = False,
+        topk: int = 0,
+        alone: bool = False,
     ) -> tuple[Tensor, ...]:
         """Returns log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the
         CPU, 0 where `response_mask` is 0; with `topk`, also the ids and log-probs of the top-k tokens (batch, response_len,
-        topk)."""
+        topk). `alone`: `batch` is this rank's, and its team, if any, has another."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -115,7 +129,7 @@ class PolicyLearner:
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
         for rows in micros:
-            packed = pack(batch, rows, self._device, self._vision)
+            packed = pack(batch, rows, self._device, self._vision, None if alone else self._team)
             squares = packed.labels.new_empty(len(packed.labels), dtype=kind) if sum_pi_squared else None
             ids = packed.labels.new_empty(len(packed.labels), topk)
             top = ids, torch.empty_like(ids, dtype=kind)
@@ -164,7 +178,7 @@ class PolicyLearner:
         whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
         for number, rows in enumerate(micros, 1):
             delay_sums(self.model, number == len(micros) + idle)
-            packed = pack(batch, rows, self._device, self._vision)
+            packed = pack(batch, rows, self._device, self._vision, self._team)
             micro = batch.select_idxs(rows).to(self._device)
             taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
             if taught is not None:
@@ -183,7 +197,7 @@ class PolicyLearner:
                     micro.batch["vpreds"] = packed.scatter(values[0])
                 loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
                 if whole is not None:
-                    uneven = balance.loss(whole)
+                    uneven = packed.total(balance.loss(whole))
                     loss = loss + self._router_aux_loss_coef * uneven
                     metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
                 if torch.is_grad_enabled():
@@ -201,7 +215,7 @@ class PolicyLearner:
         before the first backward pass."""
         whole = Balance()
         for rows in micros:
-            packed = pack(batch, rows, self._device, self._vision)
+            packed = pack(batch, rows, self._device, self._vision, self._team)
             with replay_experts(self.model, packed.experts), whole.recording(self.model, packed.shared):
                 self._forward(packed, 1.0)
         for _ in range(idle):

@@ -28,7 +28,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils._pytree import tree_map_only
 
 from etude.errors import ConfigError
@@ -40,9 +46,12 @@ T = TypeVar("T")
 
 _WHOLE_GRADIENT_BYTES = 2 << 30
 _BUCKET_BYTES = 64 << 20  # gradients are summed in buffers of about this size
-_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
-_COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-_HEAD_NORMS = ("q_norm", "k_norm")
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # norms of heads
+}
+"""The styles of Transformers' plans for tensor parallelism that are split here."""
 
 
 def build_mesh(options: FSDPOptions, world_size: int, device: torch.device) -> DeviceMesh:
@@ -199,30 +208,28 @@ def count_passes(model: Any, own: int) -> int:
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-def _plan_split(model: Any, body: Any, size: int) -> dict[nn.Module, dict[str, Any]]:
-    """Plans for each layer how attention heads and the feed-forward width are split over `size` ranks; norms, embedding and
-    head are replicated over them."""
-    config, plans = model.config, dict[nn.Module, dict[str, Any]]()
-    if config.model_type not in _TENSOR_PARALLEL:
-        known = ", ".join(_TENSOR_PARALLEL)
-        raise ConfigError(f"fsdp_config.tensor_parallel_size={size}: type '{config.model_type}' is not one of {known}")
+def _plan_split(model: Any, body: Any, size: int) -> dict[nn.Module, dict[str, ParallelStyle]]:
+    """How attention heads and the feed-forward width of each layer are split over `size` ranks, by Transformers' plan for
+    the family; norms, embedding and head are replicated over them."""
+    key, config = f"fsdp_config.tensor_parallel_size={size}", model.config
     if has_adapters(model):
-        raise ConfigError(f"fsdp_config.tensor_parallel_size={size} does not go with LoRA: write 1")
+        raise ConfigError(f"{key} does not go with LoRA: write 1")
+    named = getattr(config, "base_model_tp_plan", None) or {}
+    styles = {name.removeprefix("layers.*."): style for name, style in named.items() if name.startswith("layers.*.")}
+    foreign = sorted({*styles.values()} - _STYLES.keys()) if styles else ["no layers"]
+    if foreign:
+        raise ConfigError(f"{key}: Transformers' plan for type '{config.model_type}' has {foreign[0]}: write 1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ConfigError(
-                f"fsdp_config.tensor_parallel_size={size} does not divide the model's {name}={getattr(config, name)}"
-            )
+        if getattr(config, name, size) % size:
+            raise ConfigError(f"{key} does not divide the model's {name}={getattr(config, name)}")
+    plans = dict[nn.Module, dict[str, ParallelStyle]]()
     for layer in body.get_decoder().layers:
-        parts = {name.rpartition(".")[2]: name for name, _ in layer.named_modules()}
-        plan: dict[str, Any] = {parts[name]: ColwiseParallel() for name in _COLUMNS}
-        plan |= {parts[name]: RowwiseParallel() for name in _ROWS}
-        plan |= {
-            parts[name]: SequenceParallel(sequence_dim=2, use_local_output=True)
-            for name in _HEAD_NORMS
-            if name in parts
-        }
-        plans[layer] = plan
+        plans[layer] = {name: _STYLES[styles[name]]() for name, _ in layer.named_modules() if name in styles}
+        for name, weight in layer.named_parameters():
+            if weight.ndim > 1 and name.rpartition(".")[0] not in styles:
+                raise ConfigError(
+                    f"{key}: Transformers' plan for type '{config.model_type}' leaves out {name}: write 1"
+                )
     return plans
 
 

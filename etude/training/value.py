@@ -18,14 +18,25 @@ from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet, step_metrics
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, delay_sums, run_forward
+from etude.training.ulysses import SequenceTeam
 
 
 class ValueLearner:
     """Trains a `ValueModel`, or a policy's `SharedValueHead`. A token's value is that of its context."""
 
-    def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, model: Any, *, max_tokens: int, optimizer: OptimizerSet, team: SequenceTeam | None = None
+    ) -> None:
+        """`max_tokens`, `team`: as for `PolicyLearner`.
+
+        Raises:
+            ConfigError: the team cannot share the model.
+        """
+        self.model, self.optimizer, self._team = model, optimizer, team
         self._max_tokens = max_tokens if use_packing(model.backbone) else 1  # 1: each row is a micro-batch of its own
+        if team is not None:
+            team.check(model.backbone)
+            self._max_tokens *= team.size
         self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(self, packed: PackedRows) -> Tensor:
@@ -34,7 +45,7 @@ class ValueLearner:
 
     def _idle(self) -> Tensor:
         """See `PolicyLearner._idle`."""
-        return self._forward(pack(filler(), [0], self._device)).sum() * 0
+        return self._forward(pack(filler(), [0], self._device, team=self._team)).sum() * 0
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> Tensor:
@@ -45,7 +56,7 @@ class ValueLearner:
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
         for rows in micros:
-            result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
+            result[rows] = self._forward(pack(batch, rows, self._device, self._vision, self._team)).cpu()
         for _ in range(idle):
             self._idle()
         return result
@@ -71,7 +82,7 @@ class ValueLearner:
                 micro = batch.select_idxs(rows).to(self._device)
                 mask = micro.batch["response_mask"]
                 loss, metrics = value_loss(
-                    vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
+                    vpreds=self._forward(pack(batch, rows, self._device, self._vision, self._team)),
                     values=micro.batch["values"],
                     returns=micro.batch["returns"],
                     response_mask=mask,

@@ -12,12 +12,13 @@ from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
 
+from etude.checks.sentinel import ALARM, find_hacks
 from etude.checks.step_warnings import find_problems
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, run_totals
 from etude.viewer.before_after import choose_trajectories, read_headlines
-from etude.viewer.causes import count_problems, find_causes
+from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
 from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
@@ -94,6 +95,7 @@ def curves(run: RunView, version: str = "") -> Answer:
     return {"version": now, "step": step, "charts": draw_charts(records), "time": draw_time(records)}
 
 
+_READ = 256
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
@@ -105,6 +107,10 @@ def why(run: RunView, step: int | None = None) -> Answer:
     if step is None and not steps:
         chosen = max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
+    found, problems = (
+        find_causes(rows, metrics),
+        find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}),
+    )
     causes = [
         {
             "what": cause.what,
@@ -112,18 +118,35 @@ def why(run: RunView, step: int | None = None) -> Answer:
             "text": cause.text,
             "examples": [{"name": name, "place": row.place} for name, row in cause.named_examples],
         }
-        for cause in find_causes(rows, metrics)
+        for cause in found
     ]
     return {
+        "verdict": _verdict(run, rows, found, list(problems.values())),
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
         "components": _components(metrics),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
-        "problems": [*find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}).values()],
+        "problems": [*problems.values()],
         "spread": _group_spread(rows),
         "charts": draw_charts(records, _WHY_CHARTS),
     }
+
+
+def _verdict(run: RunView, rows: Sequence[Row], causes: Sequence[Cause], problems: Sequence[str]) -> Answer:
+    """What to look at first, and up to three rollouts that show it: a hack of the sentinel's, else what takes the signal
+    from most, else a problem of the metrics. Reads the first `_READ` rollouts."""
+    read = list(rows[:_READ])
+    hacks = [hack for hack in find_hacks(run.index.read(row) for row in read) if hack.share >= ALARM]
+    if hacks:
+        places = {row.request_id or row.uid: row.place for row in read}
+        examples = [{"name": name, "place": places.get(name, "")} for name in hacks[0].examples]
+        return {"text": hacks[0].sentence, "examples": examples}
+    worst = max(causes, key=lambda cause: cause.share, default=None)
+    if worst is not None and worst.share >= ALARM:
+        examples = [{"name": name, "place": row.place} for name, row in worst.named_examples]
+        return {"text": f"{worst.text} of {worst.what}", "examples": examples}
+    return {"text": problems[0] if problems else "nothing stands out in this step", "examples": []}
 
 
 def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list[Row]]:
@@ -353,12 +376,18 @@ def compare(run: RunView, other: RunView) -> Answer:
             pair["prompt"] = index.texts(row)[0][-_EXCERPT:]
     return {
         "titles": [run.title, other.title],
+        "branches": [f"{each.title} is a branch of {branch}" for each in (run, other) if (branch := _branch_of(each))],
         "differences": shown[:MAX_DIFFERENCES],
         "omitted": len(shown[MAX_DIFFERENCES:]),
         "reason": reason,
         "shared": len(prompts),
         "prompts": prompts[:MAX_PROMPTS],
     }
+
+
+def _branch_of(run: RunView) -> str:
+    """The run and step that `run` branched from; empty for folders of dumps and for what is no branch."""
+    return read_run(run.folder).branch if is_run(run.folder) else ""
 
 
 def _last_rows(index: RolloutIndex) -> dict[str, list[Row]]:

@@ -65,6 +65,14 @@ class Run:
         return str(self.record.get("model") or "")[:200]
 
     @property
+    def branch(self) -> str:
+        """The run and the step that this one branched from; empty if it is no branch."""
+        parent = self.record.get("parent")
+        if not isinstance(parent, Mapping):
+            return ""
+        return f"{str(parent.get('run'))[-200:]}, step {parent.get('step')}"
+
+    @property
     def started(self) -> datetime | None:
         """Start time of the run, or of its last resumption."""
         try:

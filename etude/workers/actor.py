@@ -63,6 +63,7 @@ class TrainWorker(TrainedWorker):
         """
         options, actor = self.options, self.options.actor
         device = self.loading_device(actor)
+        self._team = self.join_team(actor)
         self.model = self.load_policy(self.loading_dtype(options.model, device), device)
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(
@@ -73,6 +74,7 @@ class TrainWorker(TrainedWorker):
             max_tokens=actor.ppo_max_token_len_per_gpu,
             optimizer=self._optimizer,
             router_aux_loss_coef=actor.router_aux_loss_coef,
+            team=self._team,
         )
         if options.value_head:
             self._add_critic(total_steps)
@@ -82,7 +84,7 @@ class TrainWorker(TrainedWorker):
             if not options.model.lora_rank:
                 network = self.load_policy(self.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
-            self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+            self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu, team=self._team)
         self._teacher = LaggingWeights(self.model) if options.distillation.lags else None
         self._copied_teacher: dict[str, Tensor] | None = None
         self._sender = WeightSender(self.model, options, self.dtype, self.rank)
@@ -101,7 +103,9 @@ class TrainWorker(TrainedWorker):
         """Adds a value head on the policy's trunk, with its own optimizer."""
         critic, head = self.options.critic, SharedValueHead(self.model)
         optimizer = OptimizerSet(head, critic.optim, total_steps, rank=self.rank, world_size=self.world_size)
-        self._actor.critic = ValueLearner(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
+        self._actor.critic = ValueLearner(
+            head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer, team=self._team
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:

@@ -47,11 +47,12 @@ class TrainedWorker(RoleWorker):
     _group: dist.ProcessGroup | None = None
 
     def mesh_place(self, mesh: str) -> MeshPlace:
-        """In training, `tensor_parallel_size` consecutive ranks get the same rows, and the first of them has the output."""
-        options = getattr(self.options, self.role)
-        if mesh != TRAIN_MESH or not self.is_spread(options):
+        """In training, the consecutive ranks of a team get the same rows, and the first of them has the output."""
+        if mesh != TRAIN_MESH:
             return super().mesh_place(mesh)
-        team = options.fsdp_config.tensor_parallel_size
+        options = getattr(self.options, self.role)
+        team = options.fsdp_config.tensor_parallel_size if self.is_spread(options) else 1
+        team *= self.sequence_ranks(options)
         return MeshPlace(self.rank // team, self.world_size // team, self.rank % team == 0)
 
     def build_optimizer(

@@ -40,7 +40,12 @@ class CriticWorker(TrainedWorker):
         )
         self.prepare_training(self.model.backbone, critic.model)
         self._optimizer = self.build_optimizer(critic, total_steps)
-        self._engine = ValueLearner(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self._engine = ValueLearner(
+            self.model,
+            max_tokens=critic.ppo_max_token_len_per_gpu,
+            optimizer=self._optimizer,
+            team=self.join_team(critic),
+        )
         self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))

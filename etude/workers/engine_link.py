@@ -411,5 +411,5 @@ def score_rows(
     attention = torch.cat([pad_rows([[1] * len(ids) for ids in prompts], 0, left=True), mask], dim=1)
     ids = torch.cat([pad_rows(prompts, 0, left=True), pad_rows(responses, 0)], dim=1)
     batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
-    values = actor.log_probs(batch, temperature)[0].tolist()
+    values = actor.log_probs(batch, temperature, alone=True)[0].tolist()
     return [row[: len(response)] for row, response in zip(values, responses)]

@@ -28,6 +28,7 @@ from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelO
 from etude.options.validate import plain
 from etude.registry import load_plugins
 from etude.training import build_mesh, mesh_shape, shard_model
+from etude.training.ulysses import SequenceTeam
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 TOKENS = ("input_ids", "attention_mask", "response_mask")
@@ -142,6 +143,29 @@ class RoleWorker(Worker):
                     f"{key} does not go with strategy={options.strategy}: write strategy=ddp, or change it"
                 )
         return True
+
+    def sequence_ranks(self, options: ActorOptions | CriticOptions) -> int:
+        """How many ranks compute each row of this role's batches together; a single rank computes all of it.
+
+        Raises:
+            ConfigError: the ranks do not form such teams.
+        """
+        size = options.ulysses_sequence_parallel_size if self.world_size > 1 else 1
+        fault = f"does not divide {self.world_size} ranks" if self.world_size % size else ""
+        if size > 1 and self.is_spread(options) and options.fsdp_config.tensor_parallel_size > 1:
+            fault = "does not go with fsdp_config.tensor_parallel_size above 1"
+        if fault:
+            key = self._sequence_key(options)
+            raise ConfigError(f"{key}={size} {fault}", fix=f"write {key}=1", key=key)
+        return size
+
+    def join_team(self, options: ActorOptions | CriticOptions) -> SequenceTeam | None:
+        """Forms the teams of `sequence_ranks` (collective); None if each rank computes rows alone. Raises as it does."""
+        return SequenceTeam.join(self.sequence_ranks(options), self._sequence_key(options))
+
+    def _sequence_key(self, options: ActorOptions | CriticOptions) -> str:
+        section = "critic" if isinstance(options, CriticOptions) else "actor_rollout_ref.actor"
+        return f"{section}.ulysses_sequence_parallel_size"
 
     def loading_device(self, options: ActorOptions | CriticOptions) -> torch.device:
         """Where this role's model is loaded: if it is sharded, by the first rank alone, on the CPU; `shard` sends the others

@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from house_stage import metrics, one_line_error
+from house_stage import ACTOR, metrics, one_line_error, same, weights
 
 from etude.cli.main import cli, run
 from etude.run_folder import run_totals
 from etude.trainer.reproduce import compare_metrics
+from etude.viewer import answers
+from etude.viewer.runs import RunView
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -163,3 +165,25 @@ def test_judges_count_in_training_and_validation():
         {"step": 1, "reward/judge/cost": 1.0, "reward/judge/cached": 3.0},
     ]
     assert run_totals(steps) == {"steps": 1, "judge_cost": 1.5}
+
+
+def test_a_run_goes_on_from_any_checkpoint_bit_for_bit_and_branches(tiny, tmp_path, capsys):
+    first = tmp_path / "first"
+    kept = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=-1")
+    assert run(cli, ["train", *tiny.arguments(first, *kept)]) == 0
+    status, said = output(capsys, "reproduce", first, "--from-step", "1")
+    assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 2 steps are the same, bit for bit")
+    again = tmp_path / "first-from-1"
+    assert same(weights(again, 3), weights(first, 3))
+    status, said = output(
+        capsys, "reproduce", first, "--from-step", "2", "--output", tmp_path / "branch", f"{ACTOR}.optim.lr=1e-4"
+    )
+    assert (status, "branched at step 2" in said) == (0, True)
+    record = json.loads((tmp_path / "branch" / "run.json").read_text())
+    assert record["parent"] == {"run": str(first.resolve()), "step": 2}
+    assert [(each["step"], each["actor/lr"]) for each in metrics(tmp_path / "branch")] == [(3, 1e-4)]
+    assert "branch of: " in output(capsys, "runs", "compare", first, tmp_path / "branch")[1]
+    views = [RunView(each.name, each) for each in (first, tmp_path / "branch")]
+    assert answers.compare(*views)["branches"] == [f"branch is a branch of {first.resolve()}, step 2"]
+    assert "has those of 1, 2, 3" in one_line_error(capsys, ["reproduce", first, "--from-step", "7"])
+    assert "give another --output" in one_line_error(capsys, ["reproduce", first, "--from-step", "1"])

@@ -3,8 +3,9 @@
 import random
 from dataclasses import replace
 
-from plain_losses import BOUNDS, LOSSES, OWN
 from reference_stage import Shape
+
+from etude.plain.losses import BOUNDS, LOSSES, OWN
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-from plain_rollouts import Rollout, Sequence
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import rms_norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -25,6 +24,7 @@ from etude.data.files import write_parquet
 from etude.errors import InfrastructureError, TrainingStopped
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, loading, save_pretrained
 from etude.options.validate import plain
+from etude.plain.rollouts import Rollout, Sequence
 from etude.trainer.run import train
 from etude.trajectory import Provenance, Trajectory
 from etude.workers.checkpoint import read_state

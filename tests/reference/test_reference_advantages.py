@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_advantages import ESTIMATORS, Story, advantages, gae
 
 from etude.algorithms import compute_advantage
+from etude.plain.advantages import ESTIMATORS, Story, advantages, gae
 
 F64 = torch.float64
 NAMES = sorted(ESTIMATORS)

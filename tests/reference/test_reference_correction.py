@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_correction import mismatch, off_policy_kept, reject, sequences_of, weigh
 
 from etude.algorithms import importance_weights, off_policy_sequence_mask, rejection_mask, rollout_mismatch
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import RolloutCorrectionOptions
+from etude.plain.correction import mismatch, off_policy_kept, reject, sequences_of, weigh
 
 F64 = torch.float64
 CRITERIA = [

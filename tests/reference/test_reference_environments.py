@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_rollouts import Rollout, environment_figures
 
+from etude.plain.rollouts import Rollout, environment_figures
 from etude.trainer.metrics import environment_metrics
 from etude.trajectory import Rewards, Trajectory
 

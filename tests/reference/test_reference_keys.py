@@ -14,7 +14,6 @@ import pytest
 from draws import ACTOR, CHOICES, GRPO, NEEDS, ROLLOUT
 from hold_key import run_held
 from omegaconf import OmegaConf
-from plain_trainer import PlainTrainer
 from reference_stage import Shape, arguments, build, run_product
 from witnesses import UNSEEN, WITNESSES
 
@@ -22,6 +21,7 @@ from etude.config import compose
 from etude.inference import ENGINES
 from etude.options import TrainOptions, declarations
 from etude.options.validate import plain
+from etude.plain.trainer import PlainTrainer
 from etude.trainer.setup import prepare
 from etude.workers.engine_link import build_engine
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_losses import LOSSES, OWN, SELECTING, plain_policy_loss, select, token_weights
 
 from etude.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, policy_loss
+from etude.plain.losses import LOSSES, OWN, SELECTING, plain_policy_loss, select, token_weights
 
 F64 = torch.float64
 # Options under which each is met by random tokens; the others' own defaults are.

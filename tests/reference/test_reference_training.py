@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from draws import ACTOR, CLIP_COV, ESTIMATORS, KL_COV, ROLLOUT, allowed, draw
-from plain_losses import LOSSES
-from plain_trainer import PlainTrainer
 from reference_stage import Shape, build, in_float64, run_product
 
-HERE = Path(__file__).parent
+import etude.plain
+from etude.plain.losses import LOSSES
+from etude.plain.trainer import PlainTrainer
+
 # What depends on the clock, is the engine's own affair, or an account of rollouts that tests of its own see.
 NOT_OF_THE_STEP = ("timing_s", "timing_per_token_ms", "engine", "weight_sync", "perf", "step", "prompts")
 ACCOUNTS = (
@@ -122,11 +123,11 @@ def test_most_steps_are_plain_steps_in_float32_too(folder):
     assert len(far) <= 4, far
 
 
-@pytest.mark.parametrize("path", sorted(HERE.glob("plain_*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(Path(etude.plain.__file__).parent.glob("*.py")), ids=lambda path: path.name)
 def test_the_plain_trainer_stands_alone_and_is_short(path):
     source = path.read_text()
     imported = {
-        name.split(".")[0]
+        name
         for node in ast.walk(ast.parse(source))
         for name in (
             [alias.name for alias in node.names]
@@ -136,8 +137,7 @@ def test_the_plain_trainer_stands_alone_and_is_short(path):
             else []
         )
     }
-    assert "etude" not in imported
-    assert all(name.startswith("plain_") for name in imported if (HERE / f"{name}.py").exists())
+    assert [name for name in imported if name.startswith("etude") and not name.startswith("etude.plain.")] == []
     assert len(source.splitlines()) <= 500
 
 

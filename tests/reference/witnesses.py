@@ -126,6 +126,8 @@ WITNESSES = {
         "trainer.rollout_token_values": "test_a_dump_says_what_the_trainer_had_of_each_token",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
     },
+    "trainer/test_trainer_sentinel.py": {"trainer.sentinel": "test_a_second_scorer_judges_validation_and_never_trains"},
+    "trainer/test_trainer_verify.py": {"trainer.verify_every": "test_a_step_is_equal_live_and_from_its_folder_alone"},
     "workers/test_workers_lora.py": {
         f"{section}.{name}": test
         for section, test in {
@@ -146,6 +148,10 @@ WITNESSES = {
         f"{role}.{name}": "test_the_keys_choose_how_a_model_is_spread"
         for role in ("actor_rollout_ref.actor", "critic")
         for name in ("strategy", *(f"fsdp_config.{key}" for key in SPREAD))
+    }
+    | {
+        f"{role}.ulysses_sequence_parallel_size": "test_ranks_of_a_team_get_the_same_rows"
+        for role in ("actor_rollout_ref.actor", "critic")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

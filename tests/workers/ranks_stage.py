@@ -182,14 +182,18 @@ def in_double():
 
 
 def kept_gradients():
-    """A list that gets the whole gradients of each step of a sharded model in this process, before they are clipped."""
-    gradients, clip = [], optim_module.clip_sharded
+    """A list that gets the whole gradients of each step of a model in this process, before they are clipped."""
+    gradients = []
 
-    def clipped(parameters, limit):
-        gradients.append([full_tensor(p.grad).clone() for p in parameters])
-        return clip(parameters, limit)
+    def kept(clip):
+        def clipped(parameters, limit):
+            gradients.append([full_tensor(p.grad).clone() for p in parameters])
+            return clip(parameters, limit)
 
-    optim_module.clip_sharded = clipped
+        return clipped
+
+    optim_module.clip_sharded = kept(optim_module.clip_sharded)
+    optim_module.nn.utils.clip_grad_norm_ = kept(optim_module.nn.utils.clip_grad_norm_)
     return gradients
 
 

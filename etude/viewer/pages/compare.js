@@ -39,6 +39,7 @@ export const compare = async ({ params, go }) => {
   return [
     h("h1", null, `${found.titles[0]} and ${found.titles[1]}`),
     select("other run", others.map((run) => [run.name, run.title]), other, (name) => go("compare", { other: name })),
+    found.branches.map((text) => h("p", { class: "muted" }, `${text}.`)),
     h("h2", null, "Configuration"),
     found.differences.length ? table([h("th", null, "key"), h("th", null, found.titles[0]), h("th", null, found.titles[1])],
       found.differences.map((each) => h("tr", null, h("td", null, each.key), h("td", null, each.left), h("td", null, each.right))), { id: "differences" })

@@ -3,11 +3,13 @@ import { get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h, link, number, percent, select, table } from "./dom.js";
 
+const examples = (each, params) => (each.examples.length ? h("p", null, "look at ", each.examples.map(({ name, place }) => [
+  place ? h("a", { href: link("trajectory", { run: params.run, place }) }, name) : name, " "])) : null);
+
 const cause = (each, params) => h("article", { class: "card", "data-cause": each.what },
   h("p", { class: "big" }, percent(each.share)), h("h3", null, each.what), h("p", { class: "muted" }, each.text),
   h("progress", { max: 1, value: each.share, "aria-label": each.what }),
-  each.examples.length ? h("p", null, "look at ", each.examples.map(({ name, place }) => [
-    place ? h("a", { href: link("trajectory", { run: params.run, place }) }, name) : name, " "])) : null);
+  examples(each, params));
 
 const spread = (groups, params) => {
   if (!groups.length) return null;
@@ -27,6 +29,7 @@ export const why = async ({ params, go }) => {
   const withStep = { ...params, step: String(found.step) };
   return [
     h("h1", null, "Why is it not learning?"),
+    h("section", { class: "card verdict" }, h("p", { class: "big" }, found.verdict.text), examples(found.verdict, params)),
     found.steps.length ? select("step", found.steps.map((step) => [step, step]).reverse(), found.step, (step) => go("why", { step })) : h("p", null, `step ${found.step}`),
     found.problems.length ? h("ul", { class: "problems" }, found.problems.map((text) => h("li", null, text))) : null,
     found.causes.length ? h("div", { class: "cards" }, found.causes.map((each) => cause(each, params)))

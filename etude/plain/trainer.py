@@ -20,15 +20,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plain_advantages import Story, advantages, gae
-from plain_correction import correct, figures_of, loss_weights, mismatch
-from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
-from plain_losses import plain_forward_kl as forward_kl
-from plain_optimizer import Optimizer, schedule
-from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
+
+from etude.plain.advantages import Story, advantages, gae
+from etude.plain.correction import correct, figures_of, loss_weights, mismatch
+from etude.plain.losses import (
+    SELECTING,
+    aggregation_of,
+    counted_by,
+    kl_estimate,
+    name_of,
+    plain_policy_loss,
+    select,
+    token_weights,
+)
+from etude.plain.losses import plain_forward_kl as forward_kl
+from etude.plain.optimizer import Optimizer, schedule
+from etude.plain.rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 
 
 class Row:
@@ -44,6 +54,7 @@ class Row:
         self.kept_ids = [kept for kept, flag in zip(sequence.kept_ids, sequence.mask) if flag]
         self.turns = [turn for turn, flag in zip(sequence.turns, sequence.mask) if flag]
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
+        self.known: dict[str, torch.Tensor] = {}  # by the names of a dump's `token_values`
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
         self.norms = zero  # of the score function, squared
@@ -55,27 +66,6 @@ class Row:
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------
-
-K3_IS_TEN = (-2.6108686381498756, 10.999983298020254)  # where exp(−d) − 1 + d = 10
-
-
-def kl_estimate(kind, log_probs, ref):
-    """KL(π ‖ π_ref) a token from samples of π; a trailing `+` keeps the value and takes the gradient of k2."""
-    d = log_probs - ref
-    base = kind.removesuffix("+")
-    if base in ("kl", "k1"):
-        value = d
-    elif base == "abs":
-        value = d.abs()
-    elif base in ("mse", "k2"):
-        value = d**2 / 2
-    else:  # low_var_kl, k3: at most 10, where the gradient stays that at the bound
-        exact = (torch.exp(-d.clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(max=10)
-        slope = 1 - torch.exp(-d.clamp(*K3_IS_TEN))
-        value = exact.detach() + slope.detach() * (d - d.detach())
-    if kind.endswith("+"):
-        return value.detach() + d**2 / 2 - (d**2 / 2).detach()
-    return value
 
 
 def as_vector(values):
@@ -103,8 +93,9 @@ class Critic(nn.Module):
 
     def values(self, row):
         """(T,) the value of the context before each sampled token."""
-        hidden = self.backbone(input_ids=row.ids, use_cache=False).last_hidden_state[0]
-        return self.head(hidden[row.sampled - 1]).squeeze(-1)
+        ids = row.ids.to(self.backbone.device)
+        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return self.head(hidden[row.sampled - 1]).squeeze(-1).cpu()
 
 
 class SharedCritic(nn.Module):
@@ -118,24 +109,29 @@ class SharedCritic(nn.Module):
 
     def values(self, row, to_policy=False):
         """(T,) the value of the context before each sampled token, with a gradient to the policy or to the head alone."""
-        hidden = self.body[0](input_ids=row.ids, use_cache=False).last_hidden_state[0][row.sampled - 1]
-        return self.head(hidden if to_policy else hidden.detach()).squeeze(-1)
+        body = self.body[0]
+        hidden = body(input_ids=row.ids.to(body.device), use_cache=False).last_hidden_state[0][row.sampled - 1]
+        return self.head(hidden if to_policy else hidden.detach()).squeeze(-1).cpu()
 
 
 def log_distributions(model, row, temperature):
     """(T, vocabulary) log-probs where each sampled token was drawn, -inf of what it was not drawn from."""
-    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()[row.sampled - 1] / temperature
-    left_out = torch.tensor(
-        [[kept is not None and i not in kept for i in range(logits.shape[1])] for kept in row.kept_ids]
+    logits = (
+        model(input_ids=row.ids.to(model.device), use_cache=False).logits[0].double()[row.sampled - 1] / temperature
     )
-    return torch.log_softmax(logits.masked_fill(left_out, -torch.inf), dim=-1)
+    for place, kept in enumerate(row.kept_ids):
+        if kept is not None:
+            left_out = torch.ones_like(logits[place], dtype=torch.bool)
+            left_out[list(kept)] = False
+            logits[place] = logits[place].masked_fill(left_out, -torch.inf)
+    return torch.log_softmax(logits, dim=-1)
 
 
 def log_probs_and_entropy(model, row, temperature):
     """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
     log_p = log_distributions(model, row, temperature)
     chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
-    return chosen, -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=-1)
+    return chosen.cpu(), -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=-1).cpu()
 
 
 # -- the step ----------------------------------------------------------------------------------------------------
@@ -144,7 +140,9 @@ def log_probs_and_entropy(model, row, temperature):
 class PlainTrainer:
     """Holds the weights, the optimizers and the KL coefficient between steps."""
 
-    def __init__(self, config):
+    def __init__(self, config, start=None, device="cpu"):
+        """Begins with the models of `config`, or of a checkpoint's folder `start`. Where the reference is not there, the
+        sequences have its log-probs."""
         self.config = config
         part = config["actor_rollout_ref"]
         self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
@@ -152,31 +150,38 @@ class PlainTrainer:
         if self.correction["bypass_mode"] and self.correction["loss_type"] == "reinforce":
             self.actor = self.actor | {"policy_loss": self.actor["policy_loss"] | {"loss_mode": "reinforce"}}
         self.temperature = part["rollout"]["temperature"]
-        self.policy = load_policy(part["model"]["path"])
+        named = {"actor": part["model"]["path"], "critic": config["critic"]["model"]["path"]}
+        folders = named if start is None else {role: Path(start) / role / "huggingface" for role in named}
+        self.policy = load_policy(folders["actor"]).to(device)
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
         self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
-        self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        refers = self.needs_reference and (start is None or Path(named["actor"]).is_dir())
+        self.reference = load_policy(named["actor"]).to(device) if refers else None
         self.distillation = config["distillation"]
         teacher = self.distillation["teachers"].get("default")
-        self.teacher = load_policy(teacher) if teacher else None
+        self.teacher = load_policy(teacher).to(device) if teacher else None
         loss = self.distillation["distillation_loss"]
         self.topk = loss["topk"] if teacher and loss["loss_mode"] == "forward_kl_topk" else 0
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         self.shares_trunk = self.has_critic and self.critic_options["share_trunk"]
         if self.has_critic:
-            shares, path = self.shares_trunk, self.critic_options["model"]["path"]
-            self.critic = SharedCritic(self.policy) if shares else Critic(path)
+            self.critic = (SharedCritic(self.policy) if self.shares_trunk else Critic(folders["critic"])).to(device)
             self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
         self.steps = 0  # finished
+        self.rows: list[Row] = []  # of the last step
         self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
+
+    def roles(self):
+        """The model and the optimizer of each role that is trained."""
+        found = {"actor": (self.policy, self.policy_optimizer)}
+        return found | ({"critic": (self.critic, self.critic_optimizer)} if self.has_critic else {})
 
     def named_weights(self):
         """(role and name, parameter) of what is trained."""
-        roles = {"actor": self.policy} | ({"critic": self.critic} if self.has_critic else {})
-        return [(f"{role} {name}", p) for role, model in roles.items() for name, p in model.named_parameters()]
+        return [(f"{role} {name}", p) for role, (m, _) in self.roles().items() for name, p in m.named_parameters()]
 
-    def step(self, asked: list[Rollout]) -> dict[str, float]:
+    def step(self, asked):
         """One training step on all rollouts that were asked for, in order, the dropped ones included; its figures."""
         figures = rollout_figures(asked, self.config)
         rollouts = [r for r in asked if r.sequences and r.main.sampled]
@@ -186,7 +191,7 @@ class PlainTrainer:
             figures |= {f"baseline/{name}": value for name, value in seen if not name.startswith("tool/")}
             rollouts = [r for r in rollouts if r.baseline.sequences]
         # The main sequence, then the earlier ones in time order, as in a batch: ties in a choice of tokens keep that order.
-        rows = [Row(r, s) for r in rollouts for s in (r.main, *r.sequences[:-1]) if s.sampled]
+        rows = self.rows = [Row(r, s) for r in rollouts for s in (r.main, *r.sequences[:-1]) if s.sampled]
         learned, filtered = filter_prompts(rows, asked, self.config)
         figures |= filtered
         warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]
@@ -237,14 +242,16 @@ class PlainTrainer:
         """Old and reference log-probs, values, rewards, advantages and returns of every row."""
         bypass = self.correction["bypass_mode"]
         for row in rows:
-            current, _ = log_probs_and_entropy(self.policy, row, self.temperature)
+            current, row.entropy = log_probs_and_entropy(self.policy, row, self.temperature)
             row.current, row.old = current, row.engine if bypass else current
-            if self.needs_reference:
+            if self.needs_reference and self.reference is None:
+                row.ref = as_vector(row.sequence.ref_log_probs)
+            elif self.needs_reference:
                 row.ref, _ = log_probs_and_entropy(self.reference, row, self.temperature)
             if self.has_critic:
                 row.values = self.critic.values(row)
             if self.weighs_tokens:
-                squares = (2 * log_distributions(self.policy, row, self.temperature)).exp().sum(dim=-1)
+                squares = (2 * log_distributions(self.policy, row, self.temperature)).exp().sum(dim=-1).cpu()
                 row.norms = 1 - 2 * row.old.exp() + squares
             self.place_rewards(row)
         figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
@@ -252,14 +259,20 @@ class PlainTrainer:
             self.gae_advantages(rows)
         else:
             self.story_advantages(rows)
-        return figures if self.teacher is None else figures | self.ask_teacher(rows)
+        if self.teacher is not None:
+            figures |= self.ask_teacher(rows)
+        for row in rows:
+            row.known = {"advantages": row.advantages, "old_log_probs": row.old, "ref_log_prob": row.ref}
+            row.known |= {"values": row.values} if self.has_critic else {}
+            row.known |= {"entropys": row.entropy} if self.needs_old_log_probs else {}
+        return figures
 
     def ask_teacher(self, rows):
         """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in. Where the
         teacher's distribution is the target, the gain is only reported."""
         gains, weights = [], self.distillation
         for row in rows:
-            row.taught = log_distributions(self.teacher, row, self.temperature)
+            row.taught = log_distributions(self.teacher, row, self.temperature).cpu()
             gains.append(row.taught[torch.arange(len(row)), row.ids[0, row.sampled]] - row.old)
             gain = 0 if self.topk else weights["coef"] * gains[-1]
             row.advantages = gain + weights["task_coef"] * row.advantages
@@ -366,6 +379,8 @@ class PlainTrainer:
             weighed = zip(batch, token_weights(mode, batch, scale), self.value_weights(batch))
             for row, weight, value_weight in weighed:
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
+                own = {} if self.needs_old_log_probs else {"entropys": entropy.detach()}
+                row.known |= own | {"log_probs": log_probs.detach()}
                 losses, flags = plain_policy_loss(actor, log_probs, row)
                 weights, snapshot = loss_weights(log_probs, row, self.correction)
                 losses = weights * losses
@@ -378,7 +393,7 @@ class PlainTrainer:
                     losses = losses + actor["kl_loss_coef"] * kl
                     meter.add(kl_loss=kl)
                 if self.topk:
-                    ours = log_distributions(self.policy, row, self.temperature)
+                    ours = log_distributions(self.policy, row, self.temperature).cpu()
                     distance, masses = forward_kl(row.taught, ours, self.topk)
                     losses = losses + self.distillation["coef"] * distance
                     taught.add(forward_kl=distance, **masses)

@@ -243,3 +243,25 @@ def plain_forward_kl(teacher, policy, k):
         masses["teacher_mass"].append(float(p[top].sum()))
         masses["student_mass"].append(float(q[top].sum().detach()))
     return torch.stack(found), masses
+
+
+K3_IS_TEN = (-2.6108686381498756, 10.999983298020254)  # where exp(−d) − 1 + d = 10
+
+
+def kl_estimate(kind, log_probs, ref):
+    """KL(π ‖ π_ref) a token from samples of π; a trailing `+` keeps the value and takes the gradient of k2."""
+    d = log_probs - ref
+    base = kind.removesuffix("+")
+    if base in ("kl", "k1"):
+        value = d
+    elif base == "abs":
+        value = d.abs()
+    elif base in ("mse", "k2"):
+        value = d**2 / 2
+    else:  # low_var_kl, k3: at most 10, where the gradient stays that at the bound
+        exact = (torch.exp(-d.clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(max=10)
+        slope = 1 - torch.exp(-d.clamp(*K3_IS_TEN))
+        value = exact.detach() + slope.detach() * (d - d.detach())
+    if kind.endswith("+"):
+        return value.detach() + d**2 / 2 - (d**2 / 2).detach()
+    return value

@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
-from plain_advantages import are_equal
+
+from etude.plain.advantages import are_equal
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Sequence:
     engine_log_probs: list[float]
     turns: list[int]
     kept_ids: list[list[int] | None]
+    ref_log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, where the reference is not there
 
     @property
     def sampled(self) -> list[int]:
@@ -31,7 +33,9 @@ class Sequence:
     @property
     def answered(self) -> list[tuple[int, ...]]:
         """For each sampled token, what its turn answered: all since the last sampled token before the turn."""
-        found, shown, turn, answer = [], list(self.prompt), None, ()
+        found: list[tuple[int, ...]] = []
+        answer: tuple[int, ...] = ()
+        shown, turn = list(self.prompt), None
         for token, flag, its_turn in zip(self.response, self.mask, self.turns):
             if not flag:
                 shown.append(token)

@@ -1,0 +1,36 @@
+"""`trainer.sentinel`: an independent scorer of validation answers, which the policy is never trained on.
+
+What it says is only reported; `etude.checks.sentinel` has what the sentinel finds in rollouts without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from etude.checks.sentinel import PREFIX
+from etude.rewards import load_compute_score
+from etude.rewards.default import Scorer
+from etude.rewards.rescore import rescore
+
+
+def load_sentinel(given: str | None) -> Scorer | None:
+    """Loads `trainer.sentinel`, `file.py:function`; None if it is not set.
+
+    Raises:
+        ConfigError: there is no such function, or it cannot be called as a reward function is.
+    """
+    if given is None:
+        return None
+    path, colon, name = given.rpartition(":")
+    return load_compute_score(path if colon else given, name if colon else "compute_score", key="trainer.sentinel")
+
+
+def second_opinion(records: Iterable[Mapping[str, Any]], scorer: Scorer) -> dict[str, float]:
+    """Scores the dump records of a validation with an independent scorer: its mean, and the share of the answers right by
+    the reward that it calls wrong (right is `acc`, or a score of 1)."""
+    rescored = [each for each in rescore(records, scorer) if each.new is not None]
+    right = [each for each in rescored if each.was_right]
+    found = {f"val/{PREFIX}score/mean": fmean(each.new or 0.0 for each in rescored)} if rescored else {}
+    return found | ({f"val/{PREFIX}wrong": fmean(not each.is_right for each in right)} if right else {})

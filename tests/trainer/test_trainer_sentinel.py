@@ -1,0 +1,35 @@
+"""`trainer.sentinel`: a second scorer of validation answers; and what is looked for in dumps, as a run reports it."""
+
+from house_stage import metrics, one_line_error
+
+from etude.cli.main import cli, run
+
+SECOND = """
+def doubtful(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.25
+
+
+def generous(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+"""
+
+
+def test_a_second_scorer_judges_validation_and_never_trains(tiny, tmp_path, capsys):
+    (tmp_path / "second.py").write_text(SECOND)
+    given = [
+        f"data.val_files={tiny.folder}/data/train.parquet",
+        "data.val_max_samples=2",
+        f"custom_reward_function.path={tmp_path}/second.py",
+        "custom_reward_function.name=generous",
+        "trainer.total_training_steps=1",
+    ]
+    sentinel = f"trainer.sentinel={tmp_path}/second.py:doubtful"
+    assert run(cli, ["train", *tiny.arguments(tmp_path / "run", *given, sentinel)]) == 0
+    before, after = metrics(tmp_path / "run")
+    for figures in (before, after):
+        assert figures["val/sentinel/score/mean"] == 0.25
+        assert figures["val/sentinel/wrong"] == 1.0
+        assert figures["val/reward/score/mean"] == 1.0
+    assert after["reward/score/mean"] == 1.0
+    missing = tiny.arguments(tmp_path / "other", *given, f"trainer.sentinel={tmp_path}/second.py:nobody")
+    assert "nobody" in one_line_error(capsys, ["train", *missing])

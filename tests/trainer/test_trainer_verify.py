@@ -1,0 +1,128 @@
+"""`etude verify`: a step is made again by the plain trainer, and a planted fault is named by its term."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from house_stage import ACTOR, metrics, one_line_error
+
+from etude.cli.main import cli, run
+from etude.trainer import ppo
+from etude.trainer.verify import verify_step
+
+
+def train(tiny, folder, *overrides):
+    values = ("trainer.rollout_token_values=true", "trainer.verify_every=1", "trainer.max_actor_ckpt_to_keep=-1")
+    assert run(cli, ["train", *tiny.arguments(folder, *values, *overrides)]) == 0
+
+
+@pytest.fixture(scope="module")
+def done(tiny, tmp_path_factory):
+    """Two steps of one update each, the second of which was verified as it was made."""
+    folder = tmp_path_factory.mktemp("verify") / "run"
+    decayed = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.optim.weight_decay=0.1")
+    train(tiny, folder, *decayed, "trainer.total_training_steps=2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def twice(tiny, tmp_path_factory):
+    """Two steps of two updates each, the first of which moves the policy far."""
+    folder = tmp_path_factory.mktemp("twice") / "run"
+    train(tiny, folder, f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-2", "trainer.total_training_steps=2")
+    return folder
+
+
+def test_a_step_is_equal_live_and_from_its_folder_alone(done, twice, tmp_path, capsys):
+    for folder in (done, twice):
+        first, second = metrics(folder)
+        assert (first.get("verify/equal"), second["verify/equal"]) == (None, 1.0)
+        assert 0 < second["verify/difference"] < 1e-5
+    moved = tmp_path / "moved"
+    shutil.copytree(done, moved)
+    config = yaml.safe_load((moved / "config.yaml").read_text())
+    config["actor_rollout_ref"]["model"]["path"] = "/not/on/this/machine"
+    config["trainer"]["rollout_data_dir"] = "/nor/is/this/rollouts"
+    (moved / "config.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    assert run(cli, ["verify", str(moved)]) == 0
+    said = capsys.readouterr().out
+    assert "step 2: equal to 1e-05" in said
+    for term in (
+        "mask",
+        "reward",
+        "reference log-prob",
+        "advantage",
+        "ratio",
+        "loss",
+        "gradient norm",
+        "weight change",
+    ):
+        assert f"✓ {term} " in said
+    assert "the reference model is not on this machine" in said
+
+
+FAULTS = {  # what the configuration says and the run did not do → the term that differs first
+    "reward": ("reward_model.score_weight", 2.0),
+    "advantage": ("algorithm.norm_adv_by_std_in_grpo", False),
+    "loss": ("actor_rollout_ref.actor.kl_loss_coef", 0.1),
+    "ratio": ("actor_rollout_ref.actor.clip_ratio", 0.001),
+    "learning rate": ("actor_rollout_ref.actor.optim.lr", 2e-2),
+    "weight change": ("actor_rollout_ref.actor.optim.betas", [0.9, 0.99]),
+}
+
+
+@pytest.mark.parametrize("term", FAULTS)
+def test_a_fault_is_named_by_its_term(done, twice, tmp_path, term):
+    key, value = FAULTS[term]
+    copy = tmp_path / "copy"
+    shutil.copytree(twice if term == "ratio" else done, copy)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    section = config
+    *path, name = key.split(".")
+    for each in path:
+        section = section[each]
+    section[name] = value
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    found = verify_step(copy, 2)
+    assert found.first is not None
+    assert found.first.name == term, found.explain()
+
+
+def wrong_mask(batch):
+    """Trains on the first token of a tool's answer."""
+    mask = batch.batch["response_mask"]
+    holes = mask[:, :-1].bool() & ~mask[:, 1:].bool()
+    row, token = holes.nonzero()[0].tolist()
+    mask[row, token + 1] = 1
+    return batch
+
+
+def test_a_wrong_mask_or_advantage_is_named_as_it_happens(tiny, tmp_path, monkeypatch, capsys):
+    expand, compute = ppo.PPOTrainer._expand, ppo.compute_advantages
+
+    def scaled(batch, options, kl_coef):
+        found, *rest = compute(batch, options, kl_coef)
+        found.batch["advantages"] *= 1.5
+        return found, *rest
+
+    for name, patch in (
+        ("mask", (ppo.PPOTrainer, "_expand", lambda self, taken: wrong_mask(expand(self, taken)))),
+        ("advantage", (ppo, "compute_advantages", scaled)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(*patch)
+            train(tiny, tmp_path / name, "trainer.total_training_steps=2", "trainer.save_freq=-1")
+        assert metrics(tmp_path / name)[-1]["verify/equal"] == 0.0
+        assert f"step 2: the {name} differs: " in capsys.readouterr().err
+
+
+def test_what_cannot_be_verified_is_said_at_once(tiny, done, tmp_path, capsys):
+    nucleus = tiny.arguments(tmp_path, "trainer.verify_every=1", "actor_rollout_ref.rollout.top_p=0.9")
+    assert "rollout.top_p=0.9 cannot be verified" in one_line_error(capsys, ["train", *nucleus])
+    nowhere = tiny.arguments(tmp_path, "trainer.verify_every=1", "trainer.rollout_data_dir=null")
+    assert "set trainer.rollout_data_dir" in one_line_error(capsys, ["train", *nowhere])
+    assert "those that have both: 2" in one_line_error(capsys, ["verify", str(done), "--step", "1"])
+    assert run(cli, ["verify", str(done), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2
