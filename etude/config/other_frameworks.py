@@ -152,7 +152,7 @@ INERT = {
             trainer.log_val_generations trainer.val_generations_to_log_to_wandb
         """,
         "algorithm.kl_ctrl is the KL controller": "critic.kl_ctrl",
-        "optim.name=muon is torch.optim.Muon in its own settings (docs/training-engine.md)": """
+        "optim.name=muon is torch.optim.Muon in its own settings (docs/models.md)": """
             *optim.muon_coefficient_type *optim.muon_extra_scale_factor *optim.muon_fp32_matmul_prec
             *optim.muon_match_adamw_update_rms *optim.muon_momentum *optim.muon_nesterov *optim.muon_num_ns_steps
             *optim.muon_scalar_optimizer *optim.muon_scale_mode *optim.muon_split_qkv *optim.muon_tp_mode

@@ -49,7 +49,7 @@ class DistillationLossOptions:
 
 @options
 class DistillationOptions:
-    """On-policy distillation: teachers score the policy's own tokens (docs/distillation.md)."""
+    """On-policy distillation: teachers score the policy's own tokens (docs/algorithms.md)."""
 
     teachers: FreeForm = key(
         "Teacher by data_source: a model folder with the policy's tokenizer, the address of a vLLM server, or self (the "
