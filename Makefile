@@ -25,13 +25,14 @@ install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
 	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH) $(PIP_ARGS) -c constraints.txt torch 2>/dev/null; } || \
 	echo "note: PyTorch's own index cannot be reached: pip installs the build that its index has"
 
-.PHONY: help quickstart gallery test test-vllm chaos soak lint docs screenshots clean setup
+.PHONY: help quickstart gallery test test-slow test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a language model to use a calculator, on the CPU"
 	@echo "make gallery      every example, three seeds each, for docs/gallery.md: about an hour"
-	@echo "make test         the tests (all but the soak tests)"
+	@echo "make test         the tests, but for the slow ones"
+	@echo "make test-slow    the slow tests: Ray clusters, kills, every example, benchmarks"
 	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
 	@echo "make chaos        three minutes in which something of a run is killed every 20 s"
 	@echo "make soak         the long tests: many seeds, many kills"
@@ -49,7 +50,11 @@ gallery: $(DEV)
 # Where Python may not write bytecode, each of the hundred processes that tests start would compile the package again.
 test: $(DEV)
 	@$(BIN)/python -m compileall -q etude
-	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-slow: $(DEV)
+	@$(BIN)/python -m compileall -q etude
+	$(BIN)/python -m pytest -m "slow and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)

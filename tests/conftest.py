@@ -34,12 +34,26 @@ HEAVIEST = (
     *("agents/test_agents_exactness", "trainer/test_trainer_async", "limits/test_limits_ray", "viewer/test_viewer_web"),
 )
 
+SLOW = (  # whole files, since what takes long in them is what their tests share: clusters, runs of the quickstart, kills
+    *("trainer/test_trainer_ray", "trainer/test_trainer_resume", "trainer/test_trainer_restarts"),
+    *("quickstart/test_quickstart_every_example", "quickstart/test_quickstart_stages"),
+    *("quickstart/test_quickstart_nine_steps", "quickstart/test_quickstart_pretrained"),
+    *("distributed/test_distributed_ray", "distributed/test_distributed_plane", "limits/test_limits_ray"),
+    *("workers/test_workers_engine_link", "workers/test_workers_pretend_gpu", "workers/test_workers_ranks"),
+    *("workers/test_workers_sharded", "models/test_models_gguf", "benchmarks/test_benchmarks_drivers"),
+)
+
 
 def pytest_collection_modifyitems(items):
     """The heaviest files first: pytest-xdist hands files out in this order, and none should be left for one process at the
     end."""
-    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(HEAVIEST)}
+    room = Path(__file__).parent
+    places = {room / f"{name}.py": place for place, name in enumerate(HEAVIEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    slow = {room / f"{name}.py" for name in SLOW}
+    for item in items:
+        if item.path in slow:
+            item.add_marker("slow")
 
 
 @pytest.fixture
