@@ -59,8 +59,8 @@ def pages() -> dict[str, str]:
 def keys() -> str:
     lines = [
         "# Configuration keys\n",
-        "How they are set and checked: [Configuration](../training.md#configuration). `etude config KEY` says the same of one key, "
-        "and where its value came from.\n",
+        "How they are set and checked: [Configuration](../training.md#configuration). `etude config KEY` says the same of "
+        "one key, and where its value came from.\n",
         "## Keys of `etude train` and `etude eval`\n",
         *_sections(declarations(TrainOptions)),
         "## Keys of `etude sft`\n",

@@ -8,6 +8,7 @@ rollouts that show it.
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,13 +109,14 @@ def find_alarms(metrics: Mapping[str, float]) -> dict[str, str]:
 
 def _look(record: Mapping[str, Any]) -> _Seen | None:
     segments, score = record.get("segments"), record.get("score")
-    if not isinstance(score, int | float) or not isinstance(segments, list):
+    if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max or not isinstance(segments, list):
         return None
     parts = [(each, _SPECIAL.sub("", str(each.get("text") or ""))) for each in segments if isinstance(each, Mapping)]
     sampled = [(each.get("turn"), text) for each, text in parts if each.get("provenance") == "sampled"]
     if not sampled:
         return None
-    calls = [each for each in record.get("tool_calls") or () if isinstance(each, Mapping)]
+    given = record.get("tool_calls")
+    calls = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
     return _Seen(
         name=str(record.get("request_id") or record.get("uid")),
         uid=str(record.get("uid")),

@@ -163,10 +163,10 @@ def assert_same_bits(one, other):
 def labels_of_their_own():
     """The labels are read from the column `labels`, the context from `input_ids`, whatever `pack` makes of either."""
 
-    def with_labels(batch, rows, device, vision):
+    def with_labels(batch, rows, device, vision, team):
         labelled = batch.select_idxs(list(range(len(batch))))
         labelled.batch["input_ids"] = batch.batch.get("labels", batch.batch["input_ids"])  # the weights' probe has none
-        return replace(pack(batch, rows, device, vision), labels=pack(labelled, rows, device).labels)
+        return replace(pack(batch, rows, device, vision, team), labels=pack(labelled, rows, device).labels)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(policy, "pack", with_labels)

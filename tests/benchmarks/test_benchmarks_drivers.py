@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory):
         from side_by_side import checkpoint, task
 
         folder = tmp_path_factory.mktemp("checkpoint") / "work"
-        checkpoint._untrained(folder)
+        checkpoint._untrained(folder, checkpoint._demonstrations(500, folder))
         (folder / "model" / task.SYSTEM_FILE).write_text('{"system": "Use the tool."}')
     finally:
         sys.path.remove(str(BENCHMARKS))

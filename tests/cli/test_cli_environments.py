@@ -36,7 +36,7 @@ def test_an_environment_is_played_by_its_id(own, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "write one action: left, down, right, up" in shown
     assert "Write one of: left, down, right, up." in shown
-    assert shown.endswith("reward 1\n")
+    assert shown.endswith('reward 1, {"acc": 1.0}\n')
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     assert run(cli, ["play", "cli_own", own, "--row=2"]) == 0
     assert capsys.readouterr().out == "4\nreward 0\n"

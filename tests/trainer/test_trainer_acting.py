@@ -188,7 +188,7 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(start, overrides, messag
     VERIFIERS is None, reason="needs verifiers 0.4: ETUDE_VERIFIERS_PYTHON, or build/verifiers/bin/python"
 )
 def test_two_steps_are_trained_on_a_taskset_of_verifiers_as_the_page_lists_it(start, tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "from-trl.md").read_text()
+    page = (ROOT / "docs" / "from-verifiers.md").read_text()
     (tmp_path / "stock.py").write_text(re.search(r"```python\n(# stock.py.*?)```", page, re.DOTALL)[1])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     args = 'args: {agent: {harness: {id: "null"}, max_turns: 2}}'

@@ -82,10 +82,9 @@ class OpenAIAgentLoop(AgentLoopBase):
     ) -> None:
         super().__init__(trainer_config, **kwargs)
         if function is None and not command:
-            self._agent = agent_of(trainer_config.options.agent.openai_agent)
-        else:
-            options = OpenAIAgentOptions(command=tuple(command), workspace=workspace, verifier=tuple(verifier))
-            self._agent = agent_of(options, function)
+            own = trainer_config.options.agent.openai_agent
+            function, command, workspace, verifier = own.function, own.command, own.workspace, own.verifier
+        self._agent = agent_of(function, command, workspace, verifier)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
         """See `AgentLoopBase.run`: one trajectory per sequence.
@@ -197,22 +196,23 @@ def check_openai_agent(options: OpenAIAgentOptions) -> None:
         MissingExtraError: the function needs an `openai` client, and the package is not installed.
     """
     if options.function is not None or options.command:
-        agent_of(options)
+        agent_of(options.function, options.command, options.workspace, options.verifier)
 
 
-def agent_of(options: OpenAIAgentOptions, function: Callable[..., Any] | str | None = None) -> Agent:
+def agent_of(
+    function: Callable[..., Any] | str | None, command: Sequence[str], workspace: str | None, verifier: Sequence[str]
+) -> Agent:
     """Makes an agent of a function, its import path, or a command.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
     """
-    function = options.function if function is None else function
-    if (function is None) == (not options.command):
+    if (function is None) == (not command):
         raise ConfigError(
             "agent loop 'openai_agent': set either rollout.agent.openai_agent.function or rollout.agent.openai_agent.command"
         )
     if function is None:
-        return CommandAgent(options.command, options.workspace, options.verifier)
+        return CommandAgent(command, workspace, verifier)
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 
 
