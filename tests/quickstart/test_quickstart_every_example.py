@@ -50,6 +50,7 @@ HAPPENED = {
     "bisection": is_answered,
     "code_sums": calls("code_interpreter"),
     "distillation": lambda steps, rollouts: all(any("distillation" in key for key in step) for step in steps),
+    "long_read": lambda steps, rollouts: all(step["rollout/sequences/mean"] > 1 for step in steps),
     "note_taker": lambda steps, rollouts: all(len(each["earlier"]) == 3 for each in rollouts),
     "polite_replies": lambda steps, rollouts: all(step["reward/judge/requests"] for step in steps),
     "ppo_critic": lambda steps, rollouts: all("critic/vf_loss" in step for step in steps),
