@@ -34,13 +34,17 @@ HEAVIEST = (
     *("agents/test_agents_exactness", "trainer/test_trainer_async", "limits/test_limits_ray", "viewer/test_viewer_web"),
 )
 
-SLOW = (  # whole files, since what takes long in them is what their tests share: clusters, runs of the quickstart, kills
+SLOW = (  # whole files, since what takes long in them is what their tests share: clusters, servers, whole runs, kills
     *("trainer/test_trainer_ray", "trainer/test_trainer_resume", "trainer/test_trainer_restarts"),
     *("quickstart/test_quickstart_every_example", "quickstart/test_quickstart_stages"),
     *("quickstart/test_quickstart_nine_steps", "quickstart/test_quickstart_pretrained"),
     *("distributed/test_distributed_ray", "distributed/test_distributed_plane", "limits/test_limits_ray"),
     *("workers/test_workers_engine_link", "workers/test_workers_pretend_gpu", "workers/test_workers_ranks"),
-    *("workers/test_workers_sharded", "models/test_models_gguf", "benchmarks/test_benchmarks_drivers"),
+    *("workers/test_workers_sharded", "models/test_models_gguf", "models/test_models_families"),
+    *("benchmarks/test_benchmarks_drivers", "reference/test_reference_keys", "rewards/test_rewards_gold"),
+    *("trainer/test_trainer_interrupts", "trainer/test_trainer_async", "trainer/test_trainer_images"),
+    *("tools/test_tools_mcp", "viewer/test_viewer_web", "cli/test_cli_gateway", "sandbox/test_attacks"),
+    "inference/test_inference_server_process",
 )
 
 

@@ -59,7 +59,7 @@ def openai_server(tiny):
         ids = tokenizer.encode(body["prompt"], add_special_tokens=False)
         drawn, ending = [], "length"
         while len(drawn) < body["max_tokens"]:
-            token, _, _ = draw(model.logits(ids + drawn), SamplingParams(temperature=0.0), None)
+            token, *_ = draw(model.logits(ids + drawn), SamplingParams(temperature=0.0), None)
             if token == tokenizer.eos_token_id:
                 ending = "stop"
                 break

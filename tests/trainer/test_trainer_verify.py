@@ -99,7 +99,7 @@ def wrong_mask(batch):
     return batch
 
 
-def test_a_wrong_mask_or_advantage_is_named_as_it_happens(tiny, tmp_path, monkeypatch, capsys):
+def test_a_wrong_mask_or_advantage_is_named_as_it_happens(tiny, tmp_path, monkeypatch, caplog):
     expand, compute = ppo.PPOTrainer._expand, ppo.compute_advantages
 
     def scaled(batch, options, kl_coef):
@@ -115,7 +115,7 @@ def test_a_wrong_mask_or_advantage_is_named_as_it_happens(tiny, tmp_path, monkey
             patched.setattr(*patch)
             train(tiny, tmp_path / name, "trainer.total_training_steps=2", "trainer.save_freq=-1")
         assert metrics(tmp_path / name)[-1]["verify/equal"] == 0.0
-        assert f"step 2: the {name} differs: " in capsys.readouterr().err
+        assert f"step 2: the {name} differs: " in caplog.text
 
 
 def test_what_cannot_be_verified_is_said_at_once(tiny, done, tmp_path, capsys):

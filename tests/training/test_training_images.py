@@ -202,8 +202,8 @@ def test_labels_of_masked_tokens_change_nothing(stage, monkeypatch):
     model, batch = stage
     expected, figures = gradients(model, batch)
 
-    def with_other_labels(batch, rows, device, vision):
-        packed = pack(batch, rows, device, vision)
+    def with_other_labels(batch, rows, device, vision, team):
+        packed = pack(batch, rows, device, vision, team)
         other = copy.deepcopy(batch)
         kept = torch.nn.functional.pad(
             batch.batch["response_mask"].bool(),
