@@ -93,7 +93,8 @@ def test_a_fault_is_named_by_its_term(done, twice, tmp_path, term):
 def wrong_mask(batch):
     """Trains on the first token of a tool's answer."""
     mask = batch.batch["response_mask"]
-    holes = mask[:, :-1].bool() & ~mask[:, 1:].bool()
+    follows = mask.flip(1).cumsum(1).flip(1)[:, 1:] > 0  # what nothing sampled follows is padding, not an answer
+    holes = mask[:, :-1].bool() & ~mask[:, 1:].bool() & follows
     row, token = holes.nonzero()[0].tolist()
     mask[row, token + 1] = 1
     return batch
