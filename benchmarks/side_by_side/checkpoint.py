@@ -20,7 +20,7 @@ from side_by_side import etude_run, task
 
 _SEED = 5
 _DEMONSTRATIONS, _BATCH = 4640, 16
-_OF_A_BASE, _RATE = 320, 5e-5  # demonstrations and learning rate of a pretrained model
+_OF_A_BASE, _RATE = 160, 1e-4  # demonstrations and learning rate of a pretrained model
 _TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
