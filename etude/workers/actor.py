@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -287,11 +287,9 @@ class TrainWorker(TrainedWorker):
         """See `TrainedWorker.copy_state`; includes the state of a critic on the trunk, and a lagging teacher's weights."""
         super().copy_state()
         if self._teacher is not None:
-            state = self._teacher.state_dict()
-            self._copied_teacher = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+            self._copied_teacher = _copied(self._teacher.state_dict())
         if self._actor.critic is not None:
-            state = self._actor.critic.optimizer.state_dict()
-            self._copied_critic = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+            self._copied_critic = _copied(self._actor.critic.optimizer.state_dict())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
@@ -310,10 +308,9 @@ class TrainWorker(TrainedWorker):
     def load_checkpoint(self, folder: str) -> None:
         super().load_checkpoint(folder)
         if self._teacher is not None:
-            kept, empty = Path(folder) / self.role / TEACHER, self._teacher.empty
-            self._teacher = LaggingWeights(self.model)
+            kept, self._teacher = Path(folder) / self.role / TEACHER, LaggingWeights(self.model)
             if kept.is_dir():  # else the run had no such teacher before
-                self._teacher.load_state_dict(read_state(kept, empty=empty))
+                self._teacher.load_state_dict(read_state(kept, empty=self._teacher.empty))
         if self._actor.critic is not None:
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 
@@ -336,3 +333,7 @@ class TrainWorker(TrainedWorker):
             factors.append(kept)
             metrics |= dropped
         return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), metrics
+
+
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

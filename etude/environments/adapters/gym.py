@@ -75,7 +75,8 @@ class Game(Environment):
         return Step(self._say(observation), float(reward), bool(self._ended))
 
     def score(self) -> dict[str, float]:
-        """Returns a score of 0.0 for an episode without a step; otherwise its steps' rewards are all."""
+        """Returns `acc` where the game has a `reward_threshold`, and a score of 0.0 for an episode without a step; otherwise
+        its steps' rewards are all."""
         enough = self._env.spec.reward_threshold
         found = {} if enough is None else {"acc": float(self._ended and self._total >= enough)}
         return found if self._steps else {"score": 0.0, **found}
