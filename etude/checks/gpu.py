@@ -224,7 +224,7 @@ def _training(trial: Trial) -> Result:
     for _ in range(2):
         worker = trial.worker()
         worker.update_actor(trial.batch)
-        with _count_waits(trial) as counted:
+        with count_waits(trial) as counted:
             seconds = trial.seconds(lambda worker=worker: [worker.update_actor(trial.batch) for _ in range(_UPDATES)])
         waits = len(counted)
         sums.append(weight_checksums(worker.model))
@@ -240,7 +240,7 @@ def _training(trial: Trial) -> Result:
 
 
 @contextmanager
-def _count_waits(trial: Trial) -> Iterator[list[Any]]:
+def count_waits(trial: Trial) -> Iterator[list[Any]]:
     """Collects a warning for each wait of the host for a GPU."""
     if trial.device.type != "cuda":
         yield []

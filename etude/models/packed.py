@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -99,10 +100,13 @@ class CausalSequences:
         )
         from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes seconds
 
+        grouped = (
+            {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+        )  # torch 2.11: unasked
         window = (-1 if scoring.window is None else scoring.window - 1, 0)
         query, keys, values = (x.transpose(0, 1) for x in (query, keys, values))
         out: Tensor = varlen_attn(
-            query, keys, values, *starts, *longest, scale=scoring.scale, window_size=window, enable_gqa=True
+            query, keys, values, *starts, *longest, scale=scoring.scale, window_size=window, **grouped
         )  # type: ignore[assignment]  # a tuple if it is asked for more
         return out
 
