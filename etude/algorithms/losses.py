@@ -100,8 +100,9 @@ def _loss(formula: Callable[..., tuple[Tensor, Flags]]) -> Callable[..., Loss]:
         if (weights := options.pop("rollout_is_weights", None)) is not None:
             losses = losses * torch.where(mask, weights, 0.0)
         with torch.no_grad():
-            metrics = {f"actor/{name}": float(masked_mean(flag.double(), mask)) for name, flag in flags.items()}
-            metrics["actor/ppo_kl"] = float(masked_mean(-log_ratio, mask))
+            means = {f"actor/{name}": masked_mean(flag.double(), mask) for name, flag in flags.items()}
+            means["actor/ppo_kl"] = masked_mean(-log_ratio, mask)
+            metrics = dict(zip(means, torch.stack([mean.double() for mean in means.values()]).tolist()))  # one wait
         return agg_loss(losses, mask, **options), metrics
 
     common = list(

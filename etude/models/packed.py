@@ -130,7 +130,8 @@ class CausalSequences:
                 spans.append([(p - p % size, min(p - p % size + size, end)) for p in firsts])
                 queries += [last - p for p, (_, last) in zip(firsts, spans[-1])]
                 keys += [last - first for first, last in spans[-1]]
-            starts = [torch.tensor([*accumulate(counts)], dtype=torch.int32).to(device) for counts in (queries, keys)]
+            starts = [torch.tensor([*accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
+            starts = [each.to(device, non_blocking=True) for each in starts]
             self._cut[chunk] = spans, (starts[0], starts[1]), (max(queries), max(keys))
         return self._cut[chunk]
 

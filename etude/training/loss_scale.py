@@ -44,8 +44,8 @@ class LossScale:
         """Converts a micro-batch's part of a loss to a `Mean`; the parts add up to the mini-batch's loss, weighted by its
         divisor."""
         count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
-        share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
-        return Mean(float(part.detach()) * count, count * share)
+        value, tokens = torch.stack([part.detach().double(), response_mask.sum().double()]).tolist()  # one wait
+        return Mean(value * count, count * tokens / max(self.batch_num_tokens, 1.0))
 
 
 def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str, float]:

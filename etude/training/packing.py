@@ -121,15 +121,16 @@ def pack(
     if vision is not None and any(placed):
         token_ids.masked_fill_(token_ids < 0, vision.image_token_id)
         images = pack_images(placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device)
+    # A blocking upload would wait for all that the GPU has yet to compute.
     return PackedRows(
-        token_ids=token_ids.to(device),
+        token_ids=token_ids.to(device, non_blocking=True),
         layout=own_layout,
-        source=source.to(device),
-        labels=ids[row, prompt_width + column].to(device),
-        row=row.to(device),
-        column=column.to(device),
+        source=source.to(device, non_blocking=True),
+        labels=ids[row, prompt_width + column].to(device, non_blocking=True),
+        row=row.to(device, non_blocking=True),
+        column=column.to(device, non_blocking=True),
         shape=(len(index), mask.shape[1]),
-        shared=shared.to(device),
+        shared=shared.to(device, non_blocking=True),
         images=images,
         support=_support(batch, rows, row, column, device),
         experts=experts,

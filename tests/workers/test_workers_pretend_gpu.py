@@ -9,7 +9,7 @@ from pretend_gpu import in_a_process
 from etude.models.attention import Scoring
 from etude.models.packed import CausalSequences
 
-MICRO_BATCH, STEP = 12, 3
+MICRO_BATCH, STEP = 9, 3
 """Waits of the host for the GPU in a micro-batch, and in an optimizer step."""
 
 
