@@ -170,8 +170,8 @@ def main() -> None:
     print("| shape | estimated | measured | ratio | CPU s an update |\n|---|---|---|---|---|")
     for shape in SHAPES:
         expected, found, seconds = compare(shape)
-        row = f"| {shape.name} | {expected / 2**30:.2f} GiB | {found / 2**30:.2f} GiB | {expected / found:.2f} | {seconds:.0f} |"
-        print(row, flush=True)
+        sizes = f"{expected / 2**30:.2f} GiB | {found / 2**30:.2f} GiB | {expected / found:.2f}"
+        print(f"| {shape.name} | {sizes} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
