@@ -25,6 +25,7 @@ from etude.checks.resources import service_addresses, slow_dtypes, unreachable_s
 from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
 from etude.data import ResumableLoader, RLDataset, active_tools
+from etude.data.rows import question_of, truth_of
 from etude.errors import ConfigError, DataError, EtudeError
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
@@ -183,7 +184,8 @@ def _template(run: Inspection) -> Result:
 
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files))
 def _read_rows(run: Inspection) -> Result:
-    data, said, trained = run.options.data, [], set[str]()
+    data, said, trained = run.options.data, [], dict[str, str]()
+    asked: dict[str, tuple[str | None, str]] = {}
     reported = {fault.key for fault in run.composition.faults}
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         made = [each for each in run.options.environments if key == "data.train_files" or each.val_tasks]
@@ -192,8 +194,20 @@ def _read_rows(run: Inspection) -> Result:
         problems: list[DataError] = []
         dataset = run.dataset(files, run.rows, problems, split="train" if key == "data.train_files" else "val")
         yield from _kinds_of(key, str([*files, "env"][0]), problems)
-        read = [(len(row["raw_prompt_ids"]), _task(row)) for row in dataset]
-        lengths, tasks = [length for length, _ in read], [task for _, task in read]
+        lengths, shared, contrary = list[int](), list[str](), list[str]()
+        for row, where in zip(dataset, dataset.locations):
+            lengths.append(len(row["raw_prompt_ids"]))
+            question, truth = question_of(row, row["raw_prompt"]), truth_of(row)
+            other, first = asked.setdefault(question, (truth, where))
+            if other != truth:
+                contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
+            elif key == "data.val_files" and question in trained:
+                shared.append(f"{where} is {trained[question]}")
+            elif key == "data.train_files":
+                trained.setdefault(question, where)
+        if contrary:
+            line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
+            yield warning(line, f"one of each two is wrong: {_mend_row(files)}")
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
             if files:
@@ -204,11 +218,15 @@ def _read_rows(run: Inspection) -> Result:
                 run.train = dataset
                 warn_of_tools(dataset)
                 warn_of_rewards(run, dataset)
-                trained.update(tasks)
-            elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):
-                line = f"{key}: {both} of {len(tasks)} rows are also in data.train_files, so they measure memory"
+            elif shared:
+                both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
+                line = f"{key}: {both}, so they measure memory: {_some(shared)}"
                 yield warning(line, f"set {key} to rows that are not trained on")
     yield "; ".join(said)
+
+
+def _some(places: Sequence[str]) -> str:
+    return "; ".join([*places[:_LISTED], *(["…"] if len(places) > _LISTED else [])])
 
 
 def _kinds_of(key: str, file: str, problems: Sequence[DataError]) -> Result:
@@ -443,18 +461,6 @@ def _ended_after(seconds: float) -> Iterator[None]:
 
 def _mend_row(files: Sequence[str]) -> str:
     return f"mend the row; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"
-
-
-def _task(row: Mapping[str, Any]) -> str:
-    """What makes two rows the same task."""
-    info = row.get("extra_info") or {}
-    asked = (
-        row["raw_prompt"],
-        info.get("env"),
-        info.get("task"),
-        info.get("env_seed"),
-    )  # an environment's prompt is its own
-    return repr((*asked, row.get("reward_model"), row.get("tools_kwargs"), repr(row.get("images"))[:500]))
 
 
 def _truth(row: Mapping[str, Any]) -> str:
