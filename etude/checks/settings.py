@@ -293,6 +293,15 @@ def _groups(run: TrainOptions) -> Faults:
 
 
 @check("estimator and loss")
+def _roles(run: TrainOptions) -> Faults:
+    estimator, name = run.algorithm.estimator, run.algorithm.adv_estimator
+    of_rollouts = {"reward_baselines", "reward_components"}
+    if run.actor_rollout_ref.rollout.agent.roles and estimator and of_rollouts & {*estimator.needs}:
+        why = f"adv_estimator={name} reads the rewards of whole rollouts, not those of roles"
+        yield fault(f"{_ROLLOUT}.agent.roles", why, "use grpo, rloo or rae")
+
+
+@check("estimator and loss")
 def _components(run: TrainOptions) -> Faults:
     estimator, name = run.algorithm.estimator, run.algorithm.adv_estimator
     if not estimator or "reward_components" not in estimator.needs:
