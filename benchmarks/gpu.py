@@ -159,10 +159,10 @@ def update(bench: Bench, waits: bool, kernels: bool) -> str:
     )
 
 
-def sample(bench: Bench, waits: bool) -> str:
+def sample(bench: Bench, waits: bool, kernels: bool) -> str:
     """Times the native engine over the case's prompts."""
     worker = bench.worker()
-    engine, case = NativeEngine(worker.model), bench.case
+    engine, case, steps = NativeEngine(worker.model), bench.case, min(bench.case.answer, 128)
     rows = bench.batch.batch["input_ids"][:, : case.prompt].tolist()
 
     async def run(tokens: int) -> int:
@@ -177,11 +177,15 @@ def sample(bench: Bench, waits: bool) -> str:
     made: list[int] = []
     asyncio.run(run(8))
     with count_waits(bench) as found:
-        seconds = bench.seconds(lambda: made.append(asyncio.run(run(case.answer))))
+        seconds = bench.seconds(lambda: made.append(asyncio.run(run(steps))))
     if waits:
         for (file, line), count in Counter((each.filename, each.lineno) for each in found).most_common(8):
             print(f"    {count} waits at {file}:{line}")
-    steps = case.answer
+    if kernels:
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            asyncio.run(run(16))
+            bench.wait()
+        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=24, max_name_column_width=50))
     speed = f"{sum(made) / seconds:,.0f} tokens/s of {len(rows)} rows"
     return f"{speed}, {seconds / steps * 1e3:.1f} ms a step, {len(found) / steps:.1f} waits a step"
 
@@ -200,7 +204,11 @@ def main() -> None:
         for name, work in [*((n, "update") for n in given.cases), *((n, "engine") for n in given.engine)]:
             try:
                 bench = Bench(given.device, Path(folder), name, peak)
-                done = update(bench, given.waits, given.kernels) if work == "update" else sample(bench, given.waits)
+                done = (
+                    update(bench, given.waits, given.kernels)
+                    if work == "update"
+                    else sample(bench, given.waits, given.kernels)
+                )
                 print(f"{name}, {work}: {done}", flush=True)
             except Exception as failed:
                 print(f"{name}, {work}: {type(failed).__name__}: {failed}", flush=True)

@@ -35,7 +35,7 @@ from side_by_side.results import Measured, Results  # noqa: E402
 from side_by_side.rows import KINDS, Contender, Row, rows  # noqa: E402
 
 _WITH_ITS_OWN = tuple(kind for kind in KINDS if kind != "pretrained")  # those for which run.py makes the model
-_TIMEOUT_SECONDS = 1800  # timeout of one process
+_TIMEOUT_SECONDS = 7200  # timeout of one process
 _PUBLISHED = HERE / "published.json"
 _BEGIN, _END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 

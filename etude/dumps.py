@@ -218,6 +218,7 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         metrics=_field(record, "metrics", dict, {}),
         sampling=_field(record, "sampling", dict, {}),
         extra_fields=_field(record, "extra_fields", dict, {}),
+        role=_field(record, "role", str, ""),
     )
 
 

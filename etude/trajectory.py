@@ -131,6 +131,11 @@ class ToolCallRecord:
     blocked_loop: int = 0  # number of times it blocked the event loop
 
 
+def role_name(role: str) -> str:
+    """The name in a role: that of `solver/3` is `solver`."""
+    return role.partition("/")[0]
+
+
 def plain_numbers(details: Mapping[str, Any]) -> dict[str, Any]:
     """Copies what a scorer reports, with scalars of NumPy and torch as Python's: `np.bool_(False)` is a verdict, too."""
     return {
@@ -152,6 +157,11 @@ class Rewards:
     score: float | None = None
     score_info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def given(self) -> bool:
+        """Whether there is any."""
+        return bool(self.steps or self.final) or self.score is not None
+
     def total(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> float:
         """tool_weight · (Σ step rewards + Σ calc_reward) + score_weight · score."""
         tools = sum(value for _, _, value in self.steps) + sum(self.final.values())
@@ -167,7 +177,8 @@ class Trajectory:
     `extra_fields` are additional fields from its loop; the scorer gets them in `extra_info`. `images` are the images of its
     context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of `messages`. If it
     ended before its last messages reached the model (after tools or a user), they are still in `messages`, as text only:
-    `[image]` for each image. `routed_experts` are the expert choices for its context, where the engine records them.
+    `[image]` for each image. `routed_experts` are the expert choices for its context, where the engine records them. `role`
+    says which of several agents it is of (see `etude.agents.roles`).
     """
 
     request_id: str
@@ -186,6 +197,7 @@ class Trajectory:
     images: list[ImageInput] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: RoutedExperts | None = None
+    role: str = ""
 
     def append(
         self,
@@ -320,6 +332,7 @@ class Trajectory:
             for name, value in (
                 ("images", [image.to_record() for image in self.images]),
                 ("extra_fields", self.extra_fields),
+                ("role", self.role),
                 ("timeline", [(name, round(start, 4), round(length, 4)) for name, start, length in self.timeline]),
             )
             if value
@@ -331,7 +344,8 @@ class Rollout:
     """The outcome of one row: its sequences, or why there are none.
 
     `sequences` are in time order. Only the last, the main one, carries rewards, messages and stop reason; the earlier ones
-    were abandoned when the agent rewrote its history. A dropped rollout has none. `attempts` counts runs, `failures` the
+    were abandoned when the agent rewrote its history, or are of another role, and then the last of a role may carry
+    rewards of its own. A dropped rollout has none. `attempts` counts runs, `failures` the
     infrastructure failures (of runs, and of scoring a finished run), `stalls` the failures that were stalls; `cause` is the
     last failure in one line. `broken_calls` are the tool calls that ended a failed run, whose trajectory is discarded.
     `judge_usage` is what judges used for this rollout (see `etude.rewards.usage`).

@@ -309,7 +309,9 @@ class _Batch:
                     returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
-                rollout.sequences = validate_output(returned, client, name, options.response_length)
+                rollout.sequences = validate_output(
+                    returned, client, name, options.response_length, options.agent.roles
+                )
                 is_ours = AGENT_LOOPS.get(name).__module__.startswith("etude.")  # checked when rows are loaded
                 if client.sessions and not is_ours:
                     check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)

@@ -2,9 +2,9 @@
 
 Invariant: in a trajectory that passes, every token marked as sampled was sampled by the engine after exactly the ids and
 images before it, and no sampled token is claimed twice; its log-probs are the engine's; every sequence fits
-`data.max_response_length`; only the last one carries rewards, among them those of the calls that the loop's tool sessions
-ran. Marking tokens that were not sampled, or were sampled in another context, is a bug in the loop and always an error. A
-loop may still drop a turn or mask one out.
+`data.max_response_length`; only the last one, and the last of another role, carries rewards; the last one has those of the
+calls that the loop's tool sessions ran. Marking tokens that were not sampled, or were sampled in another context, is a bug
+in the loop and always an error. A loop may still drop a turn or mask one out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient, image_digests, is_empty, token_ids
+from etude.agents.roles import carriers, check_role, have_own_rewards, unrewarded
 from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
 from etude.chat.template import TOOLS_IN_SYSTEM
@@ -45,12 +46,15 @@ class Draw(NamedTuple):
     start: int
 
 
-def validate_output(returned: object, client: TrajectoryClient, name: str, response_length: int) -> list[Trajectory]:
+def validate_output(
+    returned: object, client: TrajectoryClient, name: str, response_length: int, roles: Sequence[str] = ()
+) -> list[Trajectory]:
     """Returns the sequences that the loop `name` returned, in time order; the last is the main one.
 
     Raises:
         EtudeError: the return value has the wrong type, claims tokens that were not sampled or that another sequence claims,
-            has log-probs other than the engine's, or rewards a sequence that is not the last.
+            has log-probs other than the engine's, rewards a sequence that is not the last of its role, leaves a role without
+            the reward that others have, or names one that is not in `roles`.
         ConfigError: a sequence is longer than `data.max_response_length`.
     """
     given = returned if isinstance(returned, list) else [returned]
@@ -72,15 +76,26 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
         _set_log_probs(sequence, draws)
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
-    for number, earlier in enumerate(sequences[:-1]):
-        rewards = earlier.rewards
-        if rewards.steps or rewards.final or rewards.score is not None:
-            raise EtudeError(
-                f"the agent loop '{name}' gave sequence {number} of {len(sequences)} a reward; the last one stands for the "
-                "whole rollout and carries all of its rewards"
-            )
+    _check_roles(sequences, name, roles)
     _add_outcomes(sequences[-1], [session for session in client.sessions if session.request_id == client.request_id])
     return sequences
+
+
+def _check_roles(sequences: Sequence[Trajectory], name: str, roles: Sequence[str]) -> None:
+    """Raises EtudeError if a role is unknown, or rewards are not where those of roles belong."""
+    last = carriers(sequences)
+    for number, sequence in enumerate(sequences):
+        try:
+            check_role(sequence.role, roles)
+        except ValueError as error:
+            raise EtudeError(f"the agent loop '{name}', sequence {number} of {len(sequences)}: {error}") from error
+        if sequence.rewards.given and last.get(sequence.role) is not sequence:
+            raise EtudeError(
+                f"the agent loop '{name}' gave sequence {number} of {len(sequences)} a reward; the last one stands for the "
+                "whole rollout, or its role, and carries all of its rewards"
+            )
+    if have_own_rewards(sequences[:-1]) and (missing := unrewarded(sequences)):
+        raise EtudeError(f"the agent loop '{name}' gave rewards per role, and none to the role '{missing[0]}'")
 
 
 def _add_outcomes(main: Trajectory, sessions: Sequence[ToolSession]) -> None:

@@ -128,6 +128,23 @@ def max_rl(scores: Tensor, lengths: Tensor) -> Tensor:
     return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
 
 
+def rae(*, token_level_rewards: Tensor, response_mask: Tensor, role_baselines: Tensor) -> tuple[Tensor, Tensor]:
+    """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): R − b, b the running mean of the rewards
+    of the row's role (`running_means`), (batch,)."""
+    advantages = spread(token_level_rewards.sum(dim=1) - role_baselines, response_mask)
+    return advantages, advantages
+
+
+def running_means(keys: Sequence[str], scores: Tensor, means: dict[str, float], decay: float) -> Tensor:
+    """(rows,) the mean of each row's key before the row; then b ← decay · b + (1 − decay) · R, row by row in order, from 0.
+    `means`, by key, are continued and updated: R stays out of its own baseline, as in SPIRAL's code."""
+    before = []
+    for key, score in zip(keys, scores.tolist(), strict=True):
+        before.append(means.setdefault(key, 0.0))
+        means[key] = decay * means[key] + (1 - decay) * score
+    return torch.tensor(before, dtype=torch.float64)
+
+
 def gpg(
     *,
     token_level_rewards: Tensor,

@@ -38,14 +38,17 @@ COLUMNS = {
     "observations": "a number for what each token's turn answered: equal for equal tokens since the turn before",
     "teacher_log_probs": "a teacher's log-probs of the sampled tokens (distillation.teachers)",
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
+    "role_baselines": "the running mean of the rewards of the row's role, before the row",
     "reward_components": "the numbers that the scorer returned, and the rewards by source, by name",
 }
-"""Columns that a record may need: (batch, response_len) each, except `reward_baselines`, (batch,), and `reward_components`,
-a mapping from name to (batch,), NaN for rows without it. If a function has a default for a column, `compute_advantage` and
-`policy_loss` can be called without it."""
+"""Columns that a record may need: (batch, response_len) each, except `reward_baselines` and `role_baselines`, (batch,), and
+`reward_components`, a mapping from name to (batch,), NaN for rows without it. If a function has a default for a column,
+`compute_advantage` and `policy_loss` can be called without it."""
 
-OF_ROLLOUTS = frozenset({"turns", "observations", "reward_baselines", "reward_components"})
+OF_ROLLOUTS = frozenset({"turns", "observations", "reward_baselines", "reward_components", "role_baselines"})
 """Columns that only estimators may need."""
+RAE_DECAY = 0.95
+"""SPIRAL's, of the running mean of a role's rewards."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Result = TypeVar("Result", bound="Record")
@@ -356,6 +359,7 @@ def _estimators() -> dict[str, Estimator]:
         "reinforce_plus_plus": Estimator(f"{returns}:reinforce_plus_plus", options={"gamma"}, ties_teach=True),
         "reinforce_plus_plus_baseline": grouped(f"{outcome}:reinforce_plus_plus_baseline"),
         "remax": Estimator(f"{returns}:remax", {"reward_baselines"}, (), ties_teach=True),
+        "rae": Estimator(f"{outcome}:rae", {"role_baselines"}, {"decay": RAE_DECAY}, ties_teach=True),
         "opo": grouped(f"{outcome}:opo"),
         "gpg": grouped(f"{outcome}:gpg", options={single: "zero", "f_norm": 1.0}),
         "gdpo": grouped(f"{outcome}:gdpo", {"reward_components"}, of_rewards, ties_teach=True),

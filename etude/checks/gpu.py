@@ -1,4 +1,4 @@
-"""`etude doctor --gpu`: in ten minutes, whether training on this GPU is right, and how fast it is.
+"""`etude doctor --gpu`: in two minutes, whether training on this GPU is right, and how fast it is.
 
 Invariant: every check runs the parts that a run uses, on a model made here from random weights, and compares with the CPU in
 float32 or with itself. It runs on any device, which the tests use; sizes are those of the device.
@@ -172,7 +172,7 @@ def _attention(trial: Trial) -> Result:
         torch.randn(count, sum(layout.lengths), width).to(torch.bfloat16).to(trial.device).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
     )
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         out = layout.attend(0, query, key, value, Scoring(width**-0.5))
         out.float().sum().backward()
     called = {event.key for event in profile.key_averages()}

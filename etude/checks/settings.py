@@ -96,8 +96,15 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 or inert_reason(options, key)
             ):
                 continue
-            usual = declarations(type(options))[key].default or 0.2  # clip ratios: null, the loss's own
+            default = declarations(type(options))[key].default
+            usual = 0.2 if default is None else default  # clip ratios: null, the loss's own
             yield f"{setting} {what}: {usual:g} is usual"
+        if isinstance(options, TrainOptions) and key == "algorithm.gamma" and _fades(options):
+            longest, gamma = options.actor_rollout_ref.rollout.response_length, options.algorithm.gamma
+            yield (
+                f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
+                f"first as {gamma**longest:.1g} of itself: 1 is usual"
+            )
         if name == "betas" and value_of(options, section).name == "muon":
             setting = f"{key}={format_option(options, key)} ({sources[key]})"
             yield f"{setting} has no effect on weight matrices: {section}.name=muon"
@@ -118,6 +125,16 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 yield f"{setting} is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
 
 
+def _fades(options: TrainOptions) -> bool:
+    """Whether a discount per token leaves hardly anything of the reward at the end for the beginning of an answer."""
+    algorithm, estimator = options.algorithm, options.algorithm.estimator
+    if estimator is None or algorithm.gamma >= 0.9 or inert_reason(options, "algorithm.gamma"):
+        return False
+    if estimator.reads("gae_timestep_unit"):
+        return algorithm.gae_timestep_unit == "token"
+    return "turns" not in estimator.needs
+
+
 _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("optim.lr", lambda value: value < 1e-8, "hardly moves the weights"),
     ("optim.lr", lambda value: value >= 0.1, "moves weights by their own size in few steps"),
@@ -125,6 +142,10 @@ _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("actor.clip_ratio", lambda value: value == 0, "clips every token whose probability an update has moved"),
     ("actor.clip_ratio_low", lambda value: value == 0, "clips every token that an update has made less likely"),
     ("actor.clip_ratio_high", lambda value: value == 0, "clips every token that an update has made more likely"),
+    ("actor.entropy_coeff", lambda value: abs(value) > 0.3, "lets the entropy term outweigh the reward"),
+    ("rollout.top_p", lambda value: value < 0.5, "leaves so few candidates that answers hardly differ"),
+    ("rollout.temperature", lambda value: value < 0.1, "leaves so few candidates that answers hardly differ"),
+    ("rollout.temperature", lambda value: value > 3, "makes answers noise"),
     ("actor.kl_loss_coef", lambda value: value > 10, "lets the KL term outweigh the reward"),
     ("kl_ctrl.kl_coef", lambda value: value > 10, "lets the KL penalty outweigh the reward"),
 )
@@ -269,6 +290,15 @@ def _groups(run: TrainOptions) -> Faults:
         yield fault(key, "needs algorithm.filter_groups.max_num_gen_batches of 2 or more, such as 10")
     if algorithm.zero_variance in ("keep", "mask") and algorithm.filter_groups.enable:
         yield fault(key, "algorithm.filter_groups.enable=true says otherwise", "set one of them")
+
+
+@check("estimator and loss")
+def _roles(run: TrainOptions) -> Faults:
+    estimator, name = run.algorithm.estimator, run.algorithm.adv_estimator
+    of_rollouts = {"reward_baselines", "reward_components"}
+    if run.actor_rollout_ref.rollout.agent.roles and estimator and of_rollouts & {*estimator.needs}:
+        why = f"adv_estimator={name} reads the rewards of whole rollouts, not those of roles"
+        yield fault(f"{_ROLLOUT}.agent.roles", why, "use grpo, rloo or rae")
 
 
 @check("estimator and loss")

@@ -8,7 +8,7 @@ from etude.cli.check import json_option, print_findings
 
 
 @click.command()
-@click.option("--gpu", is_flag=True, help="Train and sample on the GPU, and compare with the CPU: ten minutes.")
+@click.option("--gpu", is_flag=True, help="Train and sample on the GPU, and compare with the CPU: two minutes.")
 @click.option("--device", default="cuda", show_default=True, help="Of --gpu: cuda, cuda:N, or cpu, in seconds.")
 @json_option
 def doctor(gpu: bool, device: str, as_json: bool) -> int:

@@ -193,13 +193,17 @@ class EnvironmentSession:
         """
         return self._read_score(await self._call("score", self._environment.score), completed)
 
-    async def drive(self, base_url: str, api_key: str) -> tuple[float | None, dict[str, Any]]:
-        """Lets an environment that drives itself play; returns what `score` does.
+    async def drive(self, base_url: str, api_key: str) -> tuple[float | dict[str, float] | None, dict[str, Any]]:
+        """Lets an environment that drives itself play; returns what `score` does, or rewards by role.
 
         Raises:
             EtudeError: it returned no number.
         """
-        return self._read_score(await self._environment.drive(base_url, api_key), True)
+        returned = await self._environment.drive(base_url, api_key)
+        if isinstance(returned, Mapping) and isinstance(by_role := returned.get("score"), Mapping):
+            rewards = {role: self._as_reward(value) for role, value in by_role.items()}
+            return rewards, {name: value for name, value in returned.items() if name != "score"}
+        return self._read_score(returned, True)
 
     def _read_score(self, returned: Any, completed: bool) -> tuple[float | None, dict[str, Any]]:
         value, info = returned, dict[str, Any]()
@@ -211,8 +215,11 @@ class EnvironmentSession:
             if self.entry.kind.must_reward and not self._rewarded and (self._turns or completed or info):
                 raise self._wrong("it gave no reward: no Step has one, and score() returned none")
             return None, info
+        return self._as_reward(value), info
+
+    def _as_reward(self, value: Any) -> float:
         try:
-            return as_reward(value, self.label), info
+            return as_reward(value, self.label)
         except InfrastructureError as error:
             raise EtudeError(str(error)) from error
 

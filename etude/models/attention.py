@@ -64,10 +64,17 @@ def partial_attention(
         (batch, heads, queries, head_dim), and the log-sum-exp of the scores, (batch, heads, queries), at least float32. For
         a query that sees nothing, the normaliser is undefined: see `merge_attention`.
     """
-    if query.device.type == "cpu" and scoring.softcap is None and not torch.is_grad_enabled():
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scale
-        )
+    if scoring.softcap is None and not torch.is_grad_enabled():
+        if query.device.type == "cpu":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scale
+            )
+        if _takes_efficient(query, value, scoring):
+            wide = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+            out, normaliser, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, wide, True, 0.0, False, scale=scoring.scale
+            )
+            return out, normaliser[:, :, : query.shape[2]]
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -76,6 +83,14 @@ def partial_attention(
     normaliser = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - normaliser[..., None])
     return weights.to(value.dtype) @ value, normaliser
+
+
+def _takes_efficient(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Whether CUDA's memory-efficient attention computes this, in one kernel instead of eight. With a window or chunk a
+    query may see nothing of its part, for which that kernel gives NaN."""
+    widths = {query.shape[-1], value.shape[-1]}
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return query.is_cuda and scoring.span == (None, None) and query.dtype in dtypes and not any(w % 8 for w in widths)
 
 
 def with_sinks(part: tuple[Tensor, Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,8 +105,12 @@ def with_sinks(part: tuple[Tensor, Tensor], sinks: Tensor | None) -> tuple[Tenso
 
 
 def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bias to add to scores: 0 where `mask` is True, the lowest finite number elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    """Returns the bias to add to scores: 0 where `mask` is True, the lowest finite number elsewhere. On a GPU its rows begin
+    at multiples of 8 numbers, as memory-efficient attention wants them."""
+    keys = mask.shape[-1]
+    room = keys + -keys % 8 if mask.is_cuda else keys
+    rows = torch.zeros(*mask.shape[:-1], room, dtype=dtype, device=mask.device)
+    return rows[..., :keys].masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def merge_attention(

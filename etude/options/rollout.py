@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from etude.options.declare import Names, When, key, options
@@ -24,7 +25,7 @@ from etude.options.types import (
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
-MULTI_TURN = When("with enable=true", lambda own, run: own.enable)
+MULTI_TURN = When("with multi_turn.enable=true", lambda own, run: own.enable)
 TOOLS = When("where tools, an environment or plugins are configured", lambda own, run: has_tools(own, run))
 STANDALONE = When(
     "with trainer.backend=ray and actor_rollout_ref.hybrid_engine=false", lambda own, run: run.has_rollout_group
@@ -46,6 +47,7 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
     return own.enable and bool(own.tool_config_path or own.function_tool_path or environment or run.plugins)
 
 
+_ROLE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 COMMAND = When("with openai_agent.command", lambda own, run: bool(own.command))
 COMPACTS = When("with compact.at_tokens", lambda own, run: own.at_tokens is not None)
 
@@ -254,8 +256,16 @@ class AgentOptions:
         path="file",
     )
     openai_agent: OpenAIAgentOptions = key("", default_factory=OpenAIAgentOptions)
+    roles: Texts = key(
+        "Names of the agents of a rollout that have rewards of their own, such as players: requests name theirs in the "
+        "header X-Agent-Role, loops in Trajectory.role. Empty: none.",
+        default=(),
+    )
 
     def __post_init__(self) -> None:
+        for number, role in enumerate(self.roles):
+            if not _ROLE.fullmatch(role) or role in self.roles[:number]:
+                raise ValueError(f"roles: '{role:.40}' must be up to 32 letters, digits and . _ -, and there once")
         agent = self.openai_agent
         if self.default_agent_loop == "openai_agent" and agent.function is None and not agent.command:
             raise ValueError("default_agent_loop=openai_agent needs openai_agent.function or openai_agent.command")

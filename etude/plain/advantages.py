@@ -7,6 +7,7 @@ of a batch and returns, of each, the advantages and the returns of its tokens.
     Dr. GRPO  arXiv 2503.20783                  REINFORCE++  arXiv 2501.03262           GPG    arXiv 2504.02546
     Pass@k    arXiv 2503.19595                  ReMax     arXiv 2310.10505              GDPO   arXiv 2601.05242
     GiGPO     arXiv 2505.10978  eqs. 3 to 8     turn-level credit  arXiv 2505.11821     MaxRL  Tajwar et al. 2026
+    RAE       arXiv 2506.24119 (SPIRAL)
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 @dataclass
 class Story:
     """`turns` and `seen` are of each token: which turn it belongs to, and what that turn answered. `norms` are 1 − 2π + Σπ²;
-    `baseline` is the reward of the greedy answer; `components` are rewards by name."""
+    `baseline` is the reward of the greedy answer, or what the role earned on average before; `components` are rewards by
+    name."""
 
     uid: str
     rewards: list[float]
@@ -191,6 +193,20 @@ def gdpo(stories, options):
     return white, white
 
 
+def rae(stories, options):
+    """R − b, b as `running_means` has it."""
+    return on_tokens(stories, [story.total - story.baseline for story in stories])
+
+
+def running_means(keys, totals, means, decay):
+    """b ← α b + (1 − α) R, from 0: what each of them found, and `means` as they are then."""
+    found = []
+    for key, total in zip(keys, totals):
+        found.append(means.get(key, 0.0))
+        means[key] = decay * found[-1] + (1 - decay) * total
+    return found
+
+
 # -- returns -------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +292,7 @@ ESTIMATORS = {
     "opo": opo,
     "gpg": gpg,
     "max_rl": max_rl,
+    "rae": rae,
     "reinforce_plus_plus_baseline": reinforce_baseline,
     "gdpo": gdpo,
     "reinforce_plus_plus": reinforce_plus_plus,

@@ -24,6 +24,10 @@ class Sequence:
     turns: list[int]
     kept_ids: list[list[int] | None]
     ref_log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, where the reference is not there
+    role: str = ""  # of the agent, or NAME/NUMBER
+    step_rewards: list[tuple[int, str, float]] = field(default_factory=list)  # of an earlier one: its role's own
+    final_rewards: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -64,11 +68,22 @@ class Rollout:
     environment: str = ""
     reported: dict[str, float] = field(default_factory=dict)  # by the environment's steps
     baseline: Rollout | None = None  # the greedy answer to the same prompt
+    source: str = ""  # the row's data source
 
     @property
     def main(self) -> Sequence:
         """The sequence that lengths, rewards and turns are those of."""
         return self.sequences[-1]
+
+    @property
+    def rewards_by_role(self) -> bool:
+        """Whether roles have rewards of their own."""
+        return any(s.step_rewards or s.final_rewards or s.score is not None for s in self.sequences[:-1])
+
+    def ends_role(self, sequence) -> bool:
+        """Whether it is the last of a role that is not the main sequence's."""
+        last = [each for each in self.sequences if each.role == sequence.role and each.sampled][-1]
+        return sequence is last and sequence.role != self.main.role
 
 
 NO_FAULTS = [
@@ -86,9 +101,16 @@ def spread(name, values):
 
 
 def total_reward(rollout, weights):
-    """w_tool · (Σ step rewards + Σ final rewards) + w_score · score."""
+    """Of a rollout or a sequence: w_tool · (Σ step rewards + Σ final rewards) + w_score · score."""
     tools = sum(value for _, _, value in rollout.step_rewards) + sum(rollout.final_rewards.values())
     return weights["tool_reward_weight"] * tools + weights["score_weight"] * (rollout.score or 0.0)
+
+
+def role_total(rollout, role, weights):
+    """What a role earned: the main sequence's is the rollout's reward, and so is every other's where none has its own."""
+    if role == rollout.main.role or not rollout.rewards_by_role:
+        return total_reward(rollout, weights)
+    return sum(total_reward(each, weights) for each in rollout.sequences[:-1] if each.role == role)
 
 
 def rollout_figures(asked, config):
@@ -160,11 +182,14 @@ def filter_prompts(rows, asked, config):
         "reward": lambda rollout: total_reward(rollout, config["reward_model"]),
         "score": lambda rollout: rollout.score,
     }[options["metric"] or "reward"]
-    measured = defaultdict(list)
+    measured, seen = defaultdict(lambda: defaultdict(list)), set()
     for row in rows:
-        if row.is_main:
-            measured[row.rollout.uid].append(measure(row.rollout))
-    spread = [uid for uid, given in measured.items() if not are_equal(given)]
+        role = "" if options["metric"] == "score" else row.sequence.role
+        if (id(row.rollout), role) not in seen and (role or row.is_main or options["metric"] != "score"):
+            seen.add((id(row.rollout), role))
+            total = role_total(row.rollout, role, config["reward_model"]) if role else measure(row.rollout)
+            measured[row.rollout.uid][role.partition("/")[0]].append(total)
+    spread = [uid for uid, given in measured.items() if not all(map(are_equal, given.values()))]
     figures = {
         "num_gen_batches": 1 + max(int(r.uid.split("-")[0].split(".")[1]) for r in asked),
         "evicted_samples": len(measured) - len(spread),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from etude.plain.advantages import Story, advantages, gae
+from etude.plain.advantages import Story, advantages, gae, running_means
 from etude.plain.correction import correct, figures_of, loss_weights, mismatch
 from etude.plain.losses import (
     SELECTING,
@@ -38,7 +38,7 @@ from etude.plain.losses import (
 )
 from etude.plain.losses import plain_forward_kl as forward_kl
 from etude.plain.optimizer import Optimizer, schedule
-from etude.plain.rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
+from etude.plain.rollouts import Rollout, Sequence, filter_prompts, role_total, rollout_figures, spread, total_reward
 
 
 class Row:
@@ -168,6 +168,7 @@ class PlainTrainer:
             self.critic = (SharedCritic(self.policy) if self.shares_trunk else Critic(folders["critic"])).to(device)
             self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
+        self.role_means: dict[str, float] = {}  # of rewards, by data source and role
         self.steps = 0  # finished
         self.rows: list[Row] = []  # of the last step
         self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
@@ -280,17 +281,18 @@ class PlainTrainer:
 
     def place_rewards(self, row):
         """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
-        critic), an earlier one ends in the rollout's total."""
+        critic), an earlier one ends in its role's total, as the last of a role does where only the main one has rewards."""
         weights = self.config["reward_model"]
         tool, score = weights["tool_reward_weight"], weights["score_weight"]
-        rollout = row.rollout
-        if not row.is_main:
-            row.rewards[-1] = total_reward(rollout, weights) if self.has_critic else 0.0
+        rollout, ends = row.rollout, not row.is_main and row.rollout.ends_role(row.sequence)
+        if not row.is_main and not (ends and rollout.rewards_by_role):
+            row.rewards[-1] = role_total(rollout, row.sequence.role, weights) if self.has_critic or ends else 0.0
             return
-        for turn, _, value in rollout.step_rewards:
+        paid = row.sequence if ends else rollout
+        for turn, _, value in paid.step_rewards:
             places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
             row.rewards[places[-1] if places else -1] += tool * value
-        row.rewards[-1] += tool * sum(rollout.final_rewards.values()) + score * (rollout.score or 0.0)
+        row.rewards[-1] += tool * sum(paid.final_rewards.values()) + score * (paid.score or 0.0)
 
     def charge_kl(self, rows):
         """r_t − β KL_t, then the controller's step towards the target."""
@@ -316,19 +318,26 @@ class PlainTrainer:
             row.advantages = (own - every.mean()) / (variance + 1e-8).sqrt()
 
     def story_advantages(self, rows):
-        """Where rollouts are judged: for the tokens of all their sequences, in time order."""
+        """Where rollouts are judged: for the tokens of all their sequences of one role, in time order."""
         parts = defaultdict(list)
         for row in rows:
-            parts[id(row.rollout)].append(row)
+            parts[id(row.rollout), row.sequence.role].append(row)
         parts = [sorted(part, key=lambda row: row.rollout.sequences.index(row.sequence)) for part in parts.values()]
         stories = [self.story(part) for part in parts]
+        if self.algorithm["adv_estimator"] == "rae":
+            decay = self.algorithm["adv_estimator_kwargs"].get("decay", 0.95)
+            keys = [f"{part[0].rollout.source}/{part[0].sequence.role.partition('/')[0]}" for part in parts]
+            found = running_means(keys, [story.total for story in stories], self.role_means, decay)
+            for story, baseline in zip(stories, found):
+                story.baseline = baseline
         for part, *found in zip(parts, *advantages(stories, self.algorithm)):
             for row in part:
                 row.advantages, row.returns = (as_vector(values[: len(row)]) for values in found)
                 found = [values[len(row) :] for values in found]
 
     def story(self, part):
-        """What an estimator is told of the rollout whose rows are `part`."""
+        """What an estimator is told of the rollout whose rows of one role are `part`."""
+        name = part[0].sequence.role.partition("/")[0]
         rollout, weights = part[0].rollout, self.config["reward_model"]
         components = {
             "step": sum(value for *_, value in rollout.step_rewards),
@@ -336,7 +345,7 @@ class PlainTrainer:
             "score": rollout.score,
         }
         return Story(
-            rollout.uid,
+            f"{rollout.uid} {name}",
             torch.cat([row.rewards for row in part]).tolist(),
             [(number, turn) for number, row in enumerate(part) for turn in row.turns],
             [seen for row in part for seen in row.sequence.answered],
@@ -461,6 +470,14 @@ class PlainTrainer:
         lengths = [len(row.sequence.response) for row in main]
         figures |= spread("response_length", lengths)
         figures |= spread("prompt_length", [len(row.sequence.prompt) for row in main])
+        for name in {row.sequence.role.partition("/")[0] for row in rows} if any(r.sequence.role for r in rows) else ():
+            own = [row for row in rows if row.sequence.role.partition("/")[0] == name]
+            parts = {(id(row.rollout), row.sequence.role): row for row in own}.values()
+            earned = [role_total(row.rollout, row.sequence.role, self.config["reward_model"]) for row in parts]
+            figures[f"role/{name or 'none'}/score/mean"] = float(np.mean(earned))
+            figures[f"role/{name or 'none'}/advantages/mean"] = float(torch.cat([r.advantages for r in own]).mean())
+            if known := [mean for key, mean in self.role_means.items() if key.endswith(f"/{name}")]:
+                figures[f"role/{name or 'none'}/baseline"] = float(np.mean(known))
         limit = self.config["data"]["max_response_length"]
         figures["response_length/clip_ratio"] = float(np.mean([length >= limit for length in lengths]))
         return figures
@@ -469,7 +486,8 @@ class PlainTrainer:
         """A rollout's reward after the KL penalty: with a critic that of its main sequence's episode."""
         found = defaultdict(float)
         for row in rows:
-            found[id(row.rollout)] += float(row.rewards.sum()) if row.is_main or not self.has_critic else 0.0
+            counts = row.is_main or not (self.has_critic or row.sequence.role != row.rollout.main.role)
+            found[id(row.rollout)] += float(row.rewards.sum()) if counts else 0.0
         return list(found.values())
 
 

@@ -7,6 +7,8 @@ the driver per step grows with rows, not with tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS, adapt_kl_coef, apply_kl_penalty, distill
@@ -15,14 +17,26 @@ from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.columns import DERIVED
 from etude.trainer.metrics import DATA_COLUMNS, Metrics, data_metrics, staleness_metrics
-from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, main_rows, rollouts_of, spread_groups
+from etude.trainer.rollouts import (
+    MAIN_SEQUENCE,
+    ROLE,
+    Batch,
+    main_rows,
+    part_totals,
+    parts_of,
+    rollouts_of,
+    spread_groups,
+)
 from etude.trainer.sequences import sequence_advantages, sequence_scores
+from etude.trajectory import role_name
 
 
 def advantage_columns(options: TrainOptions) -> frozenset[str]:
     """The columns that `compute_advantages` reads; rollouts only if the estimator needs something derived from them."""
     needs = frozenset(ADVANTAGE_ESTIMATORS.get(options.algorithm.adv_estimator).needs)
-    read = {"token_level_scores", "response_mask", "uid", MAIN_SEQUENCE, *needs}
+    read = {"token_level_scores", "response_mask", "uid", MAIN_SEQUENCE, ROLE, *needs}
+    if "role_baselines" in needs:
+        read.add("data_source")
     if needs & DERIVED:
         read.add("rollout")
     if options.algorithm.use_kl_in_reward:
@@ -34,17 +48,20 @@ def advantage_columns(options: TrainOptions) -> frozenset[str]:
     return frozenset(read)
 
 
-def compute_advantages(batch: DataProto, options: TrainOptions, kl_coef: float) -> tuple[DataProto, float, Metrics]:
+def compute_advantages(
+    batch: DataProto, options: TrainOptions, kl_coef: float, role_means: Mapping[str, float]
+) -> tuple[DataProto, float, dict[str, float], Metrics]:
     """Computes advantages from rewards: the KL penalty in the reward, the estimator, and the distillation term. Group
     baselines are over all rollouts that can be trained on. meta_info needs `episodes`.
 
     Args:
         kl_coef: the current coefficient of the KL penalty in the reward.
+        role_means: the running means of roles' rewards.
 
     Returns:
         The columns `token_level_rewards`, `advantages` and `returns` (rows, response_len), the first two float64, with a
-        critic on the actor's trunk also `old_values` and `value_targets`; the coefficient of the next step; and the metrics
-        of the KL penalty and of distillation, if any.
+        critic on the actor's trunk also `old_values` and `value_targets`; coefficient and running means of the next step;
+        and the metrics of roles, the KL penalty and distillation, if any.
     """
     columns, algorithm, distillation = batch.batch, options.algorithm, options.distillation
     rewards, metrics, next_coef = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics(), kl_coef
@@ -58,7 +75,11 @@ def compute_advantages(batch: DataProto, options: TrainOptions, kl_coef: float) 
         if control.type == "adaptive":
             rollouts = int(main_rows(batch).sum())
             next_coef = adapt_kl_coef(kl_coef, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon)
-    advantages, returns = sequence_advantages(algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options())
+    means = dict(role_means)
+    advantages, returns = sequence_advantages(
+        algorithm.adv_estimator, batch, rewards, means=means, **algorithm.estimator_options()
+    )
+    metrics |= role_metrics(batch, advantages, means)
     found = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
     if options.value_head:  # the actor's update also trains the values
         found |= {"old_values": columns["values"], "value_targets": returns}
@@ -72,7 +93,25 @@ def compute_advantages(batch: DataProto, options: TrainOptions, kl_coef: float) 
             task_coef=distillation.task_coef,
         )
         metrics |= of_teachers
-    return DataProto.from_single_dict(found), next_coef, metrics
+    return DataProto.from_single_dict(found), next_coef, means, metrics
+
+
+def role_metrics(batch: DataProto, advantages: torch.Tensor, means: Mapping[str, float]) -> Metrics:
+    """Of each role's name: `role/NAME/score/mean`, over its parts, before any penalty; `role/NAME/advantages/mean`, over
+    its sampled tokens; and the `baseline` after the step, over data sources, where there are running means."""
+    if ROLE not in batch.non_tensor_batch:
+        return {}
+    parts, mask, metrics = parts_of(batch), batch.batch["response_mask"] > 0, Metrics()
+    names = [role_name(role) for role in parts.roles]
+    totals = part_totals(batch, parts)
+    for name in dict.fromkeys(names):
+        own = torch.tensor([each == name for each in names])
+        called = f"role/{name or 'none'}"
+        metrics[f"{called}/score/mean"] = float(totals[own].mean())
+        metrics[f"{called}/advantages/mean"] = float(advantages[mask & own[parts.number][:, None]].double().mean())
+        if known := [mean for key, mean in means.items() if key.rpartition("/")[2] == name]:
+            metrics[f"{called}/baseline"] = sum(known) / len(known)
+    return metrics
 
 
 @reads("rollout_log_probs")

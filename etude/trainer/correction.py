@@ -19,8 +19,7 @@ from etude.metrics import finish_metrics
 from etude.options import RolloutCorrectionOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import Metrics
-from etude.trainer.rollouts import MAIN_SEQUENCE
-from etude.trainer.sequences import rollout_numbers
+from etude.trainer.rollouts import MAIN_SEQUENCE, rollout_numbers
 
 _CAUSES = (
     "likely causes: the engine samples with older weights, in another precision (rollout.dtype, the server's own), from a "

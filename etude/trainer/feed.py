@@ -64,7 +64,8 @@ def inspect_rollouts(
     """
     fraction = options.trainer.min_valid_fraction
     rows = [survivor_rows(batch, fraction) for batch in made]
-    several = any(rollout.earlier for batch in made for rollout in rollouts_of(batch))
+    there = [sequence for batch in made for rollout in rollouts_of(batch) for sequence in rollout.sequences]
+    several = len(there) > sum(map(len, made)) or any(sequence.role for sequence in there)
     rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
     return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several
 

@@ -43,7 +43,7 @@ DROPPED = (
     StopReason.CANCELLED,
 )  # infrastructure failed, or cancelled because others failed
 DATA_COLUMNS = (  # that `data_metrics` reads
-    *("uid", "main_sequence", "attention_mask", "response_mask", "token_level_scores", "token_level_rewards"),
+    *("uid", "main_sequence", "role", "attention_mask", "response_mask", "token_level_scores", "token_level_rewards"),
     *("advantages", "returns", "values", "old_log_probs", "rollout_log_probs"),
 )
 _OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for how long
@@ -90,6 +90,9 @@ def data_metrics(
             totals = columns[key].double().sum(-1)
             if "main_sequence" in columns and not batch.meta_info.get("episodes"):
                 number = columns["main_sequence"].cumsum(0) - 1
+                if (roles := batch.non_tensor_batch.get("role")) is not None:  # others have rewards of their own
+                    of_main = roles[columns["main_sequence"].bool().numpy()][number.numpy()]
+                    totals = totals * torch.from_numpy((roles == of_main).astype(float))
                 totals = torch.zeros_like(totals).index_add(0, number, totals)[number]
             metrics |= _mean_max_min(f"critic/{name}", totals[rollouts])
     for name in ("advantages", "returns", "values"):

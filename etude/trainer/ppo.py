@@ -98,6 +98,7 @@ class PPOTrainer:
             self.loader
         )
         self.kl_coef = self.options.algorithm.kl_ctrl.kl_coef
+        self.role_means: dict[str, float] = {}  # of rewards, by "data source/role"
         self._began, self._verify_seconds = time.monotonic(), 0.0
         self._sentinel = load_sentinel(self.options.trainer.sentinel)
         if self.options.trainer.verify_every:
@@ -364,7 +365,8 @@ class PPOTrainer:
         """Expands rollouts to one row per sampled sequence."""
         if not taken.has_several_sequences:
             return taken.batch
-        expanded: Batch = self.groups.run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
+        given = self.setup.tokenizer.pad_token_id or 0, self.options.reward_model
+        expanded: Batch = self.groups.run(expand_sequences, taken.batch, *given)
         return expanded
 
     def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> Metrics:
@@ -408,7 +410,9 @@ class PPOTrainer:
         if self.options.algorithm.rollout_correction.bypass_mode:
             batch = batch.union(self.groups.run(engine_log_probs, batch))
         columns = batch.restrict(advantage_columns(self.options))
-        found, self.kl_coef, metrics = self.groups.run(compute_advantages, columns, self.options, self.kl_coef)
+        found, self.kl_coef, self.role_means, metrics = self.groups.run(
+            compute_advantages, columns, self.options, self.kl_coef, self.role_means
+        )
         return batch.union(found), metrics
 
     def _measure(self, batch: Batch, rollouts: Batch) -> tuple[Metrics, tuple[int, int]]:
@@ -500,7 +504,7 @@ class PPOTrainer:
         # A fixed coefficient is read from the configuration, not from the checkpoint.
         adapted = self.kl_coef if self.options.algorithm.kl_ctrl.type == "adaptive" else None
         own = {"kl_coef": adapted, "empty_steps": self._empty.state(), "val_fingerprints": self._val_fingerprints()}
-        return self.feed.state_dict() | own
+        return self.feed.state_dict() | own | {"role_means": self.role_means}
 
     def _val_fingerprints(self) -> dict[str, str]:
         return self.val_set.fingerprints if self.val_set else {}
@@ -517,6 +521,7 @@ class PPOTrainer:
         with resumption.restoring(self.loader) as state:
             if self.options.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
+            self.role_means = {key: float(mean) for key, mean in state.get("role_means", {}).items()}
             self.global_step = self._saved_at = state["step"]
             self._budget.spent = float(state.get("judge_cost", 0.0))
             self._empty.restore(state.get("empty_steps", {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,11 +31,12 @@ from etude.trainer.estimates import validation_metrics
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
 from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
 from etude.trainer.worker_groups import WorkerGroups
-from etude.trajectory import Rollout, StopReason, Trajectory
+from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
 Batch: TypeAlias = DataProto | BatchRef
 _TOTALS = ("reward", "seq_reward", "seq_final_reward")  # `filter_groups.metric` values that mean the total reward
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
+ROLE = "role"  # likewise: the role of each row's sequence, if any has one
 
 
 class Rollouts:
@@ -318,29 +319,73 @@ def main_rows(batch: DataProto) -> torch.Tensor:
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
+def rollout_numbers(batch: DataProto) -> torch.Tensor:
+    """(rows,) index of the rollout that each row belongs to: a main row starts a new one."""
+    return main_rows(batch).long().cumsum(dim=0) - 1
+
+
+class Parts(NamedTuple):
+    """The parts of a batch's rollouts: (rows,) the number of each row's part; for each part its first row, its role, and
+    what it is compared by: the prompt's uid and the role's name."""
+
+    number: torch.Tensor
+    first: torch.Tensor
+    roles: list[str]
+    groups: list[Any]
+
+
+def parts_of(batch: DataProto) -> Parts:
+    """Finds the parts: one per rollout and role."""
+    rollouts, uids = rollout_numbers(batch).tolist(), batch.non_tensor_batch["uid"].tolist()
+    column = batch.non_tensor_batch.get(ROLE)
+    roles = [""] * len(uids) if column is None else column.tolist()
+    firsts: dict[tuple[int, str], int] = {}
+    for row, key in enumerate(zip(rollouts, roles)):
+        firsts.setdefault(key, row)
+    numbers = {key: number for number, key in enumerate(firsts)}
+    first = list(firsts.values())
+    return Parts(
+        torch.tensor([numbers[key] for key in zip(rollouts, roles)], dtype=torch.long),
+        torch.tensor(first, dtype=torch.long),
+        [roles[row] for row in first],
+        [(uids[row], role_name(roles[row])) if roles[row] else uids[row] for row in first],
+    )
+
+
+def part_totals(batch: DataProto, parts: Parts, column: str = "token_level_scores") -> torch.Tensor:
+    """(parts,) float64 sums of a column over the rows of each part."""
+    totals = batch.batch[column].double().sum(dim=1)
+    return torch.zeros(len(parts.first), dtype=torch.float64).index_add(0, parts.number, totals)
+
+
 def spread_columns(metric: str | None) -> frozenset[str]:
     """The columns that `spread_groups` reads."""
-    columns = frozenset({"token_level_scores", "uid", MAIN_SEQUENCE})
+    columns = frozenset({"token_level_scores", "uid", MAIN_SEQUENCE, ROLE})
     return columns if metric is None or metric in _TOTALS else columns | {"rollout"}
 
 
 def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
     """Returns the row indices of each group whose rollouts differ in `metric` (see `filter_groups.metric`; default: total
-    reward). A group-relative estimator learns only from these.
+    reward, of any role). A group-relative estimator learns only from these.
 
     Raises:
         DataError: the scorer does not report `metric`; names the row.
     """
-    main = main_rows(batch).tolist()
+    main, uids = main_rows(batch).tolist(), batch.non_tensor_batch["uid"].tolist()
+    scores: dict[Any, list[float]] = {}
     if metric is None or metric in _TOTALS:
-        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+        parts = parts_of(batch)
+        for key, total in zip(parts.groups, part_totals(batch, parts).tolist()):
+            scores.setdefault(key, []).append(total)
     else:
-        totals = [_reported(result, metric) if is_main else 0.0 for result, is_main in zip(rollouts_of(batch), main)]
+        for uid, result, is_main in zip(uids, rollouts_of(batch), main):
+            scores.setdefault(uid, []).extend([_reported(result, metric)] if is_main else ())
+    differ = {key for key, values in scores.items() if not equal_scores(torch.tensor(values, dtype=torch.float64))}
+    uids_that_differ = {key[0] if isinstance(key, tuple) else key for key in differ}
     groups: dict[Any, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
+    for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
-    scored = [(rows, [totals[row] for row in rows if main[row]]) for rows in groups.values()]
-    return [rows for rows, scores in scored if not equal_scores(torch.tensor(scores, dtype=torch.float64))]
+    return [rows for uid, rows in groups.items() if uid in uids_that_differ]
 
 
 def _reported(rollout: Rollout, metric: str) -> float:

@@ -8,6 +8,9 @@ time order, so the number of sequences makes no difference. If the estimator's r
 every sequence is a separate episode, whose last token carries the rollout's total: a value is conditioned on a context, and
 no context spans two sequences.
 
+If sequences have roles (column `role`), a *part*, the sequences of one role in a rollout, takes the place of the rollout: it
+has the role's rewards, and is compared with the parts of the same role name.
+
 Invariant: every sampled token is in one row; rows of a rollout share its `uid` and are adjacent, the main one first; a batch
 whose rollouts have one sequence each is returned unchanged, as the same object.
 """
@@ -19,71 +22,113 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.agents import to_batch
+from etude.agents import to_batch, token_level_scores
 from etude.agents.batch import OF_SEQUENCES, concat_batches
+from etude.agents.roles import carriers, have_own_rewards
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
-from etude.protocol import DataProto
+from etude.algorithms.advantages import running_means
+from etude.algorithms.records import RAE_DECAY
+from etude.options import RewardOptions
+from etude.protocol import DataProto, object_array
 from etude.trainer.columns import read_column
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, sampled_earlier
-from etude.trajectory import Rollout
+from etude.trainer.rollouts import MAIN_SEQUENCE, ROLE, main_rows, parts_of, rollouts_of, sampled_earlier
+from etude.trajectory import Rollout, role_name
 
 
-def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
-    """Adds a row for each earlier sequence with sampled tokens; the rows of `batch` are rollouts.
+def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions | None = None) -> DataProto:
+    """Adds a row for each earlier sequence with sampled tokens, and, if any has a role, the object column `role`; the rows
+    of `batch` are rollouts. `reward` weighs the rewards of roles (default: 1 each).
 
-    The added rows carry their rollout's object columns and no `token_level_scores`: each reward counts once.
+    The added rows carry their rollout's object columns. Each reward counts once in `token_level_scores`; if only the main
+    sequence has any, its total is also at the end of each other role.
     """
+    results = rollouts_of(batch) if len(batch) else []  # on Ray, an empty batch has no columns
+    roles = [result.sequences[-1].role for result in results]
     owners, earlier = [], []
-    for row, result in enumerate(rollouts_of(batch) if len(batch) else ()):  # on Ray, an empty batch has no columns
+    for row, result in enumerate(results):
         sampled = sampled_earlier(result)
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
+        if any(roles):
+            batch = batch[:]
+            batch.non_tensor_batch[ROLE] = object_array(roles)
         return batch
     added = to_batch([Rollout([sequence]) for sequence in earlier], pad_token_id)
-    added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"], dtype=torch.float64)
+    weights = reward or RewardOptions()
+    added.batch["token_level_scores"] = token_level_scores(
+        [Rollout([sequence]) for sequence in earlier],
+        added.batch["response_mask"].shape[1],
+        weights.tool_reward_weight,
+        weights.score_weight,
+    )
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name not in OF_SEQUENCES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
     added.meta_info = batch.meta_info
     whole = concat_batches([batch[:], added])
     whole.batch[MAIN_SEQUENCE] = (torch.arange(len(whole)) < len(batch)).long()
+    roles += [sequence.role for sequence in earlier]
+    if any(roles):
+        whole.non_tensor_batch[ROLE] = object_array(roles)
+        last = {
+            row: carriers(results[row].sequences) for row in set(owners) if not have_own_rewards(results[row].earlier)
+        }
+        ends = [row in last and last[row].get(each.role) is each for row, each in zip(owners, earlier)]
+        scores = whole.batch["token_level_scores"]
+        totals = scores[: len(batch)].sum(dim=1)[owners] * torch.tensor(ends)
+        scores[len(batch) :] += totals[:, None] * _at_last_sampled(whole.batch["response_mask"][len(batch) :])
     rollout = torch.tensor([*range(len(batch)), *owners])
     return whole.select_idxs(torch.argsort(rollout, stable=True))
 
 
 def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
     """(rows, response_len) scores before any penalty; for `episodes`, the last sampled token of each earlier sequence also
-    gets its rollout's total."""
+    gets the total of its rollout, or of its part."""
     scores: Tensor = batch.batch["token_level_scores"]
     if not episodes or MAIN_SEQUENCE not in batch.batch:
         return scores
-    main = main_rows(batch)
-    totals = scores[main].sum(dim=1)[_rollout_of(main)]
-    return scores + torch.where(main, 0.0, totals)[:, None] * _at_last_sampled(batch.batch["response_mask"])
+    number, own = parts_of(batch).number, scores.sum(dim=1)
+    totals = torch.zeros(int(number.max()) + 1, dtype=own.dtype).index_add(0, number, own)[number]
+    return scores + (totals - own)[:, None] * _at_last_sampled(batch.batch["response_mask"])
 
 
-def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def sequence_advantages(
+    name: str, batch: DataProto, rewards: Tensor, *, means: dict[str, float] | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns by the estimator `name`, each (rows, response_len).
 
     Args:
         batch: has `response_mask`, `uid`, and the columns that the estimator needs.
         rewards: (rows, response_len), penalties included.
+        means: the running means of `role_baselines`, by "data source/role"; updated.
         options: passed to `etude.algorithms.compute_advantage`.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     mask, uids = batch.batch["response_mask"], batch.non_tensor_batch["uid"]
-    needed: dict[str, Any] = {need: read_column(batch, need) for need in estimator.needs}
-    if estimator.episodes or MAIN_SEQUENCE not in batch.batch:
+    needed: dict[str, Any] = {need: read_column(batch, need) for need in estimator.needs if need != "role_baselines"}
+    by_row = MAIN_SEQUENCE not in batch.batch and ROLE not in batch.non_tensor_batch
+    if estimator.episodes or (by_row and "role_baselines" not in estimator.needs):
         return compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options)
-    main = main_rows(batch)
-    places = _join_places(main, mask)
+    parts = parts_of(batch)
+    places = _join_places(parts.number, main_rows(batch), mask)
     joined = places >= 0
+    of_parts = _join(rewards, places, parts.first)
+    if "role_baselines" in estimator.needs:
+        sources = batch.non_tensor_batch["data_source"][parts.first.numpy()].tolist()
+        keys = [f"{source}/{role_name(role)}" for source, role in zip(sources, parts.roles)]
+        decay = options.get("decay", RAE_DECAY)
+        needed["role_baselines"] = running_means(
+            keys, of_parts.double().sum(dim=1), {} if means is None else means, decay
+        )
     found = compute_advantage(
         name,
-        token_level_rewards=_join(rewards, places, main),
+        token_level_rewards=of_parts,
         response_mask=joined.long(),
-        index=uids[main.numpy()],
-        **{need: _join(column, places, main) for need, column in needed.items()},
+        index=parts.groups,
+        **{
+            need: column if need == "role_baselines" else _join(column, places, parts.first)
+            for need, column in needed.items()
+        },
         **options,
     )
     advantages, returns = (
@@ -93,35 +138,24 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
     return advantages, returns
 
 
-def _join_places(main: Tensor, mask: Tensor) -> Tensor:
-    """(rollouts, max sampled tokens) indices into the flattened `mask` of each rollout's sampled tokens, in time order
-    (those of the main row last); padded with -1."""
-    rollout = _rollout_of(main)
-    in_time = torch.argsort(2 * rollout + main, stable=True)
+def _join_places(number: Tensor, main: Tensor, mask: Tensor) -> Tensor:
+    """(parts, max sampled tokens) indices into the flattened `mask` of each part's sampled tokens, in time order (those of
+    the main row last); padded with -1."""
+    in_time = torch.argsort(2 * number + main, stable=True)
     rows, columns = mask[in_time].nonzero(as_tuple=True)
-    counts = torch.bincount(rollout[in_time[rows]], minlength=int(main.sum()))
+    counts = torch.bincount(number[in_time[rows]], minlength=int(number.max()) + 1)
     places = torch.full((len(counts), int(counts.max())), -1)
     places[torch.arange(places.shape[1]) < counts[:, None]] = in_time[rows] * mask.shape[1] + columns
     return places
 
 
-def _join(column: Any, places: Tensor, main: Tensor) -> Any:
-    """Gathers a column of rows into one of rollouts."""
+def _join(column: Any, places: Tensor, first: Tensor) -> Any:
+    """Gathers a column of rows into one of parts."""
     if not isinstance(column, Tensor):
-        return {name: _join(part, places, main) for name, part in column.items()}
+        return {name: _join(part, places, first) for name, part in column.items()}
     if column.dim() == 1:
-        return column[main]
+        return column[first]
     return torch.where(places >= 0, column.flatten()[places.clamp(min=0)], 0)
-
-
-def rollout_numbers(batch: DataProto) -> Tensor:
-    """(rows,) index of the rollout that each row belongs to."""
-    return _rollout_of(main_rows(batch))
-
-
-def _rollout_of(main: Tensor) -> Tensor:
-    """(rows,) index of each row's rollout: a main row starts a new one."""
-    return main.long().cumsum(dim=0) - 1
 
 
 def _at_last_sampled(mask: Tensor) -> Tensor:

@@ -230,6 +230,7 @@ def _open(config: dict[str, Any], folder: Path, step: int, dtype: str, device: s
     plain.steps = step - 1
     if state.get("kl_coef") is not None:
         plain.kl_coef = float(state["kl_coef"])
+    plain.role_means = dict(state.get("role_means", {}))
     for role, (model, optimizer) in plain.roles().items():
         _restore(model, optimizer, read_state(folder / role / STATE), getattr(torch, dtype))
     return plain
@@ -273,6 +274,7 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
         accuracy=(rewards.get("score_info") or {}).get("acc"),
         num_turns=int(record["num_turns"]),
         stop_reason=str(record["stop_reason"]),
+        source=str(record.get("data_source")),
     )
 
 
@@ -288,6 +290,10 @@ def _sequence(record: Mapping[str, Any]) -> PlainSequence:
         turns=[each["turn"] for each, length, _ in runs for _ in range(length)],
         kept_ids=[None for _ in mask],
         ref_log_probs=[value or 0.0 for value, flag in zip(recorded, mask) if flag],
+        role=str(record.get("role", "")),
+        step_rewards=[(int(turn), str(tool), float(value)) for turn, tool, value in record["rewards"]["steps"]],
+        final_rewards={tool: float(value) for tool, value in record["rewards"]["final"].items()},
+        score=record["rewards"].get("score"),
     )
 
 

@@ -272,6 +272,21 @@ def openai_agent(folder):
             rollout_options(*wrong)
 
 
+def roles(folder):
+    (folder / "agent.py").write_text(
+        "async def run(client, row):\n"
+        "    given = {'messages': row['raw_prompt'], 'extra_headers': {'X-Agent-Role': 'white'}}\n"
+        "    await client.chat.completions.create(model='any', **given)\n"
+        "    return {'white': 0.25}\n"
+    )
+    named = ("agent.default_agent_loop=openai_agent", f"agent.openai_agent.function={folder}/agent.py:run")
+    played_as = played(*named, "agent.roles=[white,black]")
+    assert (played_as.role, played_as.rewards.score) == ("white", 0.25)
+    for wrong in ("[white,white]", "[white/1]", "['']"):
+        with pytest.raises(ConfigError, match="roles"):
+            rollout_options(f"agent.roles={wrong}")
+
+
 def tools_in_system(folder):
     tokenizer, schemas = copy.deepcopy(TOKENIZER), [Echo().get_openai_tool_schema().to_openai()]
     tokenizer.chat_template = (
@@ -311,7 +326,7 @@ WORKS = {
         max_trajectory_tokens,
         compact,
     )
-} | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path, openai_agent)}
+} | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path, openai_agent, roles)}
 REFUSED = {
     "multi_turn.num_repeat_rollouts=2": "rollout.n=N",
     "agent.agent_loop_manager_class=a.B": "agent_loop_config_path",

@@ -127,6 +127,7 @@ algorithm.zero_variance | algorithm.zero_variance=mask
 algorithm.zero_variance | algorithm.adv_estimator=grpo algorithm.zero_variance=refill
 algorithm.zero_variance | algorithm.adv_estimator=grpo algorithm.zero_variance=keep algorithm.filter_groups.enable=true
 algorithm.adv_estimator | algorithm.adv_estimator=gdpo
+{ROLLOUT}.agent.roles | {GDPO} {ROLLOUT}.agent.roles=[white]
 algorithm.use_kl_in_reward | {GDPO} algorithm.use_kl_in_reward=true
 algorithm | {GDPO} algorithm.gdpo_reward_weights=[1,2]
 algorithm.adv_estimator_kwargs | algorithm.adv_estimator=gigpo algorithm.adv_estimator_kwargs={{step_advantage_w:high}}

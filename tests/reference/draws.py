@@ -41,6 +41,7 @@ ESTIMATORS = {  # beside gae and grpo: their own options
     "opo": "",
     "gpg": "f_norm:2.0",
     "max_rl": "",
+    "rae": "decay:0.8",
     "reinforce_plus_plus": "",
     "reinforce_plus_plus_baseline": "",
     "remax": "",
@@ -50,7 +51,7 @@ ESTIMATORS = {  # beside gae and grpo: their own options
     "turn_grpo": "step_advantage_w:0.5",
     "gigpo": "",
 }
-TIES_TEACH = (None, "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
+TIES_TEACH = (None, "rae", "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
 
 # Values beside the default (of the configuration, or of the stage where that sets the key).
 CHOICES = {

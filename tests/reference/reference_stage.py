@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.agents import AgentLoopBase, register
+from etude.agents.roles import carriers
 from etude.algorithms.losses import POLICY_LOSSES
 from etude.config import compose
 from etude.data.files import write_parquet
@@ -44,6 +45,7 @@ class Shape:
     broken: float = 0.0  # share of groups in which infrastructure breaks a rollout for good
     levels: tuple[float, ...] = (0.0, 0.25, 1.25)  # what a score can be
     tool_rewards: bool = False
+    roles: tuple[str, ...] = ()  # which sequences have, some with rewards of their own
 
 
 @dataclass
@@ -89,6 +91,8 @@ class Ragged(AgentLoopBase):
             sequences.append(made)
         if shape.tool_rewards and group.random() < 0.7:
             self.reward(sequences[-1])
+        if shape.roles:
+            self.assign_roles(sequences)
         LEDGER.returned[key] = sequences
         return [sequence.to_output() for sequence in sequences]
 
@@ -107,6 +111,16 @@ class Ragged(AgentLoopBase):
             kind = Provenance.TOOL if hidden else Provenance.SAMPLED
             made.append(drawn.token_ids, kind, log_probs=None if hidden else drawn.log_probs)
             made.assistant_turns += 1
+
+    def assign_roles(self, sequences):
+        """In half of the rollouts every role has a reward of its own."""
+        for sequence in sequences:
+            sequence.role = self.dice.choice(LEDGER.shape.roles)
+        if self.dice.random() < 0.5:
+            for role, sequence in carriers(sequences).items():
+                if role != sequences[-1].role:
+                    sequence.rewards.score = self.dice.choice([0.0, 0.5, 2.0])
+                    sequence.rewards.steps.append((0, "hammer", self.dice.choice([0.0, -1.0])))
 
     def words(self, count):
         return [self.dice.randrange(VOCABULARY) for _ in range(count)]
@@ -186,6 +200,7 @@ def arguments(folder, run, *overrides):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.rollout.agent.roles=[white,black]",
         "actor_rollout_ref.rollout.weight_probe=false",
         "actor_rollout_ref.rollout.agent.default_agent_loop=reference_ragged",
         f"custom_reward_function.path={folder}/scores.py",
@@ -281,6 +296,10 @@ def fill(rollout, sequences):
                 engine_log_probs=[p for run in runs for p in run.log_probs or [0.0] * len(run.token_ids)],
                 turns=[run.turn for run in runs for _ in run.token_ids],
                 kept_ids=[kept for run in runs for kept in run.kept_ids or [None] * len(run.token_ids)],
+                role=sequence.role,
+                step_rewards=sequence.rewards.steps,
+                final_rewards=sequence.rewards.final,
+                score=sequence.rewards.score,
             )
         )
     if sequences:
@@ -291,6 +310,7 @@ def fill(rollout, sequences):
         environment = main.extra_fields.get("environment") or {"name": "", "metrics": {}}
         rollout.environment, rollout.reported = environment["name"], environment["metrics"]
         rollout.num_turns = main.user_turns + main.assistant_turns + 1
+        rollout.source = "stage"
 
 
 def load_weights(part):

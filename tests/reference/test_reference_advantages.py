@@ -27,7 +27,7 @@ READ = {  # of those, beside the first two
     "gigpo": ("gamma",),
 }
 NO_STD = ("rloo", "rloo_vectorized", "opo", "gpg", "max_rl", "reinforce_plus_plus_baseline")
-UNGROUPED = ("reinforce_plus_plus", "remax")
+UNGROUPED = ("rae", "reinforce_plus_plus", "remax")
 OWN = {
     "gpg": {"f_norm": 2.0},
     "turn_grpo": {"step_advantage_w": 0.5},
@@ -66,7 +66,8 @@ def batch_of(seed):
         "index": dice.integers(0, 3, rows).tolist(),
         "old_log_probs": log_probs,
         "sum_pi_squared": squares,
-        "reward_baselines": torch.from_numpy(dice.random(rows)),
+        "reward_baselines": (greedy := torch.from_numpy(dice.random(rows))),
+        "role_baselines": greedy,
         "reward_components": {name: torch.from_numpy(dice.choice([0.0, 0.5, 2.0], rows)) for name in ("one", "two")},
         "turns": turns,
         "observations": seen.gather(1, turns.clamp(max=width - 1)),  # one a turn

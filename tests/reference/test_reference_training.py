@@ -105,6 +105,22 @@ def test_every_estimator_is_plain_for_three_steps(folder, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gae", "grpo", "rae"])
+def test_roles_are_plain_for_two_steps(folder, name):
+    """Each with rewards of its own, or the rollout's; some are one of several under a name."""
+    chosen = {
+        "algorithm.adv_estimator": name,
+        "algorithm.use_kl_in_reward": "true",
+        "reward_model.tool_reward_weight": 0.5,
+        "trainer.total_training_steps": 2,
+    }
+    if name == "gae":
+        del chosen["algorithm.adv_estimator"]
+    roles = ("white", "black", "black/1", "")
+    agree(folder, allowed(chosen), Shape(seed=2, sequences=4, holes=0.3, silent=0.2, roles=roles))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_three_steps_with_each_loss_are_plain_steps(folder, loss):
     """Four updates a step, so that ratios differ from 1; rollouts have several sequences, and holes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from house_stage import ROLLOUT
 
-from etude.dumps import read_rollouts
+from etude.dumps import read_rollouts, sequences_of
 from etude.errors import ConfigError, DataError
 from etude.trainer.run import train
 from etude.workers import RolloutWorker
@@ -70,7 +70,20 @@ class Driver(Environment):
         return {"score": text.count("4") / 8, "acc": 1.0, "length": len(text)}
 
 
-for name, kind in {"fours": Fours, "seeded": Seeded, "driver": Driver}.items():
+class Duel(Driver):
+    async def drive(self, base_url, api_key):
+        said = {}
+        for role in ("white", "black"):
+            body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": f"Seed {self.seed}."}]}
+            headers = {"Authorization": f"Bearer {api_key}", "X-Agent-Role": role}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                async with http.post(f"{base_url}/chat/completions", json=body) as answer:
+                    said[role] = (await answer.json())["choices"][0]["message"]["content"].count("4")
+        lead = (said["white"] - said["black"]) / 8
+        return {"score": {"white": lead, "black": -lead}, "moves": 2.0}
+
+
+for name, kind in {"fours": Fours, "seeded": Seeded, "driver": Driver, "duel": Duel}.items():
     environment(name)(kind)
 '''
 
@@ -97,6 +110,17 @@ def start(tiny, tmp_path, plugin):
         return list(read_rollouts(tmp_path / "run" / "rollouts" / f"{steps}.jsonl")), [*map(json.loads, lines)]
 
     return start
+
+
+def test_an_environment_that_drives_itself_rewards_each_role(start):
+    given = f"{ROLLOUT}.agent.roles=[white,black]", "reward_model.enable=false", "algorithm.adv_estimator=rae"
+    records, metrics = start("env=[{id: duel, tasks: 4}]", *given, steps=1)
+    for record in records:
+        white, black = sequences_of(record)
+        assert (white["role"], black["role"]) == ("white", "black")
+        assert white["rewards"]["score"] == -black["rewards"]["score"] == record["rewards"]["score"] * -1
+        assert record["extra_fields"]["environment"]["metrics"] == {"moves": 2.0}
+    assert metrics[-1]["role/white/score/mean"] == pytest.approx(-metrics[-1]["role/black/score/mean"])
 
 
 def test_an_environments_tasks_are_the_rows_and_its_score_the_reward(start):

@@ -1,5 +1,6 @@
 """What runs only where there is a GPU of CUDA: training in every way, and attention, are the CPU's."""
 
+import asyncio
 from collections import Counter
 from types import SimpleNamespace
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 from gpu_stage import LIMITS, WAYS, attend_each, learn, options_of
 
+from etude.inference import NativeEngine, SamplingParams
+from etude.models import load_causal_lm
+from etude.models.attention import Scoring, partial_attention, visibility
 from etude.models.packed import CausalSequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -36,3 +40,35 @@ def test_attention_of_rows_that_share_a_prompt_is_the_cpus(model_path, width, le
         bound = 1e-4 if number < len(LIMITS) else 2e-2
         for ours, own in zip(cpu, gpu):
             assert (ours - own).norm() <= bound * ours.norm(), (number, float((ours - own).norm() / ours.norm()))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("keys", "queries"), [(512, 4), (509, 4), (1001, 32)])
+def test_attention_over_a_part_is_that_of_float64(dtype, bound, keys, queries):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, 2, n, 64, dtype=dtype, device="cuda") for n in (queries, keys, keys))
+    mask = (torch.rand(3, 1, queries, keys, device="cuda") > 0.3).index_fill_(-1, torch.tensor(0, device="cuda"), True)
+    with torch.no_grad():
+        found = partial_attention(query, key, value, visibility(mask, dtype), Scoring(0.125))
+        exact = partial_attention(
+            query.double(), key.double(), value.double(), visibility(mask, torch.float64), Scoring(0.125)
+        )
+    for ours, own in zip(found, exact):
+        assert (ours.double() - own).norm() <= bound * own.norm()
+
+
+def test_the_native_engine_samples_what_it_samples_on_the_cpu(model_path):
+    """Greedily, from prompts of which some share a beginning."""
+    prompts = [[*range(5, 30), 7 + i % 3, *range(i)] for i in range(6)]
+
+    async def sample(engine):
+        params = SamplingParams(max_tokens=20, temperature=0.0)
+        names = [f"row/{i}" for i in range(len(prompts))]
+        engine.open(names)
+        found = await asyncio.gather(*(engine.generate(*each, params) for each in zip(names, prompts)))
+        return [output.token_ids for output in found]
+
+    cpu, gpu = (
+        asyncio.run(sample(NativeEngine(load_causal_lm(model_path, device=device)))) for device in ("cpu", "cuda")
+    )
+    assert cpu == gpu

@@ -24,13 +24,15 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
+from etude.agents.roles import carriers, check_role
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.registry import did_you_mean
 from etude.rewards.number import MAX_REWARD, as_reward
 from etude.timeouts import BlockingCalls, settle, uninterrupted
+from etude.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -41,7 +43,7 @@ _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHON
 REWARD_FILE = "ETUDE_REWARD_FILE"
 """The environment variable that names the file, without a name on disk, into which a command writes its reward."""
 _MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
-_LONGEST_NUMBER = 100  # bytes of a reward file
+_LONGEST_NUMBER, _LONGEST_REWARDS = 100, 10_000  # bytes of a reward file: a number, numbers by role
 _FIRST_DESCRIPTOR = 100  # of reward files: where a program without the descriptor would have none of its own
 _OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
 _POLL_SECONDS = 0.2
@@ -134,10 +136,40 @@ def finite_reward(value: object, source: str) -> float:
     return reward
 
 
+Reward: TypeAlias = "float | dict[str, float]"
+"""A number for all, or one for each role."""
+
+
+def read_agent_reward(value: object, source: str, roles: Sequence[str]) -> Reward:
+    """Returns what an agent gave as its reward: a number, or numbers by role.
+
+    Raises:
+        WrongReward: one is not finite or too large, or there is no such role.
+    """
+    if not isinstance(value, Mapping):
+        return finite_reward(value, source)
+    try:
+        return {check_role(role, roles): finite_reward(each, source) for role, each in value.items()}
+    except ValueError as error:
+        raise WrongReward(f"{source}: {error}") from error
+
+
+def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None) -> None:
+    """Gives each role its reward; a number is that of all.
+
+    Raises:
+        WrongReward: a role is left without any.
+    """
+    for role, sequence in carriers(sequences).items():
+        sequence.rewards.score = reward.get(role) if isinstance(reward, Mapping) else reward
+        if not sequence.rewards.given:
+            raise WrongReward(f"there is a reward, and none for the role '{role}': give one for each role")
+
+
 class CommandFailed(AgentError):
     """An agent's program exited with a nonzero status; `reward` is what it had written into its file, if anything."""
 
-    def __init__(self, message: str, reward: float | None) -> None:
+    def __init__(self, message: str, reward: object) -> None:
         super().__init__(message)
         self.reward = reward
 
@@ -195,7 +227,7 @@ class CommandAgent:
         async with _working_folder(self._workspace) as folder:
             with _reward_file() as descriptor:
                 own = None if self._verifier else descriptor
-                reward: float | None
+                reward: object
                 status, output = await _execute("agent", self._command, text, keys, own, folder)
                 if self._verifier:
                     reward = await self._verify(text, descriptor, folder)
@@ -205,7 +237,7 @@ class CommandAgent:
             raise CommandFailed(f"agent '{self.name}' ended with status {status}: {output or '(no output)'}", reward)
         return reward
 
-    async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> float:
+    async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> object:
         status, output = await _execute("verifier", self._verifier, text, {}, descriptor, folder)
         who = f"verifier '{self._verifier[0]}'"
         if status != 0:
@@ -324,22 +356,24 @@ def _reward_file() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read_reward(descriptor: int, source: str) -> float | None:
-    """Returns the number in a command's reward file; None if it is empty.
+def _read_reward(descriptor: int, source: str) -> float | dict[str, Any] | None:
+    """Returns the number in a command's reward file, or the object with one for each role; None if it is empty.
 
     Raises:
-        WrongReward: it does not hold one finite number.
+        WrongReward: it does not hold one finite number, or an object.
     """
-    text = os.pread(descriptor, _LONGEST_NUMBER + 1, 0)
+    text = os.pread(descriptor, _LONGEST_REWARDS + 1, 0)
     if not text:
         return None
-    try:
-        number = float(text) if len(text) <= _LONGEST_NUMBER else None
-    except ValueError:
-        number = None
+    number: float | dict[str, Any] | None = None
+    with contextlib.suppress(ValueError):
+        if text.lstrip().startswith(b"{") and len(text) <= _LONGEST_REWARDS:
+            number = dict(json.loads(text))
+        elif len(text) <= _LONGEST_NUMBER:
+            number = float(text)
     if number is None:
-        raise WrongReward(f"{source} must hold one number, and holds {text[:40]!r}")
-    return finite_reward(number, source)
+        raise WrongReward(f"{source} must hold one number, or an object of one for each role, and holds {text[:40]!r}")
+    return number if isinstance(number, dict) else finite_reward(number, source)
 
 
 _REQUEST_SECONDS = 86_400.0  # request timeout; effectively none, since trajectories have their own time limit

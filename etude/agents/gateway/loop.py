@@ -32,8 +32,10 @@ from etude.agents.gateway.agent import (
     CommandFailed,
     Endpoint,
     FunctionAgent,
+    Reward,
     WrongReward,
-    finite_reward,
+    give_rewards,
+    read_agent_reward,
 )
 from etude.agents.gateway.messages import row_for_clients
 from etude.agents.gateway.session import GatewaySession
@@ -104,18 +106,26 @@ class OpenAIAgentLoop(AgentLoopBase):
                 reward, failure = await self._outcome(session, Endpoint(base_url, api_key), row)
             finally:
                 await session.close()
-        trajectories = session.trajectories()
+        by_role = isinstance(reward, Mapping) or not self.context.scored
+        trajectories = session.trajectories(by_role=by_role)
         main, sampled = trajectories[-1], bool(session.tree.turns)
         rewarded = reward is not None or bool(session.tree.rewards)
         if failure is None and not sampled and main.stop_reason is StopReason.COMPLETED:
             raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
         if failure is None and sampled and not (rewarded or self.context.scored):
             failure = AgentError(f"it ended ({main.stop_reason.value}) without a reward: {_GIVE_ONE}")
-        if sampled:
+        if sampled and by_role and rewarded:
+            try:
+                give_rewards(trajectories, reward)
+            except WrongReward as missing:
+                failure = missing
+        elif sampled and not isinstance(reward, Mapping):
             main.rewards.score = reward
         if failure is not None:
             error = self._failed(failure)
-            if not sampled or not (self.context.scored or (rewarded and not isinstance(failure, WrongReward))):
+            wrong = isinstance(failure, WrongReward)
+            kept = self.context.scored or (rewarded and not wrong)
+            if not sampled or not kept or (wrong and isinstance(reward, Mapping)):
                 raise error
             main.stop_reason = StopReason.AGENT_ERROR
         return trajectories
@@ -134,7 +144,7 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     async def _outcome(
         self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]
-    ) -> tuple[float | None, Exception | None]:
+    ) -> tuple[Reward | None, Exception | None]:
         """Runs the agent; returns its reward, if it gave one, and the error that ended it, unless a limit caused that."""
         agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
         try:
@@ -145,6 +155,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             raise session.broken.result()
         if agent.cancelled():
             return None, AgentError("it cancelled itself")
+        failure: Exception | None = None
         try:
             returned = agent.result()
         except Exception as error:
@@ -152,11 +163,12 @@ class OpenAIAgentLoop(AgentLoopBase):
                 raise InfrastructureError(f"agent '{self._agent.name}': {one_line(error)}") from cause
             if isinstance(error, EtudeError):  # it says what the user must change
                 raise
-            reward = error.reward if isinstance(error, CommandFailed) else None
+            returned = error.reward if isinstance(error, CommandFailed) else None
             ended_by_limit = session.refused is not None and _is_rejection(error)
-            return reward, None if ended_by_limit else error
+            failure = None if ended_by_limit else error
         try:
-            return None if returned is None else finite_reward(returned, "it"), None
+            roles = self.context.options.agent.roles
+            return None if returned is None else read_agent_reward(returned, "it", roles), failure
         except WrongReward as error:
             return None, error
 
@@ -177,7 +189,7 @@ class DrivingAgentLoop(OpenAIAgentLoop):
         trajectories[-1].rewards.score_info = self._info
         return trajectories
 
-    async def drive(self, row: dict[str, Any], base_url: str, api_key: str) -> float | None:
+    async def drive(self, row: dict[str, Any], base_url: str, api_key: str) -> Reward | None:
         """Plays the episode; returns its score."""
         assert self.context.environment is not None
         entry = self.context.environment.pick(row)

@@ -54,6 +54,7 @@ class Turn:
         sampling: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
         with_tools: whether its request had tools; the same along a path.
+        role: which of several agents asked; the same along a path.
     """
 
     parent: Turn | None
@@ -69,6 +70,7 @@ class Turn:
     sampling: dict[str, float]
     seconds: float
     with_tools: bool = False
+    role: str = ""
 
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -142,14 +144,11 @@ class RolloutTree:
         """Number of tokens sampled in all turns."""
         return sum(len(turn.parsed.output.token_ids) for turn in self.turns)
 
-    @property
-    def last(self) -> Turn:
-        """The last turn, with which the main sequence ends."""
-        return max(self.turns, key=lambda turn: turn.order)
-
-    def sequences(self, request_id: str, train: Literal["all", "tools", "main"] = "all") -> list[Trajectory]:
-        """Returns the sequences in time order; only the last one, the main sequence, carries rewards. `train` is the key
-        `openai_agent.train`."""
+    def sequences(
+        self, request_id: str, train: Literal["all", "tools", "main"] = "all", *, by_role: bool = True
+    ) -> list[Trajectory]:
+        """Returns the sequences in time order. The last one of each role carries the rewards for its turns; without
+        `by_role`, the very last one, the main sequence, those for all. `train` is the key `openai_agent.train`."""
         leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
         if train != "all":
             leaves = [leaf for leaf in leaves if leaf.with_tools] or leaves
@@ -161,9 +160,12 @@ class RolloutTree:
             path = leaf.path()
             made.append(_sequence(request_id, path, next(n for n, turn in enumerate(path) if turn not in claimed)))
             claimed.update(path)
-        main = made[0]
-        place = {turn: number for number, turn in enumerate(leaves[-1].path())}
-        main.rewards.steps = [(place.get(turn, len(place) - 1), name, value) for turn, name, value in self.rewards]
+        last = {leaf.role: (leaf, sequence) for leaf, sequence in zip(leaves, reversed(made))}
+        for turn, name, value in self.rewards:
+            if (carrier := last.get(turn.role) if by_role else (leaves[-1], made[0])) is not None:
+                path = carrier[0].path()
+                place = path.index(turn) if turn in path else len(path) - 1
+                carrier[1].rewards.steps.append((place, name, value))
         return made[::-1]
 
 
@@ -198,7 +200,10 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
         prompt += ids
-    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].sampling), images=list(path[-1].all_images()))
+    last = path[-1]
+    trajectory = Trajectory(
+        request_id, prompt, sampling=dict(last.sampling), images=list(last.all_images()), role=last.role
+    )
     for number, turn in enumerate(path):
         trajectory.messages += [*turn.new_messages, turn.message]
         if number < first:

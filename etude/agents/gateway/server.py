@@ -91,7 +91,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
 
     async def answer_request(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         async def work() -> bytes:
-            return written(session, await session.complete(chat))
+            return written(session, await session.complete(chat, _role(request)))
 
         task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(hung_up(request))
         patience = KEEP_ALIVE_SECONDS if chat.stream else None
@@ -108,9 +108,9 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
             if not waits:
                 await settle({task, gone})
 
-    def read(session: GatewaySession, body: bytes, *, is_new: bool) -> ChatRequest:
+    def read(session: GatewaySession, body: bytes, request: Request, *, is_new: bool) -> ChatRequest:
         try:
-            return session.read(body, dialect)
+            return session.read(body, dialect, _role(request))
         except GatewayError as error:
             session.declined = error
             if is_new and error.code != TOO_LONG:
@@ -125,7 +125,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
             store.get(session, key)  # raises before the body is read if there is no such session
         body = await request.body()
         is_new, found = store.makes(session), store.get_or_make(session, key)
-        chat = read(found, body, is_new=is_new)
+        chat = read(found, body, request, is_new=is_new)
         try:
             return await answer_request(found, chat, request)
         except GatewayError as error:
@@ -143,7 +143,7 @@ def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: A
         body = await request.body()
         session = store.get_or_make(name, "")
         try:
-            response = await answer_request(session, read(session, body, is_new=True), request)
+            response = await answer_request(session, read(session, body, request, is_new=True), request)
         except BaseException:
             store.end(session)
             raise
@@ -224,7 +224,7 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
 
     @app.post("/s/{session}/reward")
     async def reward(session: str, request: Request) -> dict[str, Any]:
-        """A step reward for the session's last turn."""
+        """A step reward for the session's last turn, or a role's."""
         found = store.get(session, _key(request))
         found.reward(decode_body(await request.body()))
         return {"rewards": len(found.tree.rewards)}
@@ -277,8 +277,14 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
-SESSION_HEADER = "x-session-id"
-"""Names the session of a request whose URL names none, for clients that keep one URL."""
+SESSION_HEADER, ROLE_HEADER = "x-session-id", "x-agent-role"
+"""Names the session of a request whose URL names none, for clients that keep one URL; names which agent asks."""
+
+
+def _role(request: Request) -> str:
+    return request.headers.get(ROLE_HEADER, "")
+
+
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 

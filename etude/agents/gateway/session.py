@@ -33,6 +33,7 @@ from etude.agents.gateway.prefix import Prefix, longest_sequence, match_prefix
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, TooLong, grammar_of, read_request
 from etude.agents.gateway.rollout_tree import Completion, History, RolloutTree, Turn
 from etude.agents.gateway.turn import ParsedTurn, parse_turn
+from etude.agents.roles import check_role
 from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.rewards.number import MAX_REWARD, as_reward
@@ -122,26 +123,34 @@ class GatewaySession:
         self.end()
         await settle(set(self._at_work))
 
-    def read(self, body: bytes, dialect: Dialect) -> ChatRequest:
-        """Parses a request body written in `dialect`.
+    def read(self, body: bytes, dialect: Dialect, role: str = "") -> ChatRequest:
+        """Parses a request body written in `dialect`, of the agent `role`.
 
         Raises:
-            GatewayError: it is malformed, asks for something unsupported, or is too long (which sets `refused`).
+            GatewayError: it is malformed, asks for something unsupported, or is too long (which sets `refused`); or there
+                is no such role.
         """
+        self._check_role(role, "X-Agent-Role")
         longest = longest_sequence(self._context.options)
         try:
             return read_request(body, longest, lambda request: dialect.read(request, self.replies), dialect.names)
         except TooLong as error:
             raise self._too_long(error.length, longest) from error
 
-    async def complete(self, request: ChatRequest) -> Completion:
-        """Answers a request.
+    def _check_role(self, role: object, param: str) -> str:
+        try:
+            return check_role(role, self._context.options.agent.roles)
+        except ValueError as error:
+            raise GatewayError(400, str(error), param=param) from error
+
+    async def complete(self, request: ChatRequest, role: str = "") -> Completion:
+        """Answers a request of the agent `role`.
 
         Raises:
             GatewayError: it is rejected, or the engine or another part of Étude failed (which sets `broken`).
         """
         try:
-            return await self._complete(request)
+            return await self._complete(request, role)
         except GatewayError:
             raise
         except GrammarError as error:
@@ -149,7 +158,7 @@ class GatewaySession:
         except Exception as error:
             raise self.failed(error) from error
 
-    async def _complete(self, request: ChatRequest) -> Completion:
+    async def _complete(self, request: ChatRequest, role: str) -> Completion:
         arrived = self.last_used = time.monotonic()
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
@@ -164,7 +173,7 @@ class GatewaySession:
         params = self._params(request)
         sampling = {name: getattr(params, name) for name in _SAMPLING}
         digests = [[header.digest for header in shown] for shown in headers]
-        history = History(messages, digests, json.dumps([request.tools, sampling]))
+        history = History(messages, digests, json.dumps([request.tools, sampling, role]))
         prefix = match_prefix(self.tree, messages, headers, history, request, self._context)
         self._check_room(prefix)
         images: tuple[ImageInput, ...] = ()
@@ -209,6 +218,7 @@ class GatewaySession:
                     sampling,
                     seconds,
                     bool(request.tools),
+                    role,
                 )
                 self.tree.add(turn, history.after(message))
                 turns.append(turn)
@@ -225,33 +235,42 @@ class GatewaySession:
         self.replies[name] = [self._kept_messages.setdefault(digest, each) for digest, each in digests]
 
     def reward(self, body: object) -> None:
-        """Adds `{"reward": number, "name": text?}` as a step reward of the last turn.
+        """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's.
 
         Raises:
             GatewayError: it is malformed, or nothing was sampled yet.
         """
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
-        if not isinstance(name, str) or set(given) - {"reward", "name"} or given.get("reward") is None:
-            raise GatewayError(400, "a reward is {'reward': number}, with an optional 'name'", param="reward")
+        if not isinstance(name, str) or set(given) - {"reward", "name", "role"} or given.get("reward") is None:
+            raise GatewayError(
+                400, "a reward is {'reward': number}, with an optional 'name' and 'role'", param="reward"
+            )
         try:
             value = as_reward(given["reward"], "the agent")
         except InfrastructureError as error:
             raise GatewayError(400, one_line(error), param="reward") from error
-        if not self.tree.turns:
+        turns = self.tree.turns
+        if "role" in given:
+            role = self._check_role(given["role"], "role")
+            turns = [turn for turn in turns if turn.role == role]
+        if not turns:
             raise GatewayError(400, "there is no turn yet that a reward could be for")
         if len(self.tree.rewards) >= MOST_REWARDS:
             raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
         if sum(abs(each) for _, _, each in self.tree.rewards) + abs(value) > MAX_REWARD:
             raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
-        self.tree.rewards.append((self.tree.last, name[:100], value))
+        self.tree.rewards.append((max(turns, key=lambda turn: turn.order), name[:100], value))
 
-    def trajectories(self) -> list[Trajectory]:
-        """Returns the sequences in time order, the main one last; a single empty one if there are no turns."""
+    def trajectories(self, *, by_role: bool = True) -> list[Trajectory]:
+        """Returns the sequences in time order, the main one last; a single empty one if there are no turns. `by_role`: see
+        `RolloutTree.sequences`."""
         name = self.request_id
         train = self._context.options.agent.openai_agent.train
-        made = self.tree.sequences(name, train) if self.tree.turns else [Trajectory(name, [])]
+        made = [Trajectory(name, [])]
+        if self.tree.turns:
+            made = self.tree.sequences(name, train, by_role=by_role)
         if self.refused is not None:
             made[-1].stop_reason = self.refused
         return made
