@@ -34,6 +34,12 @@ class Shape:
     checkpointing: bool = False
     lora_rank: int = 0
     dtype: str = "float32"
+    scored: int | None = None
+    """Scored tokens at a row's end; None: half of it."""
+
+    @property
+    def prompt(self) -> int:
+        return self.length // 2 if self.scored is None else self.length - self.scored
 
 
 SHAPES = (
@@ -41,6 +47,17 @@ SHAPES = (
     Shape("SmolLM2-135M, 2,560 tokens, shared prompts", 576, 30, 1536, 49_152, 8, 512, shared=4),
     Shape("SmolLM2-135M, 4,096 tokens, checkpointing", 576, 30, 1536, 49_152, 8, 512, checkpointing=True),
     Shape("SmolLM2-135M, 1,024 tokens, LoRA", 576, 30, 1536, 49_152, 2, 512, lora_rank=16),
+    Shape(
+        "SmolLM2-135M, 4,000 + 1,000 tokens, checkpointing",
+        576,
+        30,
+        1536,
+        49_152,
+        1,
+        5000,
+        checkpointing=True,
+        scored=1000,
+    ),
     Shape("6 layers, 4,096 tokens", 576, 6, 1536, 49_152, 8, 512),
     Shape("wide, 2 layers, 2,048 tokens", 2048, 2, 5632, 8_192, 4, 512),
 )
@@ -59,7 +76,7 @@ def write_model(shape: Shape, folder: Path) -> None:
         intermediate_size=shape.intermediate,
         vocab_size=shape.vocabulary,
         tie_word_embeddings=True,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -79,12 +96,12 @@ def estimate(shape: Shape, folder: Path) -> float:
     assert isinstance(options, TrainOptions)
     setup = Setup(options)
     setup.placement = Placement("cpu")
-    tokens = shape.rows * shape.length - (shape.rows - shape.rows // shape.shared) * (shape.length // 2)
+    tokens = shape.rows * shape.length - (shape.rows - shape.rows // shape.shared) * shape.prompt
     return sum(estimate_memory(setup, count_weights(str(folder)), tokens, shape.checkpointing).values())
 
 
-def measure(shape: Shape, folder: Path) -> float:
-    """Bytes that this process has at most while it takes two updates."""
+def measure(shape: Shape, folder: Path) -> tuple[float, float]:
+    """Bytes that this process has at most while it takes two updates, and CPU seconds of the second."""
     import psutil
     import torch
 
@@ -105,7 +122,7 @@ def measure(shape: Shape, folder: Path) -> float:
         checkpoint_layers(model)
     engine = PolicyLearner(model, max_tokens=1 << 30, optimizer=OptimizerSet(model, OptimOptions(lr=1e-6), None))
     ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length))
-    half = shape.length // 2
+    half = shape.prompt
     ids[:, :half] = ids[:: shape.shared, :half].repeat_interleave(shape.shared, dim=0)
     ones = torch.ones_like(ids)
     batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, half:]})
@@ -122,20 +139,24 @@ def measure(shape: Shape, folder: Path) -> float:
         mask = micro.batch["response_mask"]
         return agg_loss(-log_probs, mask, "token-mean", batch_num_tokens=scale.batch_num_tokens), {}
 
+    seconds = 0.0
     for _ in range(2):
+        began = time.process_time()
         engine.update(batch, loss, 1.0)
+        seconds = time.process_time() - began
     done.set()
     watcher.join()
-    return float(peak[0])
+    return float(peak[0]), seconds
 
 
-def compare(shape: Shape) -> tuple[float, float]:
-    """Returns (estimated, measured) bytes; measured in a new process."""
+def compare(shape: Shape) -> tuple[float, float, float]:
+    """Returns (estimated, measured) bytes and CPU seconds of an update; measured in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
         command = [sys.executable, __file__, "--measure", json.dumps(asdict(shape)), "--folder", folder]
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
-        return estimate(shape, Path(folder)), float(found.stdout.split()[-1])
+        size, seconds = map(float, found.stdout.split()[-2:])
+        return estimate(shape, Path(folder)), size, seconds
 
 
 def main() -> None:
@@ -144,15 +165,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(measure(Shape(**given.measure), given.folder))
+        print(*measure(Shape(**given.measure), given.folder))
         return
-    print("| shape | estimated | measured | ratio |\n|---|---|---|---|")
+    print("| shape | estimated | measured | ratio | CPU s an update |\n|---|---|---|---|---|")
     for shape in SHAPES:
-        began = time.perf_counter()
-        expected, found = compare(shape)
-        row = f"| {shape.name} | {expected / 2**30:.2f} GiB | {found / 2**30:.2f} GiB | {expected / found:.2f} |"
-        print(row, flush=True)
-        print(f"{shape.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        expected, found, seconds = compare(shape)
+        sizes = f"{expected / 2**30:.2f} GiB | {found / 2**30:.2f} GiB | {expected / found:.2f}"
+        print(f"| {shape.name} | {sizes} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class ToolCallRecord:
     seconds: float = 0.0
     error: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"
+    source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"; of a gateway: "agent" | "unanswered"
     retries: int = 0  # attempts before the last one that failed for infrastructure reasons
     timeouts: int = 0  # attempts that timed out
     blocked_loop: int = 0  # number of times it blocked the event loop

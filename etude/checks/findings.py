@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -143,11 +143,13 @@ class Findings:
         """Whether any finding is an error."""
         return any(finding.level is Level.ERROR for finding in self.all)
 
-    def run_stage(self, stage: Stage, of: Any, *, fix: str = "", leave_out: str = "") -> Findings:
-        """Runs the checks of a stage on `of`, in the order of their registration, but for one subject. `fix`: of those that
-        have none."""
+    def run_stage(
+        self, stage: Stage, of: Any, *, fix: str = "", leave_out: str = "", only: Collection[str] = ()
+    ) -> Findings:
+        """Runs the checks of a stage on `of`, in the order of their registration, but for one subject; or of some subjects
+        `only`. `fix`: of those that have none."""
         for each in _CHECKS[stage]:
-            if each.subject == leave_out:
+            if each.subject == leave_out or (only and each.subject not in only):
                 continue
             if each.needs and not hasattr(of, each.needs):
                 self.skip(each.subject, "not checked: an error above stands in the way")

@@ -339,7 +339,11 @@ def disk(setup: Setup) -> Result:
     kept = trainer.max_actor_ckpt_to_keep or 1
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    space = shutil.disk_usage(there)
+    if not (space.total and os.access(there, os.W_OK | os.X_OK)):
+        yield error(f"trainer.default_local_dir={folder}: {there} cannot be written", "set trainer.default_local_dir")
+        return
+    free = space.free
     line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
     fix = "free space there, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
     if 2 * size > free:  # a new checkpoint is complete before an old one is removed

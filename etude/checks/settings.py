@@ -96,8 +96,15 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 or inert_reason(options, key)
             ):
                 continue
-            usual = declarations(type(options))[key].default or 0.2  # clip ratios: null, the loss's own
+            default = declarations(type(options))[key].default
+            usual = 0.2 if default is None else default  # clip ratios: null, the loss's own
             yield f"{setting} {what}: {usual:g} is usual"
+        if isinstance(options, TrainOptions) and key == "algorithm.gamma" and _fades(options):
+            longest, gamma = options.actor_rollout_ref.rollout.response_length, options.algorithm.gamma
+            yield (
+                f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
+                f"first as {gamma**longest:.1g} of itself: 1 is usual"
+            )
         if name == "betas" and value_of(options, section).name == "muon":
             setting = f"{key}={format_option(options, key)} ({sources[key]})"
             yield f"{setting} has no effect on weight matrices: {section}.name=muon"
@@ -118,6 +125,16 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 yield f"{setting} is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
 
 
+def _fades(options: TrainOptions) -> bool:
+    """Whether a discount per token leaves hardly anything of the reward at the end for the beginning of an answer."""
+    algorithm, estimator = options.algorithm, options.algorithm.estimator
+    if estimator is None or algorithm.gamma >= 0.9 or inert_reason(options, "algorithm.gamma"):
+        return False
+    if estimator.reads("gae_timestep_unit"):
+        return algorithm.gae_timestep_unit == "token"
+    return "turns" not in estimator.needs
+
+
 _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("optim.lr", lambda value: value < 1e-8, "hardly moves the weights"),
     ("optim.lr", lambda value: value >= 0.1, "moves weights by their own size in few steps"),
@@ -125,6 +142,10 @@ _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("actor.clip_ratio", lambda value: value == 0, "clips every token whose probability an update has moved"),
     ("actor.clip_ratio_low", lambda value: value == 0, "clips every token that an update has made less likely"),
     ("actor.clip_ratio_high", lambda value: value == 0, "clips every token that an update has made more likely"),
+    ("actor.entropy_coeff", lambda value: abs(value) > 0.3, "lets the entropy term outweigh the reward"),
+    ("rollout.top_p", lambda value: value < 0.5, "leaves so few candidates that answers hardly differ"),
+    ("rollout.temperature", lambda value: value < 0.1, "leaves so few candidates that answers hardly differ"),
+    ("rollout.temperature", lambda value: value > 3, "makes answers noise"),
     ("actor.kl_loss_coef", lambda value: value > 10, "lets the KL term outweigh the reward"),
     ("kl_ctrl.kl_coef", lambda value: value > 10, "lets the KL penalty outweigh the reward"),
 )

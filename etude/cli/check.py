@@ -29,7 +29,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @configuration_arguments
 @click.option("--rows", default=1000, show_default=True, type=click.IntRange(1), help="Rows to read of each split.")
 @click.option("--timeout", default=8.0, show_default=True, help="Seconds for a trial rollout, and for a score.")
-@click.option("--rollout/--no-rollout", "rolls_out", default=True, help="Whether to call each tool once.")
+@click.option("--rollout/--no-rollout", "rolls_out", default=True, help="Whether to call each tool, a few times.")
 @click.option("--sft", is_flag=True, help="Your YAML is for `etude sft` (needed only where it does not say so).")
 @json_option
 def check(
@@ -45,8 +45,8 @@ def check(
     """Check whether a configuration would train, without a GPU or the model's weights.
 
     The arguments are those of `etude train`, or of `etude sft`. Everything is looked at, and each finding has its remedy:
-    keys, plug-ins, chat template, tools, rows, batch sizes, the reward on real rows, services, memory, disk; last, a
-    scripted model calls each tool once. Exit status 1 if there is an error.
+    keys, plug-ins, chat template, tools, rows, batch sizes, what the reward pays on real rows, services, memory, disk;
+    last, a scripted model calls each tool. Exit status 1 if there is an error.
 
     \b
     Example:

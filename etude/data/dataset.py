@@ -45,7 +45,7 @@ class RLDataset:
     `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes
     them). Items are copies: changing one does not change the dataset. `fingerprints` has a digest for each file: of all
     columns of its rows, ground truths included. `describes_tools`: whether every row that was checked for its tools
-    (`shows_tools`) tells the model what they take.
+    (`shows_tools`) tells the model what they take. `locations`: where each row stands, if `problems` are collected.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
@@ -99,6 +99,7 @@ class RLDataset:
         self._rows: list[Row] = []
         self._image_tokens: list[tuple[int, ...]] = []
         self._indices: list[object] = []
+        self.locations: list[str] = []
         self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
 
     def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
@@ -119,6 +120,8 @@ class RLDataset:
                 self._rows.append(row)
                 self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
+                if problems is not None:
+                    self.locations.append(where)
                 self._any_images |= bool(image_tokens)
                 # as written in the file
                 content = row | {"extra_info": self._blobs.store(plain(raw.get("extra_info")))}

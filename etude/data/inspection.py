@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from etude.data.dumped import is_dump
 from etude.data.files import Row, located_rows, without_nulls
 from etude.data.messages import check_messages
-from etude.data.rows import active_tools, check_ground_truth, check_row
+from etude.data.rows import active_tools, check_ground_truth, check_row, question_of, truth_of
 from etude.errors import ConfigError, DataError, one_line
 from etude.tools import load_tools
 
@@ -42,6 +42,7 @@ class Inspection:
     unit: str = "characters of the messages"
     problems: list[str] = field(default_factory=list)
     repeated: int = 0
+    contrary: list[str] = field(default_factory=list)
 
     def lines(self, most: int) -> Iterator[str]:
         """Yields the lines of the report, with at most `most` problems."""
@@ -66,6 +67,9 @@ class Inspection:
             yield from histogram(self.lengths)
         if self.repeated:
             yield f"\n{self.repeated:,} rows repeat the prompt of an earlier one"
+        if self.contrary:
+            yield f"\n{len(self.contrary):,} rows ask what an earlier one asks, with another ground truth"
+            yield from (f"  {each}" for each in self.contrary[:most])
         yield f"\n{len(self.problems):,} problems" if self.problems else "\nno problems"
         yield from (f"  {problem}" for problem in self.problems[:most])
         if len(self.problems) > most:
@@ -112,7 +116,7 @@ def inspect_file(
     if chat is not None:
         report.unit = _unit(chat, with_tools=schemas is not None)
     dump = is_dump(str(file))
-    prompts: set[str] = set()
+    prompts, questions = set[str](), dict[str, tuple[str | None, str]]()
     for where, row in located_rows(file):
         report.rows += 1
         for name, value in row.items():
@@ -130,7 +134,7 @@ def inspect_file(
                 messages = check_messages(row["messages"], f"{where}: messages")
                 report.lengths.append(_length(messages, chat, row.get("tools") or None))
             else:
-                _inspect_prompt(report, row, where, prompt_key, schemas, chat, prompts)
+                _inspect_prompt(report, row, where, prompt_key, schemas, chat, prompts, questions)
         except (DataError, ConfigError, KeyError, TypeError) as error:
             text = one_line(error)
             report.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
@@ -145,6 +149,7 @@ def _inspect_prompt(
     schemas: Mapping[str, Any] | None,
     chat: ChatTemplate | None,
     prompts: set[str],
+    questions: dict[str, tuple[str | None, str]],
 ) -> None:
     info = without_nulls(row.get("extra_info") or {})
     for tool, kinds in (info.get("tools_kwargs") or {}).items():
@@ -158,9 +163,12 @@ def _inspect_prompt(
     report.sources[source] += 1
     report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
     messages = checked[prompt_key]
-    text = str(messages)
+    text, truth = str(messages), truth_of(checked)
     report.repeated += text in prompts
     prompts.add(text)
+    other, first = questions.setdefault(question_of(checked, messages), (truth, where))
+    if other != truth:
+        report.contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
     active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
     report.lengths.append(_length(messages, chat, active))
     check_ground_truth(checked, where)

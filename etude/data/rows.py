@@ -14,6 +14,7 @@ interaction is configured they are dropped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from etude.rewards.default import check_truth
 from etude.tools.session import SECTIONS
 
 _NAMELESS = "gsm8k"
+_OWN_LOOPS = (None, "tool_agent", "single_turn_agent")  # they read no more of extra_info than these keys
 
 
 def check_row(
@@ -73,6 +75,26 @@ def check_row(
         _check_tools_kwargs(extra_info, where, tool_names)
         _check_interaction(extra_info, where, interactions)
     return checked
+
+
+def question_of(row: Mapping[str, Any], prompt: Any) -> str:
+    """A digest of what two rows share that ask the same: prompt, images, and what tools, users and environments are given.
+    Where an environment or an agent of the user's may read it, that is all of `extra_info` but the row's place."""
+    info = dict(row.get("extra_info") or {})
+    own = info.get("env"), row.get("agent_name")
+    keys = (
+        [*info]
+        if own[0] or own[1] not in _OWN_LOOPS
+        else ("tools_kwargs", "interaction_kwargs", "task", "env_seed", "tool_selection")
+    )
+    told = {key: info[key] for key in sorted(keys) if info.get(key) is not None and key not in ("index", "split")}
+    return hashlib.blake2b(repr((prompt, row.get("images"), own, told)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def truth_of(row: Mapping[str, Any]) -> str | None:
+    """The row's ground truth as text; None without one."""
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    return None if truth is None else str(truth).strip()
 
 
 def check_ground_truth(row: Row, where: str) -> None:

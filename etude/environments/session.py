@@ -25,6 +25,7 @@ from etude.schemas import ToolResponse
 from etude.timeouts import BlockingCalls, uninterrupted, within
 from etude.tools import BaseTool
 from etude.tools.function_tool import normalize_result
+from etude.trajectory import plain_numbers
 
 MAX_OBSERVATION_CHARS = 100_000
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0  # seconds between two tries of a server that is full
@@ -207,7 +208,7 @@ class EnvironmentSession:
     def _read_score(self, returned: Any, completed: bool) -> tuple[float | None, dict[str, Any]]:
         value, info = returned, dict[str, Any]()
         if isinstance(returned, Mapping):
-            info = dict(returned)
+            info = plain_numbers(returned)
             value = info.pop("score", None)
         if value is None:
             # A policy whose first turn was cut did nothing that a step could have rewarded.

@@ -7,7 +7,7 @@ from typing import Literal
 from etude.options.declare import Names, When, key, options
 from etude.options.types import Count, Flag, FreeForm, Number, Positive, Sections, Text
 
-MANAGED = When("with enable=true", lambda own, run: own.enable)
+MANAGED = When("with reward_model.enable=true", lambda own, run: own.enable)
 MODEL = When("where reward_model.model.path is set", lambda own, run: run.reward_model.model.path is not None)
 CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.path is not None)
 

@@ -25,7 +25,7 @@ from etude.options.types import (
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
-MULTI_TURN = When("with enable=true", lambda own, run: own.enable)
+MULTI_TURN = When("with multi_turn.enable=true", lambda own, run: own.enable)
 TOOLS = When("where tools, an environment or plugins are configured", lambda own, run: has_tools(own, run))
 STANDALONE = When(
     "with trainer.backend=ray and actor_rollout_ref.hybrid_engine=false", lambda own, run: run.has_rollout_group

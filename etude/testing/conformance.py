@@ -140,6 +140,31 @@ class Trial:
                 asyncio.run(call(name, example_of(schema["function"].get("parameters") or {}, number) or {}))
         yield f"{len(schemas)} called" if schemas else "none: every turn is an action"
 
+    @check("conformance", "fresh state")
+    def _fresh_state(self) -> Result:
+        """The same calls, or the same words, in a session after another."""
+
+        async def answers() -> list[str]:
+            async with self.session() as session:
+                found = []
+                for name, tool in session.tools.items():
+                    schema = tool.tool_schema.to_openai()["function"].get("parameters") or {}
+                    for number in range(2):
+                        with contextlib.suppress(ToolError):
+                            arguments = example_of(schema, number) or {}
+                            given = await tool.execute("check", dict(arguments), agent_data=_Loop(session))
+                            found.append(f"{name} answers {str(given[0].text)[:100]!r}")
+                if not session.tools and not session.done:
+                    found.append(repr((await session.step("1"))[1])[:200])
+                return found
+
+        for one, two in zip(asyncio.run(answers()), asyncio.run(answers())):
+            if one != two:
+                line = f"sessions share their state: {one} in one session and {two} in the next of the same seed"
+                yield error(line, "set all state in reset, on self: what belongs to the class is every session's")
+                return
+        yield "a session begins as if it were the first"
+
     @check("conformance", "own answer")
     def _answer(self) -> Result:
         kind: Any = self.entry.kind

@@ -324,7 +324,7 @@ class Conformance:
     # -- what trajectories leave to each other -------------------------------------------------------------------
 
     def _play_alone(self) -> list[object]:
-        return [_trace(self._play(self._random_agent, [number])[0]) for number in self._isolated]
+        return [trace_of(self._play(self._random_agent, [number])[0]) for number in self._isolated]
 
     @check("environment", "determinism")
     def _test_determinism(self) -> Result:
@@ -332,7 +332,7 @@ class Conformance:
         self._repeats = self._first == again
         if not self._repeats:
             number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
-            differs = _difference(self._first[number], again[number])
+            differs = difference_of(self._first[number], again[number])
             yield warning(
                 f"row {number % len(self._rows)}: the same calls were answered differently: {differs}",
                 "seed randomness from the row's create_kwargs, or from reset(seed=…), and keep state under the instance "
@@ -345,11 +345,11 @@ class Conformance:
         if not self._repeats:
             yield "not known: a trajectory does not repeat even alone"
             return
-        together = [_trace(each) for each in self._play(self._random_agent, self._isolated)]
+        together = [trace_of(each) for each in self._play(self._random_agent, self._isolated)]
         for number, (one, two) in enumerate(zip(self._first, together)):
             if one != two:
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
-                yield error(f"row {number % len(self._rows)} sees the others: {_difference(one, two)}", fix)
+                yield error(f"row {number % len(self._rows)} sees the others: {difference_of(one, two)}", fix)
                 return
         yield "trajectories that run together answer as each does alone"
 
@@ -469,7 +469,7 @@ _COPIED = "score what the model did, not what stands anywhere in its answer; kee
 _GUESSED = "read one answer, such as the last number or what stands in \\boxed{}, not any that is mentioned"
 
 
-def _trace(rollout: Rollout) -> object:
+def trace_of(rollout: Rollout) -> object:
     """Everything that must be reproducible in a trajectory: calls, messages, rewards and stop reason."""
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -485,7 +485,7 @@ def _trace(rollout: Rollout) -> object:
     )
 
 
-def _difference(one: object, two: object) -> str:
+def difference_of(one: object, two: object) -> str:
     """Describes the first pair of nested elements that differ."""
     while isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)) and len(one) == len(two):
         pair = next(((a, b) for a, b in zip(one, two) if a != b), None)

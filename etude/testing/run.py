@@ -1,67 +1,50 @@
 """`inspect_run`: checks in seconds, without a GPU or the model's weights, whether a configuration would train.
 
 Invariant: every check runs the same code as a real run, on the run's own options; all findings are collected. No weights
-are loaded and nothing is written. Tools and scorers are actually called: each tool once, each data source's scorer until
-an answer made of the ground truth is paid.
+are loaded and nothing is written. Tools and scorers are actually called: each tool a few times, each data source's scorer
+until an answer made of the ground truth is paid, and with answers that must not be.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from etude.chat import ToolParser
+from etude.chat.parsers.auto import format_of
 from etude.checks.findings import Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
 from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
-from etude.data import ResumableLoader, RLDataset, active_tools
-from etude.errors import ConfigError, DataError, EtudeError
+from etude.data import ResumableLoader, RLDataset
+from etude.data.files import located_rows
+from etude.data.rows import question_of, truth_of
+from etude.errors import ConfigError, DataError, user_file
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
-from etude.testing.trial import TrialRollouts, example_arguments, rollouts_of, row_number
+from etude.testing.payment import try_scorer
+from etude.testing.rollouts import roll_out
+from etude.testing.trial import TrialRollouts, example_arguments
+from etude.tools import ToolRuntime
 from etude.trainer.sft import SFTTrainer
-from etude.trajectory import Provenance, Rollout, Trajectory
 from etude.workers.context import ToolCatalogue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MAX_SOURCES = 8
 _LISTED = 5  # kinds of invalid rows listed per split
-_ENDINGS = {
-    "response_length": "raise data.max_response_length",
-    "tool_response_overflow": "raise data.max_response_length, or lower the tool's config.max_response_chars",
-    "prompt_too_long": "raise data.max_prompt_length",
-    "context_length": f"raise {_ROLLOUT}.max_model_len",
-    "turn_length": f"raise {_ROLLOUT}.multi_turn.max_turn_tokens",
-    "trajectory_length": f"raise {_ROLLOUT}.multi_turn.max_trajectory_tokens",
-    "time_limit": f"raise {_ROLLOUT}.multi_turn.max_seconds",
-    "context_refused": "take a chat template that writes the tools' answers; `etude chat check MODEL` says what it does",
-    "max_assistant_turns": f"raise {_ROLLOUT}.multi_turn.max_assistant_turns to 2 or more",
-    "max_user_turns": f"raise {_ROLLOUT}.multi_turn.max_user_turns",
-}
-"""Stop reasons that mean the model never saw the tool's response → advice."""
-_FORMS = {
-    "alone": "{}",
-    "after '####'": "#### {}",
-    "in \\boxed{}": "\\boxed{{{}}}",
-    "in <answer>": "<answer>{}</answer>",
-    "after 'Answer:'": "Answer: {}",
-}
-"""Answers made of the ground truth that scorers commonly look for, tried in this order."""
-_MAX_TRUTH = 200  # characters: longer truths are tests or texts, no answers
+_COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
+_EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
-_TRUTHS = ("ground_truth", "answer", "answers", "solution", "target", "label")
 _MODEL = "change actor_rollout_ref.model.path"
-_NO_TRUTH = "put the truth into reward_model.ground_truth; nothing to do if the scorer needs none"
 
 
 def inspect_run(
@@ -80,7 +63,7 @@ def inspect_run(
         sft: treat a YAML that names no root configuration as one of `etude sft`.
         rows: number of rows to read of each split.
         seconds: time limit of a trial rollout, and of a scorer call.
-        rolls_out: whether to run trial rollouts, which call each tool once.
+        rolls_out: whether to run trial rollouts, which call each tool up to eight times.
     """
     run = Inspection(rows, seconds)
 
@@ -123,6 +106,7 @@ class Inspection(Setup):
     def __init__(self, rows: int, seconds: float) -> None:
         self.findings = Findings()
         self.rows, self.seconds = rows, seconds
+        self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
 
     @property
     def custom(self) -> CustomRewardOptions:
@@ -135,6 +119,12 @@ class Inspection(Setup):
     @property
     def rows_file(self) -> str:
         return str([*self.options.data.train_files, "ROWS"][0])
+
+    @property
+    def own_scorer(self) -> bool:
+        """Whether the scorer is the user's."""
+        paths = [self.custom.path, *(each.get("path") for each in self.custom.rewards)]
+        return any(path and not str(path).startswith("etude.") for path in paths)
 
     @property
     def try_scorer(self) -> str:
@@ -164,26 +154,49 @@ def _tools(run: Inspection) -> Result:
     run.worker = worker
     schemas = run.catalogue.schemas
     for name, schema in schemas.items():
-        if not schema["function"].get("description"):
-            tool = worker.context.tools.get(name)
-            file = advice.code_of(tool, run.talks) if tool else advice.tool_file(run.talks, name)
+        tool = worker.context.tools[name]
+        if not schema["function"].get("description") and user_file(advice.tool_file(run.talks, name)) is not None:
+            file = advice.code_of(tool, run.talks)
             message = f"tool '{name}' has no description, so the model is not told what it does"
             yield warning(message, f"write a docstring or tool_schema.function.description in {file}")
+        limit, whole = ToolRuntime.of(tool).policy.timeout, run.options.rollout.trajectory_timeout
+        if limit > whole:
+            line = f"{_ROLLOUT}.trajectory_timeout={whole:g} s is less than a call of '{name}' may take ({limit:g} s)"
+            yield warning(line, f"raise {_ROLLOUT}.trajectory_timeout, or lower config.timeout of '{name}'")
     yield f"loaded: {', '.join(schemas) or 'none'}"
 
 
 @check("run", "template", needs="catalogue", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
 def _template(run: Inspection) -> Result:
     check_tool_messages(run)
+    yield from _other_format(run)
     if run.schemas:
         yield "writes the tools' answers; the parser reads the calls that it writes"
     else:
         yield "no tools: nothing to be written between turns but a user's words"
 
 
+def _other_format(run: Inspection) -> Result:
+    """A format that reads the calls of the chat template, but takes their tags for text of the model's."""
+    chosen, template = run.talks.format, run.tokenizer.chat_template
+    if not run.schemas or chosen == "auto" or not isinstance(template, str):
+        return
+    with suppress(ConfigError):
+        own, name = format_of(template), next(iter(run.schemas))
+        parsers = [ToolParser.get_tool_parser(each, run.tokenizer) for each in (own, chosen)]
+        text = parsers[0].write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
+        left = [parser.parse(text, [*run.schemas.values()]).content.strip() for parser in parsers]
+        if left[1] and not left[0]:
+            line = (
+                f"{_ROLLOUT}.multi_turn.format={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
+            )
+            yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
+
+
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files))
 def _read_rows(run: Inspection) -> Result:
-    data, said, trained = run.options.data, [], set[str]()
+    data, said, trained = run.options.data, [], dict[str, str]()
+    asked: dict[str, tuple[str | None, str]] = {}
     reported = {fault.key for fault in run.composition.faults}
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         made = [each for each in run.options.environments if key == "data.train_files" or each.val_tasks]
@@ -192,8 +205,21 @@ def _read_rows(run: Inspection) -> Result:
         problems: list[DataError] = []
         dataset = run.dataset(files, run.rows, problems, split="train" if key == "data.train_files" else "val")
         yield from _kinds_of(key, str([*files, "env"][0]), problems)
-        read = [(len(row["raw_prompt_ids"]), _task(row)) for row in dataset]
-        lengths, tasks = [length for length, _ in read], [task for _, task in read]
+        yield from _columns(run, files)
+        lengths, shared, contrary = list[int](), list[str](), list[str]()
+        for row, where in zip(dataset, dataset.locations):
+            lengths.append(len(row["raw_prompt_ids"]))
+            question, truth = question_of(row, row["raw_prompt"]), truth_of(row)
+            other, first = asked.setdefault(question, (truth, where))
+            if other != truth:
+                contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
+            elif key == "data.val_files" and question in trained:
+                shared.append(f"{where} is {trained[question]}")
+            elif key == "data.train_files":
+                trained.setdefault(question, where)
+        if contrary:
+            line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
+            yield warning(line, f"one of each two is wrong: {_mend_row(files)}")
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
             if files:
@@ -204,11 +230,38 @@ def _read_rows(run: Inspection) -> Result:
                 run.train = dataset
                 warn_of_tools(dataset)
                 warn_of_rewards(run, dataset)
-                trained.update(tasks)
-            elif 2 * (both := sum(task in trained for task in tasks)) > len(tasks):
-                line = f"{key}: {both} of {len(tasks)} rows are also in data.train_files, so they measure memory"
+            elif shared:
+                both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
+                line = f"{key}: {both}, so they measure memory: {_some(shared)}"
                 yield warning(line, f"set {key} to rows that are not trained on")
     yield "; ".join(said)
+
+
+def _some(places: Sequence[str]) -> str:
+    return "; ".join([*places[:_LISTED], *(["…"] if len(places) > _LISTED else [])])
+
+
+def _columns(run: Inspection, files: Sequence[str]) -> Result:
+    """Yields a warning per file for columns that look misspelt, and for rows that lack the truth which others have."""
+    for file in files if run.options.data.custom_cls.path is None else ():
+        misspelt, lacking, given = dict[str, str](), list[str](), False
+        for where, row in islice(located_rows(file), run.rows):
+            info = row.get("extra_info")
+            for held, known in ((row, _COLUMNS), (info if isinstance(info, dict) else {}, _EXTRA)):
+                for name in held.keys() - known:
+                    for meant in get_close_matches(name, known - held.keys(), n=1, cutoff=0.85):
+                        misspelt.setdefault(name, f"{where}: '{name}' is not read; did you mean '{meant}'?")
+            judged = row.get("reward_model")
+            if isinstance(judged, dict) and judged.get("ground_truth") is None:
+                lacking.append(where)
+            given |= isinstance(judged, dict) and judged.get("ground_truth") is not None
+        for name, line in misspelt.items():
+            yield warning(line, f"rename '{name}' in {file}; nothing to do if your code reads it")
+        if lacking and given and run.own_scorer:
+            more = f" ({len(lacking)} such rows)" if len(lacking) > 1 else ""
+            yield warning(
+                f"{lacking[0]}: reward_model.ground_truth is missing, others have one{more}", _mend_row([file])
+            )
 
 
 def _kinds_of(key: str, file: str, problems: Sequence[DataError]) -> Result:
@@ -242,6 +295,28 @@ def _batch(run: Inspection) -> Result:
             "size a step",
             f"set actor_rollout_ref.actor.ppo_mini_batch_size={divisor}, or a batch that is a multiple of {mini}",
         )
+    steps = options.trainer.total_training_steps
+    if steps is None and len(run.train) < run.rows:
+        steps = options.trainer.total_epochs * (len(run.train) // size)
+    longest, room = max(len(row["raw_prompt_ids"]) for row in run.train), options.actor.ppo_max_token_len_per_gpu
+    for key, given, what in (
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            options.actor.optim.lr_warmup_steps,
+            "the rate is never reached",
+        ),
+        ("trainer.critic_warmup", options.trainer.critic_warmup, "the policy never learns"),
+    ):
+        if steps and given >= steps:
+            yield warning(
+                f"{key}={given} is no less than the run's {steps} steps: {what}", f"lower {key}, or train longer"
+            )
+    if room < longest:
+        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        line = (
+            f"{key}={room} tokens is less than a prompt ({longest}): it bounds nothing, each sequence is a micro-batch"
+        )
+        yield warning(line, f"set {key} to {options.rollout.prompt_length + options.rollout.response_length} or more")
     ranks = options.trainer.n_gpus_per_node * options.trainer.nnodes if options.trainer.backend == "ray" else 1
     if size % ranks:
         line = f"{size} prompts on {ranks} ranks: some wait for the others at each step"
@@ -257,58 +332,7 @@ def _reward(run: Inspection) -> Result:
     if run.worker.scorer is None:
         yield "reward_model.enable=false: tools and environments alone reward"
         return
-    firsts: dict[str, dict[str, Any]] = {}
-    for number, source in enumerate(run.train.sources):
-        if source not in firsts and len(firsts) < _MAX_SOURCES:
-            firsts[source] = run.train[number]
-    said = []
-    for source, row in firsts.items():
-        empty = run.worker._run(_score(run, row, ""))
-        paid, lacking = _paid_form(run, row)
-        said.append(f"{source}: {paid}")
-        if lacking:
-            yield warning(f"{source}: {lacking[0]}", lacking[1])
-        if empty > 0:
-            fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
-            yield warning(f"{source}: an empty answer earns {empty:g}", fix)
-    yield "; ".join(said)
-
-
-def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None]:
-    """Returns which answer made of the row's ground truth is paid, and a warning (message, fix) if the user's own scorer
-    pays none of them."""
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    own = bool(run.custom.path) and not str(run.custom.path).startswith("etude.")
-    if truth is None:
-        places = {"": row, "extra_info.": row.get("extra_info") or {}}
-        elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
-        fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
-        lacking = ("rows have no reward_model.ground_truth, so the scorer gets None", fix)
-        return "without a ground truth", lacking if own else None
-    if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
-        return f"the ground truth alone earns {run.worker._run(_score(run, row, str(truth))):g}", None
-    for name, form in _FORMS.items():
-        if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
-            return f"the ground truth {name} earns {score:g}", None
-    said = "the ground truth earns nothing, " + " or ".join(_FORMS)
-    kind = "" if isinstance(truth, str) else f" (it is of type {type(truth).__name__}, an answer is text)"
-    return said, (said + kind, run.try_scorer) if own else None
-
-
-async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:
-    """Returns the reward manager's score of an answer consisting of `text`."""
-    trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
-    ids = run.worker.say(text)
-    trajectory.append(ids, Provenance.SAMPLED, log_probs=[0.0] * len(ids))
-    trajectory.messages.append({"role": "assistant", "content": text})
-    trajectory.assistant_turns = 1
-    scorer = run.worker.scorer
-    assert scorer is not None
-    try:
-        await asyncio.wait_for(scorer(trajectory, row), run.seconds)
-    except (TimeoutError, asyncio.TimeoutError):
-        raise EtudeError(f"no score within {run.seconds:g} s (--timeout)") from None
-    return float(trajectory.rewards.score or 0.0)
+    yield from try_scorer(run)
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------------
@@ -336,84 +360,11 @@ def _machine(run: Inspection) -> Result:
 
 @check("run", "rollout", needs="train", fix=lambda run: advice.try_alone(run.talks))
 def _roll_out(run: Inspection) -> Result:
-    """Rolls out one trajectory per tool (a call, then an answer), or without tools a single answer."""
-    worker, tools = run.worker, [*run.worker.context.tools]
     if any(each.subject == "services" and each.level is Level.ERROR for each in run.findings.all):
         run.findings.skip("rollout", "not tried: a service does not answer")
         return
-    calls = {name: example_arguments(worker.context, name) for name in tools}
-    written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
-    if None in written.values():
-        worker.read_plain_calls()
-        written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
-    rows = [_row_for(run, name) or run.train[0] for name in tools] or [run.train[0]]
-
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        row = row_number(request_id)
-        ids = written[tools[row]] if turn == 0 and tools else None
-        return ids or worker.say(_truth(rows[row]))
-
     with _ended_after(2 * run.seconds + _GRACE):
-        rollouts = rollouts_of(worker.roll_out(rows, play))
-    for name, rollout in zip(tools or [""], rollouts):
-        if rollout.trajectory is None:
-            _dropped(run, name, calls.get(name, {}), rollout)
-        else:
-            yield from _judge(run, name, calls.get(name, {}), rollout.trajectory)
-    scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
-    records = [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
-    refused = [f"{call.name} with an error: {call.response[:100]}" for call in records if call.error == "tool"]
-    how = f" ({'; '.join(refused)})" if refused else ""
-    yield f"{f'every tool was called and answered{how}' if tools else 'an answer was rolled out'}; rewards {scores}"
-
-
-def _row_for(run: Inspection, tool: str) -> dict[str, Any] | None:
-    """Returns a row that may use the tool: the first with `tools_kwargs` for it, else the first; None if no row may."""
-    usable: dict[str, Any] | None = None
-    for number in range(min(len(run.train), run.rows)):
-        row = run.train[number]
-        if tool in active_tools(row, list(run.schemas or {})):
-            if tool in (row.get("tools_kwargs") or {}):
-                return row
-            usable = usable or row
-    return usable
-
-
-def _dropped(run: Inspection, tool: str, arguments: Mapping[str, Any], rollout: Rollout) -> None:
-    """Adds why a rollout was dropped, unless another check has found the same."""
-    where, ending = f"tool '{tool}'" if tool else "an answer", rollout.dropped.value if rollout.dropped else ""
-    alone = advice.try_tool(run.talks, tool, arguments) if tool else run.try_scorer
-    line = f"{where}: {(rollout.cause or ending or 'dropped').removeprefix(f'{where}: ')}"
-    run.findings.add_error("rollout", EtudeError(line), _ENDINGS.get(ending, alone))
-
-
-def _judge(run: Inspection, tool: str, arguments: Mapping[str, Any], trajectory: Trajectory) -> Result:
-    """Yields what is wrong with a trajectory in which `tool` was to be called, or a single answer given."""
-    where = f"tool '{tool}'" if tool else "an answer"
-    calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed call has no name
-    ending = trajectory.stop_reason.value
-    if tool and not calls:
-        other = "see whether the row's loop runs tools: agent_name, and extra_info.tool_selection"
-        yield warning(f"{where}: a call of it was not run ({ending})", _ENDINGS.get(ending, other))
-    for call in calls[:1]:
-        shown, answer = str(dict(arguments))[:200], call.response[:200]
-        code = advice.code_of(run.worker.context.tools[call.name], run.talks)
-        if call.error == "exception":
-            fix = f"mend {code}; for a mistake of the model's raise ToolError(text), which is told to it"
-            yield warning(f"{where} raised on {shown}: {answer}", fix)
-        elif call.error not in (None, "tool"):
-            fix = f"give its schema in {advice.tool_file(run.talks, call.name)} examples, or defaults, that are valid"
-            yield warning(f"{where} refused {shown} ({call.error}): {answer}", fix)
-        if call.blocked_loop:
-            line = f"{where} blocks the event loop: all other trajectories wait for it"
-            yield warning(line, f"await what {code} waits for, or use asyncio.to_thread")
-    if calls and (remedy := _ENDINGS.get(ending)):
-        yield warning(f"{where}: the model does not see its answer ({ending})", remedy)
-    exact = trajectory.prompt_ids + [token for part in trajectory.segments for token in part.token_ids]
-    sampled = [int(part.provenance is Provenance.SAMPLED) for part in trajectory.segments for _ in part.token_ids]
-    if trajectory.context_ids() != exact or trajectory.response_mask != sampled:
-        line = f"{where}: what would be trained on is not what the model saw"
-        yield error(line, "let `run` of the row's agent_name append to its trajectory only")
+        yield from roll_out(run)
 
 
 @contextmanager
@@ -443,20 +394,3 @@ def _ended_after(seconds: float) -> Iterator[None]:
 
 def _mend_row(files: Sequence[str]) -> str:
     return f"mend the row; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"
-
-
-def _task(row: Mapping[str, Any]) -> str:
-    """What makes two rows the same task."""
-    info = row.get("extra_info") or {}
-    asked = (
-        row["raw_prompt"],
-        info.get("env"),
-        info.get("task"),
-        info.get("env_seed"),
-    )  # an environment's prompt is its own
-    return repr((*asked, row.get("reward_model"), row.get("tools_kwargs"), repr(row.get("images"))[:500]))
-
-
-def _truth(row: Mapping[str, Any]) -> str:
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    return "done" if truth is None else str(truth)[:200]

@@ -46,6 +46,7 @@ DATA_COLUMNS = (  # that `data_metrics` reads
     *("uid", "main_sequence", "role", "attention_mask", "response_mask", "token_level_scores", "token_level_rewards"),
     *("advantages", "returns", "values", "old_log_probs", "rollout_log_probs"),
 )
+_OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for how long
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -136,7 +137,8 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
 
     `tool/<name>/{calls,errors,timeouts}` count all calls, failed ones and timeouts; they include `broken_calls`, which ended
     trajectories that were discarded. Latencies are the seconds a trajectory waited, over executed calls (not those with
-    invalid arguments). `tool/<name>/reward` is the tool's mean reward over trajectories that called it or were scored by it;
+    invalid arguments, nor those that a gateway's agent ran). `tool/<name>/reward` is the tool's mean reward over
+    trajectories that called it or were scored by it;
     `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>` are means of the numbers that the
     tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are over trajectories that were not
     dropped; stop reasons are over all.
@@ -152,7 +154,8 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     metrics |= _mean_max_min("num_turns", [trajectory.num_turns for trajectory in kept])
     metrics |= _mean_max_min("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
     if kept:
-        used = [any(call.error is None for call in trajectory.tool_calls) for trajectory in kept]
+        worked = [[each.error is None and each.source != "unanswered" for each in one.tool_calls] for one in kept]
+        used = [any(one) for one in worked]
         metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
     metrics["rollout/malformed_calls"] = sum(call.error == "malformed" for call in calls)
     metrics["rollout/calls_not_executed"] = sum(call.error == "not_executed" for call in calls)
@@ -183,7 +186,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
         "blocked_loop": sum(call.blocked_loop for call in calls),
     }
     metrics |= {f"tool/{name}/{what}": count for what, count in counts.items() if count}
-    waited = [call.seconds for call in calls if call.error != "invalid_arguments"]
+    waited = [call.seconds for call in calls if call.error != "invalid_arguments" and call.source not in _OF_AGENTS]
     if waited:
         p50, p95 = np.percentile(waited, (50, 95))
         metrics |= {f"tool/{name}/latency_p50": float(p50), f"tool/{name}/latency_p95": float(p95)}

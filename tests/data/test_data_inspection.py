@@ -110,7 +110,14 @@ def test_every_problem_names_its_row(tmp_path):
     assert f"{path}:3: reward_model.ground_truth is missing" in result.output
     assert "… and 1 others" in result.output
     assert "1 rows repeat the prompt of an earlier one" in result.output
+    assert "another ground truth" not in result.output  # its tools are given something else
     assert any(f"{path}:5" in problem and "usr" in problem for problem in inspect_file(path).problems)
+    truth = repeated["reward_model"]["ground_truth"]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in (good, {**good, "reward_model": repeated["reward_model"]}))
+    )
+    [line] = inspect_file(path).contrary
+    assert line == f"{path}:2 says {truth!r} and {path}:1 says {good['reward_model']['ground_truth']!r}"
 
 
 def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from etude.environments import Environment, EnvironmentSession, InvalidAction, Step, environment, tool
@@ -12,6 +13,8 @@ from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, EtudeError
 from etude.options import EnvironmentOptions
 from etude.testing.conformance import check_environment
+from etude.trainer.metrics import is_success
+from etude.trajectory import Rewards
 
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("gymnasium")
@@ -47,7 +50,7 @@ INSPECTED = """
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser
-from inspect_ai.scorer import includes, match
+from inspect_ai.scorer import Score, includes, match, mean, scorer
 from inspect_ai.solver import generate, solver, system_message, use_tools
 from inspect_ai.tool import ToolError, tool
 
@@ -86,6 +89,17 @@ def sums(size=4, sandbox=None):
     return Task(dataset=samples, solver=solvers, scorer=[match(), includes()], sandbox=sandbox)
 
 
+def valued(value):
+    @scorer(metrics=[mean()])
+    def fixed():
+        async def score(state, target):
+            return Score(value=value)
+
+        return score
+
+    return Task(dataset=[Sample(input="x", target="y")], solver=generate(), scorer=fixed())
+
+
 def silent():
     return Task(dataset=[Sample(input="x", target="y")], solver=system_message("Add."), scorer=match())
 """
@@ -122,6 +136,38 @@ def test_a_task_of_inspect_conforms_and_is_played_turn_by_turn(inspected):
             assert await session.score(completed=True) == (1.0, {"score_2": 1.0})
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [("C", 1.0), ("I", 0.0), ("N", 0.0), ("no", 0.0), ("0.0", 0.0), (0, 0.0), (0.5, 0.5), (False, 0.0)],
+)
+def test_a_score_of_inspect_counts_as_its_metrics_do(inspected, value, score):
+    options = EnvironmentOptions(id=f"{inspected}:valued", args={"value": value})
+    assert play(options, ["a"], sample=0)[-1] == (score, {})
+
+
+@pytest.mark.parametrize("value", [{"a": 1, "b": 0}, [1, 0], "great"])
+def test_a_score_of_inspect_that_is_no_number_is_an_error_and_never_0(inspected, value):
+    with pytest.raises(EtudeError, match="which is no number"):
+        play(EnvironmentOptions(id=f"{inspected}:valued", args={"value": value}), ["a"], sample=0)
+
+
+def test_a_verdict_of_numpy_is_a_verdict():
+    class Verdicts(Environment):
+        def reset(self, task, seed):
+            return "x"
+
+        def score(self):
+            return {"score": 1.0, "acc": np.bool_(False)}
+
+    environment("verdicts")(Verdicts)
+    try:
+        _, _, (score, info) = play(EnvironmentOptions(id="verdicts"), ["a"])
+    finally:
+        ENVIRONMENTS._items.pop("verdicts")
+    assert (score, info["acc"]) == (1.0, False)
+    assert not is_success(Rewards(score=score, score_info=info))
 
 
 def test_samples_of_inspect_are_kept_for_validation(inspected):

@@ -1,12 +1,13 @@
 """Tasks in Harbor's format run in the sandbox: their own tests reward them, and what needs an image is refused by name."""
 
 import asyncio
+import platform
 
 import pytest
 
 from etude.environments import EnvironmentSession
 from etude.environments.loader import load_environments
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.options import EnvironmentOptions
 from etude.testing.conformance import check_environment
 
@@ -125,8 +126,37 @@ def test_what_the_model_put_where_the_tests_look_earns_nothing(write, test, forg
     assert play(write(test=test), f"{forged}; true")[1][0] == 0.0
 
 
-def test_a_sandbox_that_the_models_code_ended_is_worth_0(write):
-    assert play(write(), "kill -9 $PPID")[1] == (0.0, {"sandbox_lost": 1})
+_MEMORY = """cat > /tmp/x.py <<'E'
+import ctypes
+def base(pid):
+    return next(int(l.split("-")[0], 16) for l in open(f"/proc/{pid}/maps") if "libc.so" in l and " 00000000 " in l)
+where = ctypes.cast(ctypes.CDLL(None).kill, ctypes.c_void_p).value - base("self") + base(2)
+with open("/proc/2/mem", "r+b", 0) as memory:
+    memory.seek(where)
+    memory.write(b"\\x31\\xc0\\xc3")  # kill() does nothing and returns 0
+E
+python3 /tmp/x.py
+exec < /dev/null > /dev/null 2>&1
+setsid bash -c 'while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; done' &"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is that of x86-64")
+def test_the_memory_of_the_process_that_reads_the_reward_is_out_of_reach(write):
+    test = TEST.replace("reward.txt", "reward.json").replace("echo 0", "sleep 0.2; echo 0")
+    shown, (score, _) = play(write(test=test), _MEMORY)
+    assert "Permission denied: '/proc/2/maps'" in shown[0]
+    assert score == 0.0
+
+
+@pytest.mark.parametrize("broken", ["kill -9 $PPID", "chmod 000 /sandbox", "rm -r /sandbox/app"])
+def test_a_sandbox_that_the_models_code_ended_or_spoiled_is_worth_0(write, broken):
+    assert play(write(), broken)[1] == (0.0, {"sandbox_lost": 1})
+
+
+@pytest.mark.parametrize("command", ["echo " + "a" * 200_000, "echo \0", "echo \ud800", "kill -INT $PPID; sleep 1"])
+def test_a_command_that_cannot_be_run_is_told_to_the_model(write, command):
+    with pytest.raises(ToolError, match=r"^The command was not run: \w+"):
+        play(write(), command)
 
 
 def test_tests_that_give_no_reward_are_infrastructure(write):

@@ -118,6 +118,23 @@ def source(name, text):
     return lambda agent: agent.write(name, text)
 
 
+def one_row_of_both(agent, truth=None):
+    """Validation rows of which the second is the first training row, perhaps with another truth."""
+    row, other = agent.row(0), agent.row(0)
+    other["prompt"] = [{"role": "user", "content": "Another."}]
+    if truth is not None:
+        row["reward_model"] = row["reward_model"] | {"ground_truth": truth}
+    agent.write("val.jsonl", "".join(json.dumps(each) + "\n" for each in (other, row)))
+    return [f"data.val_files={agent.folder}/val.jsonl"]
+
+
+def two_truths(agent):
+    """The third row asks what the first asks, and has another truth."""
+    made = [agent.row(number) for number in range(4)]
+    made[2] = made[0] | {"reward_model": made[0]["reward_model"] | {"ground_truth": "9"}}
+    agent.rows(made)
+
+
 def rows(change, reward=REWARD):
     """All rows of the agent's, changed, and another scorer."""
 
@@ -248,6 +265,12 @@ GROUPS = {
         "validation rows that are trained on": (
             lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
             "4 of 4 rows are also in",
+        ),
+        "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
+        "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
+        "a truth that the validation contradicts": (
+            lambda agent: one_row_of_both(agent, "9"),
+            "data.val_files: 1 rows ask what another asks",
         ),
     },
     (WARNING, "template"): {

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -118,6 +119,14 @@ def test_tool_metrics_by_hand() -> None:
     assert metrics["rollout/stop_reason/completed"] == 0.8
     assert metrics["rollout/stop_reason/infrastructure"] == 0.2
     assert tool_metrics([]) == {}
+
+
+def test_of_calls_that_an_agent_ran_those_it_answered_worked_and_none_has_a_latency() -> None:
+    answered, last = replace(call(seconds=0.0), source="agent"), replace(call(seconds=0.0), source="unanswered")
+    metrics = tool_metrics([trajectory(answered, last), trajectory(last)])
+    assert metrics["rollout/tool_use_rate"] == 0.5
+    assert (metrics["tool/calculator/calls"], metrics["tool/calculator/errors"]) == (3, 0)
+    assert not any("latency" in name for name in metrics)
 
 
 @given(st.text(min_size=1))

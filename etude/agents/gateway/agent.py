@@ -179,11 +179,11 @@ class CommandAgent:
 
     It gets the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY in its environment. The number that it writes into the file ETUDE_REWARD_FILE is the reward. Only
-    programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. Its child
-    processes are killed when it exits, before the file is read.
+    programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. Its process
+    group is killed when it exits, before the file is read.
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
-    gets the reward file: it runs in the same folder when the agent and its child processes have ended, however they did.
+    gets the reward file: it runs in the same folder when the agent and its process group have ended, however they did.
 
     Raises:
         ConfigError: a program or the folder does not exist.

@@ -234,6 +234,7 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
             call.arguments,
             answers.get(place, ""),
             error="unknown_tool" if call.name in turn.parsed.unknown else None,
+            source="agent" if place in answers else "unanswered",
         )
         for place, call in enumerate(turn.parsed.calls)
     ]

@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 from etude.environments.base import Environment, Step, tool
-from etude.errors import ConfigError, InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
 from etude.sandbox import CellResult, Limits, RunStatus, SandboxClient
 
 _BASES = ("ubuntu", "debian", "python")  # images without anything that a task could miss here
@@ -48,11 +48,23 @@ for path in ('/sandbox/tests', '/sandbox/logs', os.path.expanduser('~/.local')):
     if os.path.lexists(path):
         os.rename(path, f'{path}-{uuid.uuid4().hex}')"""
 """Moves away what the model put where the tests and their programs go: a folder, a link, whatever its mode."""
+_PREPARE = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+sys.path.remove(os.getcwd())
+os.makedirs('/sandbox{}', exist_ok=True)"""
+"""Once for a session: what our cells import later must not be a file of the model's in the working folder, and no program of
+the model's may write into the memory of the process that runs them (PR_SET_DUMPABLE), which then reads the reward."""
+_KILL = "import os, contextlib, signal\nwith contextlib.suppress(OSError): os.kill(-1, signal.SIGKILL)"
 _REWARDS = (
     "import os; {n: open(p).read() for n in ('json', 'txt') if os.path.isfile(p := f'/logs/verifier/reward.{n}')}"
 )
 
 logger = logging.getLogger(__name__)
+
+
+class _Spoiled(InfrastructureError):
+    """A cell of ours failed within the sandbox. After a command of the model's, that is its own doing: it filled the disk,
+    took away a folder, interrupted the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Session(Environment):
     def __init__(self, tasks: Mapping[str, Mapping[str, Task]], sandbox: SandboxClient, timeout: float) -> None:
         self._tasks, self._sandbox, self._timeout = tasks, sandbox, timeout
         self._id: str | None = None
-        self._lost = False  # the model's own code ended the sandbox
+        self._acted, self._lost = False, False  # lost: the model's own code ended or spoiled the sandbox
 
     def tasks(self, split: str) -> Iterable[Mapping[str, Any]]:
         """The names of the tasks."""
@@ -92,10 +104,7 @@ class Session(Environment):
         cpu = found.agent_seconds + found.test_seconds
         limits = Limits(wall_seconds=cpu, cpu_seconds=cpu, memory_mb=found.memory_mb, disk_mb=found.disk_mb)
         self._id = await self._sandbox.session(limits, found.files)
-        # What our cells import later must not be a file of the model's in the working folder.
-        await self._cell(
-            f"import os, sys; sys.path.remove(os.getcwd()); os.makedirs('/sandbox{found.workdir}', exist_ok=True)"
-        )
+        await self._cell(_PREPARE.format(found.workdir))
         return Step(found.instruction)
 
     @tool
@@ -105,7 +114,11 @@ class Session(Environment):
         Args:
             command: the command line.
         """
-        result = await self._run(command, min(self._timeout, self._left))
+        self._acted = True
+        try:
+            result = await self._run(command, min(self._timeout, self._left))
+        except _Spoiled as error:  # too long, no text for a program, or the work directory is gone
+            raise ToolError(f"The command was not run: {error}") from error
         self._left -= result.wall_seconds
         self._lost = not result.session_alive
         ended = "" if result.status is RunStatus.FINISHED else f"[ended: {result.status.value}]"
@@ -113,16 +126,22 @@ class Session(Environment):
         return Step("\n".join(filter(None, [result.stdout, ended or code])), done=self._lost or self._left <= 0)
 
     async def score(self) -> dict[str, Any]:
-        """Runs the tests and returns their reward; 0 if the model's own code ended the sandbox.
+        """Runs the tests and returns their reward; 0 if the model's own code ended the sandbox, or left it so that they
+        cannot be run.
 
         Raises:
             InfrastructureError: they gave none, or did not end in time.
         """
-        if self._lost:
-            return {"score": 0.0, "sandbox_lost": 1}
-        await self._cell(
-            "import os, contextlib, signal\nwith contextlib.suppress(OSError): os.kill(-1, signal.SIGKILL)"
-        )
+        try:
+            if not self._lost:
+                return await self._test()
+        except _Spoiled as error:
+            if not self._acted:
+                raise InfrastructureError(f"{self._task.folder}: {error}") from error
+        return {"score": 0.0, "sandbox_lost": 1}
+
+    async def _test(self) -> dict[str, Any]:
+        await self._cell(_KILL)
         await self._cell(_ASIDE)
         await self._copy("tests")
         names = " ".join(_SHIMS)
@@ -130,10 +149,11 @@ class Session(Environment):
         folders = "mkdir -p /sandbox/logs/verifier ~/.local/bin && cd ~/.local/bin && touch env"
         await self._run(f"{folders}\n{shims}\nchmod +x {names}", 10.0)
         ran = await self._run('PATH="$HOME/.local/bin:$PATH" bash /tests/test.sh', self._task.test_seconds)
-        written = (await self._cell(_REWARDS)).text if ran.session_alive else None
-        return _rewards(
-            written, f"{self._task.folder}: its tests gave no reward: {ran.status.value}: {ran.stdout[-300:]}"
-        )
+        failure = f"{self._task.folder}: its tests gave no reward: {ran.status.value}: {ran.stdout[-300:]}"
+        try:
+            return _rewards((await self._cell(_REWARDS)).text if ran.session_alive else None, failure)
+        except _Spoiled as error:  # what the tests wrote is no text
+            raise InfrastructureError(failure) from error
 
     async def solve(self) -> None:
         """Runs the task's own solution, which must earn 1; for `etude env check`."""
@@ -149,14 +169,21 @@ class Session(Environment):
         exported = "".join(f"export {name}={shlex.quote(value)}; " for name, value in self._task.environment.items())
         given = f"['bash', '-c', {exported + command!r}], cwd={self._task.workdir!r}, stdin=subprocess.DEVNULL"
         cell = f"import subprocess\nsubprocess.run({given}, stderr=subprocess.STDOUT).returncode"
-        result = await self._cell(cell, seconds)
-        if result.error is not None and result.status is RunStatus.FINISHED:
-            raise InfrastructureError(f"{self._task.folder}: {result.error.value}")
-        return result
+        return await self._execute(cell, seconds)
 
     async def _cell(self, code: str, seconds: float = 10.0) -> CellResult:
+        """Runs a cell of ours; raises `_Spoiled` also if it ended the session."""
+        result = await self._execute(code, seconds)
+        if not result.session_alive:
+            raise _Spoiled(result.status.value)
+        return result
+
+    async def _execute(self, code: str, seconds: float) -> CellResult:
         assert self._id is not None
-        return await self._sandbox.run_cell(self._id, code, seconds)
+        result = await self._sandbox.run_cell(self._id, code, seconds)
+        if result.error is not None and result.status is RunStatus.FINISHED:
+            raise _Spoiled(f"{result.error.name}: {result.error.value}".rstrip(": "))
+        return result
 
     async def _copy(self, name: str) -> None:
         """Copies a folder of the task to where Harbor has it."""
@@ -166,8 +193,7 @@ class Session(Environment):
         data = base64.b64encode(packed.getvalue()).decode()
         code = "import base64, io, tarfile\n"
         code += f"with tarfile.open(fileobj=io.BytesIO(base64.b64decode('{data}'))) as t: t.extractall('/sandbox')"
-        if (result := await self._cell(code, 60.0)).error is not None:
-            raise InfrastructureError(f"{self._task.folder}/{name}: {result.error.value}")
+        await self._cell(code, 60.0)
 
 
 def _rewards(written: str | None, failure: str) -> dict[str, Any]:

@@ -87,11 +87,12 @@ class Session(Environment):
         return str(answer.text)
 
     async def score(self) -> dict[str, Any]:
-        """Returns the score of the first scorer, and those of the others, as numbers."""
-        from inspect_ai.scorer import value_to_float
+        """Returns the score of the first scorer, and those of the others, as numbers.
 
-        scores = [await scorer(self._state, self._state.target) for scorer in self._task.scorer]
-        numbers = [value_to_float()(each.value) for each in scores]
+        Raises:
+            EtudeError: one is no number, nor a word that Inspect takes for one.
+        """
+        numbers = [_number(await scorer(self._state, self._state.target)) for scorer in self._task.scorer]
         return {"score": numbers[0], **{f"score_{n}": number for n, number in enumerate(numbers[1:], 2)}}
 
     async def close(self) -> None:
@@ -137,6 +138,25 @@ class Session(Environment):
         made = function_schema(described.name, described.description)
         made["function"]["parameters"] = described.parameters.model_dump(exclude_none=True)
         return made
+
+
+def _number(score: Any) -> float:
+    """A score as Inspect's metrics count it; they count what they cannot convert as 0."""
+    from inspect_ai.scorer import value_to_float
+
+    value = None if score is None else score.value
+    number = value_to_float()(value)
+    zeros = ("i", "n", "no", "false")
+    if number == 0.0 and not (isinstance(value, int | float) or str(value).lower() in zeros or _is_zero(value)):
+        raise EtudeError(f"its scorer gave {value!r:.80}, which is no number", fix="let it return a number, or C or I")
+    return number
+
+
+def _is_zero(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and float(value) == 0.0
+    except ValueError:
+        return False
 
 
 def open_environment(

@@ -93,8 +93,8 @@ const tokenView = async (place, params, sequence, onKey) => {
 
 const calls = (found) => (found.calls.length ? h("section", null, h("h2", null, "Tool calls"),
   found.calls.map((call) => h("details", { class: call.error ? "call bad" : "call" },
-    h("summary", null, `turn ${call.turn}: `, h("b", null, call.name), ` ${seconds(call.seconds)}`, call.reward ? ` · reward ${number(call.reward)}` : "",
-      call.source && call.source !== "tool" ? ` · from ${call.source}` : "", call.retries ? ` · ${call.retries} retries` : "", call.error ? h("b", { class: "bad" }, ` · ${call.error}`) : ""),
+    h("summary", null, `turn ${call.turn}: `, h("b", null, call.name), call.seconds ? ` ${seconds(call.seconds)}` : "", call.reward ? ` · reward ${number(call.reward)}` : "",
+      call.source === "unanswered" ? " · unanswered" : call.source && call.source !== "tool" ? ` · from ${call.source}` : "", call.retries ? ` · ${call.retries} retries` : "", call.error ? h("b", { class: "bad" }, ` · ${call.error}`) : ""),
     block("sampled", "arguments", call.arguments ?? ""), block("tool", "result", call.response ?? ""))),
   found.calls_omitted ? h("p", { class: "muted" }, `… ${number(found.calls_omitted)} more calls`) : null) : null);
 

@@ -306,6 +306,7 @@ def test_tools_messages_say_whom_they_answer_where_the_template_writes_it():
     )
     assert TOKENIZER.decode(asked).endswith(shown + "<|im_start|>assistant\n")
     assert [record.response for record in trajectory.tool_calls] == ["0", "1", "", ""]
+    assert [record.source for record in trajectory.tool_calls] == ["agent", "agent", "unanswered", "unanswered"]
 
 
 def test_a_format_with_a_tag_for_results_has_them_in_it():

@@ -1,0 +1,157 @@
+"""What a scorer pays on real rows: the ground truth must earn the most, and an empty, a wrong or a copied answer, a list of
+guesses and long nonsense less.
+
+Invariant: answers go through the run's own reward manager, as finished trajectories. What only resembles an answer is tried
+on scorers of the user's own: those of the package have tests. A finding needs most of the rows that were tried, since a junk
+answer may be right by chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from etude.checks.findings import Result, warning
+from etude.errors import EtudeError
+from etude.testing import advice
+from etude.trajectory import Provenance, Trajectory
+
+if TYPE_CHECKING:
+    from etude.testing.run import Inspection
+
+_MAX_SOURCES = 8
+_ROWS = 3  # of a data source, on which junk is tried
+_FORMS = {
+    "alone": "{}",
+    "after '####'": "#### {}",
+    "in \\boxed{}": "\\boxed{{{}}}",
+    "in <answer>": "<answer>{}</answer>",
+    "after 'Answer:'": "Answer: {}",
+}
+"""Answers made of the ground truth that scorers commonly look for, tried in this order."""
+_TAG = re.compile(r"<(\w{1,30})>(?=.*?</\1>)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,6})?")
+_MAX_TRUTH = 200  # characters: longer truths are tests or texts, no answers
+_TRUTHS = ("ground_truth", "answer", "answers", "solution", "target", "label")
+_NO_TRUTH = "put the truth into reward_model.ground_truth; nothing to do if the scorer needs none"
+_DUST = 1e-9
+
+
+def try_scorer(run: Inspection) -> Result:
+    """Scores answers on rows of each data source; `run.reference` gets the text of the one that is paid, by source."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, source in enumerate(run.train.sources):
+        if len(rows := found.setdefault(source, [])) < _ROWS and len(found) <= _MAX_SOURCES:
+            rows.append(run.train[number])
+    said = []
+    for source, rows in [*found.items()][:_MAX_SOURCES]:
+        empty = run.worker._run(_score(run, rows[0], ""))
+        paid, form, lacking = _paid_form(run, rows[0])
+        said.append(f"{source}: {paid}")
+        if lacking:
+            yield warning(f"{source}: {lacking[0]}", lacking[1])
+        if empty > 0:
+            fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
+            yield warning(f"{source}: an empty answer earns {empty:g}", fix)
+        if form is not None:
+            run.reference[source] = form
+            if empty <= 0 and run.own_scorer:
+                yield from _try_junk(run, source, rows, form)
+    yield "; ".join(said)
+
+
+def _forms(row: Mapping[str, Any]) -> dict[str, str]:
+    """The forms of an answer by name; the last one has the tags that the prompt shows."""
+    asked = " ".join(str(message.get("content")) for message in row["raw_prompt"])
+    tags = "".join(f"<{tag}>{{0}}</{tag}>" for tag in dict.fromkeys(_TAG.findall(asked)))
+    return _FORMS | ({"in the prompt's tags": tags} if tags else {})
+
+
+def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None, tuple[str, str] | None]:
+    """Returns which answer made of the row's ground truth is paid, its form, and a warning (message, fix) if the user's own
+    scorer pays none of them."""
+    truth = _truth(row)
+    if truth is None:
+        places = {"": row, "extra_info.": row.get("extra_info") or {}}
+        elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
+        fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
+        lacking = ("rows have no reward_model.ground_truth, so the scorer gets None", fix)
+        return "without a ground truth", None, lacking if run.own_scorer else None
+    if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
+        return f"the ground truth alone earns {run.worker._run(_score(run, row, str(truth))):g}", None, None
+    forms = _forms(row)
+    for name, form in forms.items():
+        if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
+            return f"the ground truth {name} earns {score:g}", form, None
+    said = "the ground truth earns nothing, " + " or ".join(forms)
+    kind = "" if isinstance(truth, str) else f" (it is of type {type(truth).__name__}, an answer is text)"
+    return said, None, (said + kind, run.try_scorer) if run.own_scorer else None
+
+
+def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], form: str) -> Result:
+    scorer, files = advice.scorer(run.custom), run.rows_file
+    fixes = {
+        "a wrong answer": f"let {scorer} compare the answer with ground_truth, not only look at its form",
+        "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
+        "long nonsense": f"let {scorer} pay for what is right before it pays for length or form",
+        "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
+    }
+    earned: dict[str, list[tuple[float, float]]] = {name: [] for name in fixes}
+
+    async def score_all(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
+        return list(await asyncio.gather(*(_score(run, row, text) for text in texts)))
+
+    truths = [str(_truth(row)) for row in rows]
+    for row, truth in zip(rows, truths):
+        junk = dict(_junk(run, row, truth, [other for other in truths if other != truth], form))
+        best, *scores = run.worker._run(score_all(row, [form.format(truth), *junk.values()]))
+        for name, score in zip(junk, scores):
+            earned[name].append((score, best))
+    for name, scores in earned.items():
+        paid = [pair for pair in scores if pair[0] > _DUST and pair[0] >= pair[1] - _DUST]
+        if 2 * len(paid) > len(scores):
+            score, right = paid[0]
+            line = f"{source}: {name} earns {score:g} in {len(paid)} of {len(scores)} rows, the right one {right:g}"
+            yield warning(line, fixes[name])
+
+
+def _junk(
+    run: Inspection, row: Mapping[str, Any], truth: str, others: Sequence[str], form: str
+) -> Iterator[tuple[str, str]]:
+    if others:
+        yield "a wrong answer", form.format(others[0])
+    if _NUMBER.fullmatch(truth):
+        yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
+    words = min(run.options.rollout.response_length, 1000) // 4
+    yield "long nonsense", "zorp quibble flum drast " * max(1, words // 4)
+    asked = [message["content"] for message in row["raw_prompt"] if message["role"] == "user"]
+    if asked and isinstance(asked[-1], str):
+        yield "the prompt, copied,", asked[-1]
+
+
+def _truth(row: Mapping[str, Any]) -> Any:
+    return (row.get("reward_model") or {}).get("ground_truth")
+
+
+def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:
+    """An answer to `row` made of its ground truth, in the form that the scorer pays, if it pays one."""
+    truth = _truth(row)
+    return "done" if truth is None else run.reference.get(str(row.get("data_source")), "{}").format(truth)[:400]
+
+
+async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:
+    """Returns the reward manager's score of an answer consisting of `text`."""
+    trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
+    ids = run.worker.say(text)
+    trajectory.append(ids, Provenance.SAMPLED, log_probs=[0.0] * len(ids))
+    trajectory.messages.append({"role": "assistant", "content": text})
+    trajectory.assistant_turns = 1
+    scorer = run.worker.scorer
+    assert scorer is not None
+    try:
+        await asyncio.wait_for(scorer(trajectory, row), run.seconds)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise EtudeError(f"no score within {run.seconds:g} s (--timeout)") from None
+    return float(trajectory.rewards.score or 0.0)
