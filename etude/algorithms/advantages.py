@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.groups import EPSILON, GroupIds, centre, compare, group_rows, spread, whiten_masked
-from etude.algorithms.records import ADVANTAGE_ESTIMATORS, COLUMNS, Singleton
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, COLUMNS, RAE_DECAY, Singleton
 from etude.errors import ConfigError
 from etude.registry import did_you_mean
 
@@ -128,9 +128,11 @@ def max_rl(scores: Tensor, lengths: Tensor) -> Tensor:
     return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
 
 
-def rae(*, token_level_rewards: Tensor, response_mask: Tensor, role_baselines: Tensor) -> tuple[Tensor, Tensor]:
-    """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): R − b, b the running mean of the rewards
-    of the row's role (`running_means`), (batch,)."""
+def rae(
+    *, token_level_rewards: Tensor, response_mask: Tensor, role_baselines: Tensor, decay: float = RAE_DECAY
+) -> tuple[Tensor, Tensor]:
+    """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): R − b, b the running mean of the rewards of the
+    row's role, (batch,), which `running_means` made with `decay`."""
     advantages = spread(token_level_rewards.sum(dim=1) - role_baselines, response_mask)
     return advantages, advantages
 

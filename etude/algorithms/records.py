@@ -211,11 +211,13 @@ class Estimator(Record):
             it.
         episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is
             per rollout. None: true if it needs values, which are conditioned on a context.
+        siblings: whether the agents NAME/NUMBER of a rollout are compared with each other, not with other rollouts'.
     """
 
     min_group: int = 1
     ties_teach: bool = False
     episodes: bool | None = None
+    siblings: bool = False
 
     offered: ClassVar[frozenset[str]] = frozenset({"token_level_rewards", "response_mask", "index", "values"})
 
@@ -353,6 +355,7 @@ def _estimators() -> dict[str, Estimator]:
         "gae": Estimator(f"{returns}:gae", {"values", "turns"}, of_tokens, ties_teach=True),
         "grpo": grpo,
         "grpo_vectorized": grpo,
+        "hierarchical_grpo": dataclasses.replace(grpo, min_group=1, ties_teach=True, siblings=True),
         "grpo_passk": grouped(f"{outcome}:grpo_passk", options={std, single}),
         "rloo": rloo,
         "rloo_vectorized": rloo,

@@ -286,6 +286,7 @@ def by_turns(place):
 ESTIMATORS = {
     "grpo": grpo,
     "grpo_vectorized": grpo,
+    "hierarchical_grpo": grpo,  # what is compared is the trainer's to say
     "grpo_passk": pass_at_k,
     "rloo": rloo,
     "rloo_vectorized": rloo,

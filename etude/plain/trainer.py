@@ -337,7 +337,9 @@ class PlainTrainer:
 
     def story(self, part):
         """What an estimator is told of the rollout whose rows of one role are `part`."""
-        name = part[0].sequence.role.partition("/")[0]
+        name, numbered, _ = part[0].sequence.role.partition("/")
+        if numbered and self.algorithm["adv_estimator"] == "hierarchical_grpo":  # among its own rollout's
+            name += f" {id(part[0].rollout)}"
         rollout, weights = part[0].rollout, self.config["reward_model"]
         components = {
             "step": sum(value for *_, value in rollout.step_rewards),

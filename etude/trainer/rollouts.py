@@ -334,8 +334,8 @@ class Parts(NamedTuple):
     groups: list[Any]
 
 
-def parts_of(batch: DataProto) -> Parts:
-    """Finds the parts: one per rollout and role."""
+def parts_of(batch: DataProto, *, siblings: bool = False) -> Parts:
+    """Finds the parts: one per rollout and role. With `siblings`, NAME/NUMBER is compared within its rollout only."""
     rollouts, uids = rollout_numbers(batch).tolist(), batch.non_tensor_batch["uid"].tolist()
     column = batch.non_tensor_batch.get(ROLE)
     roles = [""] * len(uids) if column is None else column.tolist()
@@ -348,7 +348,12 @@ def parts_of(batch: DataProto) -> Parts:
         torch.tensor([numbers[key] for key in zip(rollouts, roles)], dtype=torch.long),
         torch.tensor(first, dtype=torch.long),
         [roles[row] for row in first],
-        [(uids[row], role_name(roles[row])) if roles[row] else uids[row] for row in first],
+        [
+            (uids[row], role_name(roles[row]), *([rollouts[row]] if siblings and "/" in roles[row] else []))
+            if roles[row]
+            else uids[row]
+            for row in first
+        ],
     )
 
 

@@ -109,13 +109,13 @@ def sequence_advantages(
     by_row = MAIN_SEQUENCE not in batch.batch and ROLE not in batch.non_tensor_batch
     if estimator.episodes or (by_row and "role_baselines" not in estimator.needs):
         return compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options)
-    parts = parts_of(batch)
+    parts = parts_of(batch, siblings=estimator.siblings)
     places = _join_places(parts.number, main_rows(batch), mask)
     joined = places >= 0
     of_parts = _join(rewards, places, parts.first)
     if "role_baselines" in estimator.needs:
-        sources = batch.non_tensor_batch["data_source"][parts.first.numpy()].tolist()
-        keys = [f"{source}/{role_name(role)}" for source, role in zip(sources, parts.roles)]
+        sources = batch.non_tensor_batch.get("data_source", [""] * len(batch))
+        keys = [f"{sources[row]}/{role_name(role)}" for row, role in zip(parts.first.tolist(), parts.roles)]
         decay = options.get("decay", RAE_DECAY)
         needed["role_baselines"] = running_means(
             keys, of_parts.double().sum(dim=1), {} if means is None else means, decay

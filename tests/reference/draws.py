@@ -42,6 +42,7 @@ ESTIMATORS = {  # beside gae and grpo: their own options
     "gpg": "f_norm:2.0",
     "max_rl": "",
     "rae": "decay:0.8",
+    "hierarchical_grpo": "",
     "reinforce_plus_plus": "",
     "reinforce_plus_plus_baseline": "",
     "remax": "",
@@ -51,7 +52,7 @@ ESTIMATORS = {  # beside gae and grpo: their own options
     "turn_grpo": "step_advantage_w:0.5",
     "gigpo": "",
 }
-TIES_TEACH = (None, "rae", "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
+TIES_TEACH = (None, "rae", "hierarchical_grpo", "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
 
 # Values beside the default (of the configuration, or of the stage where that sets the key).
 CHOICES = {

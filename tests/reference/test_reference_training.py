@@ -105,7 +105,7 @@ def test_every_estimator_is_plain_for_three_steps(folder, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gae", "grpo", "rae"])
+@pytest.mark.parametrize("name", ["gae", "grpo", "rae", "hierarchical_grpo"])
 def test_roles_are_plain_for_two_steps(folder, name):
     """Each with rewards of its own, or the rollout's; some are one of several under a name."""
     chosen = {
@@ -116,7 +116,7 @@ def test_roles_are_plain_for_two_steps(folder, name):
     }
     if name == "gae":
         del chosen["algorithm.adv_estimator"]
-    roles = ("white", "black", "black/1", "")
+    roles = ("white", "black/1", "black/2", "")
     agree(folder, allowed(chosen), Shape(seed=2, sequences=4, holes=0.3, silent=0.2, roles=roles))
 
 

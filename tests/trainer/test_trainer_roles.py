@@ -78,6 +78,18 @@ def test_each_role_is_compared_with_its_own():
     assert all(len(values) == 1 for values in found)
 
 
+def test_numbered_agents_are_compared_within_their_rollout_and_others_across():
+    """A proposer and two solvers: a hard problem's solvers are not held against an easy one's."""
+    batch = expanded(
+        [sequence("solver/0", 1, 1.0), sequence("solver/1", 2, 0.5), sequence("proposer", 1, 0.25)],
+        [sequence("solver/0", 1, 0.25), sequence("solver/1", 1, 0.0), sequence("proposer", 2, 1.0)],
+    )  # rows: proposer, solver/0, solver/1
+    found = of("hierarchical_grpo", batch, norm_adv_by_std_in_grpo=False)
+    assert [values[0] for values in found] == [-0.375, 0.25, -0.25, 0.375, 0.125, -0.125]
+    found = of("grpo", batch, norm_adv_by_std_in_grpo=False)
+    assert [values[0] for values in found] == [-0.375, 0.5625, 0.0625, 0.375, -0.1875, -0.4375]
+
+
 def test_rae_is_the_reward_less_the_mean_of_its_role_before():
     batch, means = duels(), {"game/white": 0.5}
     found = of("rae", batch, means=means, decay=0.9)

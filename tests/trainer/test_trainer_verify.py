@@ -103,8 +103,8 @@ def wrong_mask(batch):
 def test_a_wrong_mask_or_advantage_is_named_as_it_happens(tiny, tmp_path, monkeypatch, caplog):
     expand, compute = ppo.PPOTrainer._expand, ppo.compute_advantages
 
-    def scaled(batch, options, kl_coef):
-        found, *rest = compute(batch, options, kl_coef)
+    def scaled(batch, options, *state):
+        found, *rest = compute(batch, options, *state)
         found.batch["advantages"] *= 1.5
         return found, *rest
 
