@@ -1,5 +1,6 @@
 """The estimate of activations, which allocates nothing, is what autograd keeps of the real model."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,5 +61,29 @@ def test_what_cannot_be_told_is_none(tmp_path):
 
 def test_an_update_takes_the_memory_that_is_estimated():
     """Within 30 %, in a process of its own; `benchmarks/memory.py` has larger shapes."""
-    expected, found = compare(Shape("small", 256, 4, 1024, 8192, rows=8, length=256))
+    expected, found, _ = compare(Shape("small", 256, 4, 1024, 8192, rows=8, length=256))
     assert 0.7 < expected / found < 1.3
+
+
+HOLES = """
+import sys, psutil, torch
+from etude.models import load_causal_lm
+from etude.models.footprint import checkpoint_layers
+if sys.argv[2] == "checkpointing":
+    checkpoint_layers(load_causal_lm(sys.argv[1]))
+first = torch.ones(7 << 20)
+del first  # from now on glibc would keep blocks of up to 28 MiB
+blocks = [torch.ones(2 << 20) for _ in range(40)]
+full = psutil.Process().memory_info().rss
+del blocks[::2]
+print(full - psutil.Process().memory_info().rss)
+"""
+
+
+def test_with_checkpointing_freed_blocks_go_back_to_the_system(tmp_path):
+    folder = str(write(tmp_path, "llama"))
+    plain, checkpointing = (
+        int(subprocess.run([sys.executable, "-c", HOLES, folder, how], capture_output=True, check=True).stdout)
+        for how in ("plain", "checkpointing")
+    )
+    assert plain < 50 << 20 < 150 << 20 < checkpointing
