@@ -198,13 +198,11 @@ def rae(stories, options):
     return on_tokens(stories, [story.total - story.baseline for story in stories])
 
 
-def running_means(keys, totals, means, decay):
-    """b ← α b + (1 − α) R, from 0: what each of them found, and `means` as they are then."""
-    found = []
-    for key, total in zip(keys, totals):
-        found.append(means.get(key, 0.0))
-        means[key] = decay * found[-1] + (1 - decay) * total
-    return found
+def running_means(keys, stories, means, decay):
+    """b ← α b + (1 − α) R, from 0: each story's baseline is what it finds, and `means` are as it leaves them."""
+    for key, story in zip(keys, stories):
+        story.baseline = means.get(key, 0.0)
+        means[key] = decay * story.baseline + (1 - decay) * story.total
 
 
 # -- returns -------------------------------------------------------------------------------------------------------------

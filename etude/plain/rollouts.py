@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from etude.plain.advantages import are_equal
 
@@ -111,6 +112,20 @@ def role_total(rollout, role, weights):
     if role == rollout.main.role or not rollout.rewards_by_role:
         return total_reward(rollout, weights)
     return sum(total_reward(each, weights) for each in rollout.sequences[:-1] if each.role == role)
+
+
+def role_figures(rows, weights, means):
+    """Of each role's name: scores, advantages of its tokens, and the running mean of its rewards, if there is one."""
+    figures, names = {}, {row.sequence.role.partition("/")[0] for row in rows}
+    for name in names if any(row.sequence.role for row in rows) else ():
+        own = [row for row in rows if row.sequence.role.partition("/")[0] == name]
+        parts = {(id(row.rollout), row.sequence.role): row for row in own}.values()
+        earned = [role_total(row.rollout, row.sequence.role, weights) for row in parts]
+        figures[f"role/{name or 'none'}/score/mean"] = float(np.mean(earned))
+        figures[f"role/{name or 'none'}/advantages/mean"] = float(torch.cat([row.advantages for row in own]).mean())
+        if known := [mean for key, mean in means.items() if key.endswith(f"/{name}")]:
+            figures[f"role/{name or 'none'}/baseline"] = float(np.mean(known))
+    return figures
 
 
 def rollout_figures(asked, config):

@@ -38,7 +38,16 @@ from etude.plain.losses import (
 )
 from etude.plain.losses import plain_forward_kl as forward_kl
 from etude.plain.optimizer import Optimizer, schedule
-from etude.plain.rollouts import Rollout, Sequence, filter_prompts, role_total, rollout_figures, spread, total_reward
+from etude.plain.rollouts import (
+    Rollout,
+    Sequence,
+    filter_prompts,
+    role_figures,
+    role_total,
+    rollout_figures,
+    spread,
+    total_reward,
+)
 
 
 class Row:
@@ -327,9 +336,7 @@ class PlainTrainer:
         if self.algorithm["adv_estimator"] == "rae":
             decay = self.algorithm["adv_estimator_kwargs"].get("decay", 0.95)
             keys = [f"{part[0].rollout.source}/{part[0].sequence.role.partition('/')[0]}" for part in parts]
-            found = running_means(keys, [story.total for story in stories], self.role_means, decay)
-            for story, baseline in zip(stories, found):
-                story.baseline = baseline
+            running_means(keys, stories, self.role_means, decay)
         for part, *found in zip(parts, *advantages(stories, self.algorithm)):
             for row in part:
                 row.advantages, row.returns = (as_vector(values[: len(row)]) for values in found)
@@ -472,14 +479,7 @@ class PlainTrainer:
         lengths = [len(row.sequence.response) for row in main]
         figures |= spread("response_length", lengths)
         figures |= spread("prompt_length", [len(row.sequence.prompt) for row in main])
-        for name in {row.sequence.role.partition("/")[0] for row in rows} if any(r.sequence.role for r in rows) else ():
-            own = [row for row in rows if row.sequence.role.partition("/")[0] == name]
-            parts = {(id(row.rollout), row.sequence.role): row for row in own}.values()
-            earned = [role_total(row.rollout, row.sequence.role, self.config["reward_model"]) for row in parts]
-            figures[f"role/{name or 'none'}/score/mean"] = float(np.mean(earned))
-            figures[f"role/{name or 'none'}/advantages/mean"] = float(torch.cat([r.advantages for r in own]).mean())
-            if known := [mean for key, mean in self.role_means.items() if key.endswith(f"/{name}")]:
-                figures[f"role/{name or 'none'}/baseline"] = float(np.mean(known))
+        figures |= role_figures(rows, self.config["reward_model"], self.role_means)
         limit = self.config["data"]["max_response_length"]
         figures["response_length/clip_ratio"] = float(np.mean([length >= limit for length in lengths]))
         return figures

@@ -200,7 +200,6 @@ def arguments(folder, run, *overrides):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         "actor_rollout_ref.rollout.n=3",
-        "actor_rollout_ref.rollout.agent.roles=[white,black]",
         "actor_rollout_ref.rollout.weight_probe=false",
         "actor_rollout_ref.rollout.agent.default_agent_loop=reference_ragged",
         f"custom_reward_function.path={folder}/scores.py",
@@ -243,7 +242,8 @@ def in_float64() -> Iterator[None]:
 def run_product(folder, run, shape, overrides):
     """A run of the real trainer, from a configuration to files."""
     LEDGER.__init__(shape)
-    config = compose("ppo_trainer", arguments(folder, run, *overrides))
+    declared = ["actor_rollout_ref.rollout.agent.roles=[white,black]"] if shape.roles else []
+    config = compose("ppo_trainer", arguments(folder, run, *declared, *overrides))
     stopped = True
     with suppress(TrainingStopped):
         train(config)
