@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
@@ -100,12 +101,10 @@ class CausalSequences:
         )
         from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes seconds
 
-        # torch 2.11 takes fewer key heads unasked
-        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
         window = (-1 if scoring.window is None else scoring.window - 1, 0)
         query, keys, values = (x.transpose(0, 1) for x in (query, keys, values))
         out: Tensor = varlen_attn(
-            query, keys, values, *starts, *longest, scale=scoring.scale, window_size=window, **grouped
+            query, keys, values, *starts, *longest, scale=scoring.scale, window_size=window, **_grouped(varlen_attn)
         )  # type: ignore[assignment]  # a tuple if it is asked for more
         return out
 
@@ -142,6 +141,12 @@ class CausalSequences:
             places = torch.arange(depth + length, device=device)
             self._masks[shape] = scoring.visible(places[depth:], places)
         return self._masks[shape]
+
+
+@cache
+def _grouped(attend: Callable[..., Any]) -> dict[str, Any]:
+    """The argument for fewer key heads than heads; torch 2.11 takes them unasked."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(attend).parameters else {}
 
 
 def takes_flash(query: Tensor, scoring: Scoring) -> bool:
