@@ -7,19 +7,17 @@ what autograd would keep of them is added up, so the answer holds for any family
 from __future__ import annotations
 
 import copy
-import ctypes
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from etude.model_folder import local_folder
+from etude.models.heap import return_large_blocks
 
 if TYPE_CHECKING:
     import torch
 
 _TOKENS = 64  # of the probe
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,8 @@ def _kept(config: Any, layers: int, dtype: torch.dtype, checkpointing: bool) -> 
 def checkpoint_layers(model: Any) -> None:
     """Enables gradient checkpointing: of a layer, only the input is kept for the backward pass."""
     if next(model.parameters()).device.type == "cpu":
-        _return_large_blocks()
+        return_large_blocks()
     # Newer versions of Transformers have the first name, older ones the second.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.disable_input_require_grads()  # its hook is for reentrant checkpointing, and slows down the engine
-
-
-def _return_large_blocks() -> None:
-    """Makes glibc return freed blocks of 4 MiB and more to the system at once, in this process. By itself it keeps up to 32
-    MiB a block for reuse, and layers that are computed again leave holes: half of the memory of a model of 135 M parameters.
-    It costs 2 % of that update's CPU time, in pages that are faulted in again; `trim_heap` of the workers does the rest."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 4 << 20)
