@@ -186,7 +186,8 @@ class CommandAgent:
     group is killed when it exits, before the file is read.
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
-    gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent and its process group have ended, however they did.
+    gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent
+    and its process group have ended, however they did.
 
     Raises:
         ConfigError: a program or the folder does not exist.
