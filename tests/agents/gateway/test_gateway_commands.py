@@ -126,7 +126,10 @@ def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(
     assert (tmp_path / "start.txt").read_text() == "1"
     AGENT_LOOPS._items.pop("an_agent")
     [result], _ = roll(loop_of(**given | {"command": command(PROGRAM + POST)}, verifier=command("import os\n" + reads)))
-    assert (result.trajectory.rewards.steps, result.trajectory.rewards.score) == ([], 1.0)  # what the model's code posts
+    assert (result.trajectory.rewards.steps, result.trajectory.rewards.score) == (
+        [],
+        1.0,
+    )  # what the model's code posts
     for broken, why in (("raise SystemExit(2)", "ended with status 2"), ("pass", "wrote no reward")):
         AGENT_LOOPS._items.pop("an_agent")
         [result], _ = roll(loop_of(**given, verifier=command(broken)), scored=False)
