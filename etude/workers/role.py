@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -186,7 +186,8 @@ class RoleWorker(Worker):
         share_check(getattr(model, "backbone", model))
         use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
-        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.dtype))
+        given = replace(options.fsdp_config, param_offload=options.fsdp_config.param_offload or options.optim.offload)
+        shard_model(model, given, mesh, torch_dtype(self.dtype))
         return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
@@ -204,6 +205,6 @@ class RoleWorker(Worker):
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.trainer.seed)
-        given = options.enable_gradient_checkpointing
+        given = options.checkpointing
         if self.placement.recomputes if given is None else given:
-            checkpoint_layers(network)
+            checkpoint_layers(network, offload=options.enable_activation_offload and self.device.type != "cpu")
