@@ -221,7 +221,8 @@ class RolloutWorker(RoleWorker):
         chosen: Any = rollout.val_kwargs if validate else rollout
         greedy = data.meta_info.get("greedy") or not chosen.do_sample
         temperature = 0.0 if greedy else chosen.temperature
-        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
+        heads = 0 if validate else self.options.algorithm.rollout_correction.score_centering_topk
+        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]), heads)
         rows = rows_of(data)
         for row in rows:
             row["active_tools"] = active_tools(row, list(self.context.tools))
