@@ -180,17 +180,13 @@ class PolicyLearner:
             delay_sums(self.model, number == len(micros) + idle)
             packed = pack(batch, rows, self._device, self._vision, self._team)
             micro = batch.select_idxs(rows).to(self._device)
-            labels, others = (
-                packed.labels,
-                dict[str, Tensor](),
-            )  # ids beside the labels, by the column for their log-probs
+            labels = packed.labels
+            others: dict[str, Tensor] = {}  # ids beside the labels, by the column for their log-probs
             if (taught := micro.batch.get("teacher_topk_ids")) is not None:
                 others["topk_log_probs"] = taught[packed.row, packed.column].long()
             if packed.heads is not None:
-                others["sampler_topk_log_probs"], micro.batch["sampler_head"] = (
-                    packed.heads[0],
-                    packed.scatter(packed.heads[1]),
-                )
+                others["sampler_topk_log_probs"], sampled_from = packed.heads
+                micro.batch["sampler_head"] = packed.scatter(sampled_from)
             if others:
                 labels = torch.cat([labels[:, None], *others.values()], dim=1)
             balance = Balance()

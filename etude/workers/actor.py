@@ -31,6 +31,7 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
+from etude.models.heap import trim_heap
 from etude.models.lora import without_adapters
 from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
@@ -40,7 +41,7 @@ from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_sta
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.engine_link import score_rows
 from etude.workers.lagging import LaggingWeights
-from etude.workers.role import TOKENS, trim_heap
+from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 from etude.workers.weights import WeightSender
 
