@@ -15,6 +15,7 @@ from etude.options import ModelOptions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
+import scaling
 from memory import Shape, compare
 
 TOKENS = 96
@@ -85,6 +86,14 @@ def test_an_update_on_an_h100_took_what_is_estimated(tmp_path, name):
     case = gpu.CASES[name]
     found = gpu.estimate(case, tmp_path) / gpu.GIB
     assert 0.97 < found / MEASURED[name] < (1.3 if case.lora else 1.08), found
+
+
+def test_the_rows_of_scaling_on_paper_are_those_computed():
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    head, _, *rows = scaling.table(["0.5 B"])
+    assert head in page
+    assert [row for row in rows if row not in page] == []
+    assert len(rows) == 6
 
 
 HOLES = """
