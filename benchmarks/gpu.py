@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from etude.checks.gpu import Sizes, Trial, count_waits
 from etude.inference import NativeEngine
@@ -61,7 +61,7 @@ CASES = {
 
 
 def write_model(shape: str, folder: Path, device: str) -> None:
-    """Writes the folder of a random model of a shape in `SHAPES`."""
+    """Writes the folder of a random model of a shape in `SHAPES`; without weights if `device` is none."""
     hidden, layers, heads, kv_heads, feed_forward, vocabulary = SHAPES[shape]
     config = Qwen2Config(
         hidden_size=hidden,
@@ -73,6 +73,9 @@ def write_model(shape: str, folder: Path, device: str) -> None:
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
     )
+    config.save_pretrained(folder)
+    if device == "none":
+        return
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -120,6 +123,33 @@ class Bench(Trial):
         tokens, scored = c.prompts * c.prompt + rows * c.answer, rows * c.answer
         seen = c.prompts * c.prompt**2 / 2 + rows * c.answer * (c.prompt + c.answer / 2)
         return 6 * body * tokens + 6 * hidden * vocabulary * scored + 12 * layers * hidden * seen
+
+
+def estimate(case: Case, folder: Path) -> float:
+    """Bytes that `etude check` says a GPU needs for the case's largest micro-batch, of whole groups."""
+    from etude.checks.resources import estimate_memory
+    from etude.checks.setup import Setup
+    from etude.config import compose
+    from etude.workers.role import Placement
+
+    write_model(case.shape, folder, "none")
+    options = compose(
+        overrides=[
+            *("algorithm.adv_estimator=reinforce_plus_plus", f"data.train_batch_size={case.prompts}"),
+            *(f"data.max_prompt_length={case.prompt}", f"data.max_response_length={case.answer}"),
+            *(f"actor_rollout_ref.rollout.n={case.answers}", f"actor_rollout_ref.model.path={folder}"),
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={case.prompts}",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={case.micro}",
+            f"actor_rollout_ref.model.lora_rank={case.lora}",
+        ]
+    )
+    setup = Setup(options)
+    setup.placement = Placement("cuda")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    weights, group = sum(p.numel() for p in model.parameters()), case.prompt + case.answers * case.answer
+    parts = estimate_memory(setup, weights, max(1, case.micro // group) * group, case.checkpointing)
+    return sum(parts.values())
 
 
 def peak_flops(device: str) -> float:

@@ -15,7 +15,9 @@ import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -28,10 +30,11 @@ from etude.checks.setup import Setup
 from etude.errors import ConfigError, one_line
 from etude.model_folder import local_folder, read_config
 from etude.models import torch_dtype
-from etude.models.footprint import activation_bytes
+from etude.models.footprint import Footprint, activation_bytes
 from etude.models.loading import DTYPES
 from etude.options.distillation import is_address
 from etude.rewards.code import URL_VARIABLE
+from etude.training.log_probs import GPU_CHUNK
 from etude.workers.context import addresses_in
 
 _SECONDS = 2.0  # timeout for connecting to a service
@@ -231,17 +234,19 @@ def recomputes(setup: Setup) -> bool:
 
 
 def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool) -> dict[str, float]:
-    """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens. Without
-    `activations` where these cannot be told."""
-    options, trainer = setup.options, setup.options.trainer
-    sharded = trainer.backend == "ray" and options.actor.strategy != "ddp"
-    ranks = trainer.n_gpus_per_node * trainer.nnodes if sharded else 1
-    computed = _STORED.get(options.model.dtype_on(setup.placement.device), 2)
+    """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens; on a GPU of
+    its memory, not the host's. Without `activations` where these cannot be told."""
+    options, device = setup.options, setup.placement.device
+    ranks = _ranks(setup) if options.actor.strategy != "ddp" else 1
+    computed = _STORED.get(options.model.dtype_on(device), 2)
+    offload = options.actor.optim.offload or (ranks > 1 and options.actor.fsdp_config.param_offload)
     if options.model.lora_rank:
         per_weight = {"frozen weights": 0.6 if options.model.quantization else computed, "adapters": 0.2}
+    elif offload and device != "cpu":
+        per_weight = {} if ranks > 1 else {"computing": computed}
     else:
         per_weight = {"weights": 4.0, "gradients": 4.0, "optimizer": _MOMENTS.get(options.actor.optim.name, 8.0)}
-        if computed < 4:
+        if computed < 4 and ranks == 1:
             per_weight["computing"] = computed
         if options.needs_ref:
             per_weight["reference"] = computed
@@ -250,58 +255,94 @@ def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool
         if options.trainer.max_staleness:
             per_weight["engine"] = computed
     parts = {name: size * weights / ranks for name, size in per_weight.items()}
+    if ranks > 1:
+        parts["gathered"] = _gathered_bytes(setup, weights, computed)
     if cache := options.rollout.kv_cache_memory_mb:
         parts["KV cache"] = cache * 2**20
-    needs = _bytes_per_token(setup, checkpointing)
-    return parts if needs is None else parts | {"activations": needs * tokens, "working": _working_bytes(setup)}
+    if (found := _footprint(setup, checkpointing)) is None:
+        return parts
+    parts["activations"] = (found.kept + found.working) * tokens
+    parts["working"] = _working_bytes(setup, tokens, computed, found.working * tokens)
+    if "gradients" in parts and tokens >= _mini_batch(setup):  # of a single micro-batch they come as activations go
+        parts["gradients"] = max(0.0, parts["gradients"] - parts["activations"])
+    return parts
+
+
+def _ranks(setup: Setup) -> int:
+    trainer = setup.options.trainer
+    return trainer.n_gpus_per_node * trainer.nnodes if trainer.backend == "ray" else 1
 
 
 def _micro_batch(setup: Setup) -> tuple[str, int]:
     """Returns the key that sets the size of micro-batches, and the most tokens that one can have: a full one, or a single
     longer row, or the whole mini-batch, whose answers share their prompts."""
     options, key = setup.options, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    budget, prompts = options.actor.ppo_max_token_len_per_gpu, options.actor.ppo_mini_batch_size
+    budget = options.actor.ppo_max_token_len_per_gpu
     if options.has_critic and options.critic.ppo_max_token_len_per_gpu > budget:
         key, budget = "critic.ppo_max_token_len_per_gpu", options.critic.ppo_max_token_len_per_gpu
-        prompts = options.critic.ppo_mini_batch_size
-    rollout = options.rollout
+    return key, min(max(budget, _longest_row(setup)), _mini_batch(setup))
+
+
+def _mini_batch(setup: Setup) -> int:
+    """The most tokens of a mini-batch, all ranks' together."""
+    options, rollout = setup.options, setup.options.rollout
+    prompts = max(options.actor.ppo_mini_batch_size, options.has_critic and options.critic.ppo_mini_batch_size)
     group = rollout.prompt_length + rollout.n * rollout.response_length
-    return key, min(max(budget, _longest_row(setup)), min(prompts, setup.options.data.train_batch_size) * group)
+    return min(prompts, options.data.train_batch_size) * group
 
 
 def _longest_row(setup: Setup) -> int:
+    """The most tokens of a row that one rank computes."""
     row = setup.options.rollout.prompt_length + setup.options.rollout.response_length
-    return min(row, setup.options.longest_sequence or row)
+    team = setup.options.actor.ulysses_sequence_parallel_size if _ranks(setup) > 1 else 1
+    return -(-min(row, setup.options.longest_sequence or row) // team)
 
 
-def _bytes_per_token(setup: Setup, checkpointing: bool) -> float | None:
-    """Bytes of activations per packed token, those of the layer that is being differentiated and its gradients included."""
-    model = setup.options.model
-    found = activation_bytes(
-        str(model.path),
-        torch_dtype(model.dtype_on(setup.placement.device)),
-        checkpointing=checkpointing,
-        trust_remote_code=model.trust_remote_code,
+def _footprint(setup: Setup, checkpointing: bool) -> Footprint | None:
+    """Of the policy on the run's device."""
+    model, device = setup.options.model, setup.placement.device
+    dtype, on_gpu = torch_dtype(model.dtype_on(device)), device != "cpu"
+    found = activation_bytes(model, dtype, checkpointing=checkpointing, on_gpu=on_gpu)
+    return (
+        replace(found, kept=found.kept - found.layers)
+        if found and on_gpu and model.enable_activation_offload
+        else found
     )
-    return None if found is None else found.kept + 2 * found.layer
 
 
-def _working_bytes(setup: Setup) -> float:
-    """Bytes that do not depend on tokens: the process itself, chunks of logits, and the gradient of the head, which exists
-    once more before it is added to that of the embedding."""
+def _model_config(setup: Setup) -> dict[str, Any]:
     folder = local_folder(str(setup.options.model.path))
     config = read_config(folder) if folder else {}
-    config = config | (config.get("text_config") or {})
-    head = 0 if setup.options.model.lora_rank else 4 * config.get("vocab_size", 0) * config.get("hidden_size", 0)
-    return _PROCESS + head
+    return {"vocab_size": 0, "hidden_size": 0, "num_hidden_layers": 1} | config | (config.get("text_config") or {})
+
+
+def _gathered_bytes(setup: Setup, weights: int, computed: float) -> float:
+    """Bytes of what FSDP gathers: embedding and head, two layers, and the gradients of one, once more in float32."""
+    config = _model_config(setup)
+    ends = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
+    layer = max(0, weights - ends) / config["num_hidden_layers"]
+    gradients = 0 if setup.options.model.lora_rank else computed + 4
+    return computed * (ends + 2 * layer) + gradients * layer
+
+
+def _working_bytes(setup: Setup, tokens: int, computed: float, layer: float) -> float:
+    """Bytes beside activations: the process itself, chunks of logits (on a GPU four of 512 MiB in the head's backward pass,
+    where there is no `layer` yet), and the gradient of the head, which exists once more before it is added to that of the
+    embedding."""
+    config, model = _model_config(setup), setup.options.model
+    head = 0 if model.lora_rank else config["vocab_size"] * config["hidden_size"]
+    if setup.placement.device == "cpu":
+        return _PROCESS + 4 * head
+    rounded = computed if computed < 4 else 0.0
+    return max(0.0, 16 * min(GPU_CHUNK, tokens * config["vocab_size"]) - layer) + (4 + rounded) * head
 
 
 def _smaller_micro_batches(setup: Setup, key: str, tokens: int, checkpointing: bool, room: float) -> str:
     """Returns the advice for activations that do not fit `room` (bytes)."""
     row, advice = _longest_row(setup), []
     for switched in sorted({checkpointing, True}):
-        needs = _bytes_per_token(setup, switched)
-        fits = min(tokens, int(room / needs)) if needs else 0
+        found = _footprint(setup, switched)
+        fits = min(tokens, int(room / (found.kept + found.working))) if found else 0
         if fits < row:
             continue
         switch = "actor_rollout_ref.model.enable_gradient_checkpointing=true"

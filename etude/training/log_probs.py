@@ -1,6 +1,6 @@
 """Log-probs and entropies of given tokens without materialising the full logits matrix.
 
-Invariant: about `_CHUNK` logits (on a GPU `_GPU_CHUNK`) exist at a time, plus up to `_KEEP` probabilities that a small batch
+Invariant: about `_CHUNK` logits (on a GPU `GPU_CHUNK`) exist at a time, plus up to `_KEEP` probabilities that a small batch
 keeps for the backward pass; a larger batch recomputes its chunks there. Autograd saves no intermediate matrices: the
 gradient is implemented here.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from etude.trajectory import Kept
 
 _CHUNK = 1 << 22  # logits per chunk (16 MiB in float32): fits into a CPU's cache
-_GPU_CHUNK = 1 << 27  # 512 MiB: a GPU reads the whole output embedding from memory once a chunk
+GPU_CHUNK = 1 << 27  # 512 MiB: a GPU reads the whole output embedding from memory once a chunk
 _MASKED_LOGIT = -1e30  # logit of an id that could not be sampled
 _KEEP = 1 << 24  # max probabilities (64 MiB) to keep: up to here, keeping is cheaper than recomputing
 
@@ -111,7 +111,7 @@ def token_log_probs(
 
 def tokens_per_chunk(weight: Tensor) -> int:
     """How many tokens' logits are computed at a time with this output embedding."""
-    return max(64, (_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // weight.shape[0])
+    return max(64, (_CHUNK if weight.device.type == "cpu" else GPU_CHUNK) // weight.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
