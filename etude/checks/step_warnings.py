@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from etude.checks.sentinel import find_alarms
+from etude.checks.hacks import find_alarms
 from etude.trajectory import StopReason
 
 _CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
@@ -38,7 +38,7 @@ _COUNTS = {  # metric → sentence, where it is above 0
     "actor/skipped_steps": "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": "critic update skipped: its gradient is not finite",
     "sft/skipped_steps": "update skipped: its gradient is not finite",
-    "rollout/dropped": "{:,.0f} trajectories dropped: infrastructure failed repeatedly",
+    "rollout/dropped": "{:,.0f} trajectories dropped after failures of infrastructure or of the agent",
     "val/rollout/dropped": "{:,.0f} answers of the validation dropped: its metrics are without them",
     "rollout/infrastructure_failures": "{:,.0f} infrastructure failures, retried or dropped",
     "rollout/agent_errors": "{:,.0f} rollouts in which the agent raised an error",

@@ -8,14 +8,14 @@ what the meta device keeps, whose attention is the GPU's.
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from etude.model_folder import local_folder
+from etude.models.heap import return_large_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _TOKENS = 64  # of the probe
 _GRADIENTS = 0.35  # of a layer's activations: counted at the largest moment of its backward pass, Qwen2's
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def checkpoint_layers(model: Any, offload: bool = False) -> None:
     """Enables gradient checkpointing: of a layer, only the input is kept for the backward pass; with `offload`, in the CPU's
     memory."""
     if next(model.parameters()).device.type == "cpu":
-        _return_large_blocks()
+        return_large_blocks()
     # Newer versions of Transformers have the first name, older ones the second.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -135,11 +134,3 @@ def _offloaded(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             return checkpoint(*args, **kwargs)
 
     return run
-
-
-def _return_large_blocks() -> None:
-    """Makes glibc return freed blocks of 4 MiB and more to the system at once, in this process. By itself it keeps up to 32
-    MiB a block for reuse, and layers that are computed again leave holes: half of the memory of a model of 135 M parameters.
-    It costs 2 % of that update's CPU time, in pages that are faulted in again; `trim_heap` of the workers does the rest."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 4 << 20)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class Adapter:
 
     def step(self, params: Any) -> dict[str, float]:
         """Takes a step of AdamW with the SDK's `AdamParams`, and clears the gradients; returns `grad_norm`, `lr`,
-        `weight_change`, `optimizer_steps` and `skipped_steps`.
+        `weight_change`, `optimizer_steps` and `skipped_steps`. A step whose gradient is not finite is skipped, and has no
+        `grad_norm`.
 
         Raises:
             ConfigError: a parameter is outside its range.
@@ -152,7 +154,8 @@ class Adapter:
             weight_decay=params.weight_decay,
             clip_grad=params.grad_clip_norm or None,
         )
-        return finish_metrics(step_metrics(self._optimizer))
+        metrics = finish_metrics(step_metrics(self._optimizer))
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no other numbers
 
     def snapshot(self) -> Sampler:
         """Returns a sampler with the current weights."""

@@ -24,7 +24,7 @@ from etude.tinker.adapters import AdapterShape
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """The folder of a run's checkpoints, and what the SDK calls their type."""
-_PART = re.compile(r"[\w-][\w.:-]*", re.ASCII)
+_PART = re.compile(r"[\w-][\w.:-]{0,199}", re.ASCII)
 _RUN, _ABOUT = "run.json", "checkpoint.json"
 
 
@@ -53,7 +53,7 @@ class Place:
 def check_name(name: str) -> None:
     """Raises DataError unless `name` can name a run or a checkpoint."""
     if not _PART.fullmatch(name):
-        raise DataError(f"'{name[:100]}' is not a name: letters, digits, and any of _ - . : after the first")
+        raise DataError(f"'{name[:100]}' is not a name: up to 200 letters, digits, and any of _ - . : after the first")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ the log-prob of any target is exact. Nothing is scored, and so nothing computed,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,6 +28,7 @@ _DTYPES = {
     messages.DTYPE_INT64: np.int64,
     messages.DTYPE_INT32: np.int32,
 }
+_MOST_VALUES = 1 << 28  # of a tensor of a request, padded: a few bytes may ask for terabytes
 _NO_TOPK = -99999.0  # the SDK's log-prob of a position without alternatives
 
 
@@ -49,7 +51,8 @@ def read_training_request(body: bytes) -> TrainingRequest:
     """Decodes the body of `forward_backward`.
 
     Raises:
-        DataError: it is not such a message, it has images or sound, or the shapes of a datum do not fit.
+        DataError: it is not such a message, it has images or sound, the shapes of a datum do not fit or are too large, or a
+            number is not finite.
     """
     message = messages.ForwardBackwardRequest()
     try:
@@ -62,6 +65,8 @@ def read_training_request(body: bytes) -> TrainingRequest:
         for chunk in datum.model_input:
             if chunk.WhichOneof("chunk") != "encoded_text":
                 raise DataError(f"datum {number}: only text is trained on here, not images or sound")
+            if len(chunk.encoded_text.tokens) % 4:
+                raise DataError(f"datum {number}: its tokens are not integers of 32 bits")
             ids += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
         given = {name: _tensor(value, f"datum {number}: {name}") for name, value in datum.loss_fn_inputs.items()}
         wanted = given.pop("target_tokens", None)
@@ -71,17 +76,26 @@ def read_training_request(body: bytes) -> TrainingRequest:
         for name, value in given.items():
             if value.shape != wanted.shape:
                 raise DataError(f"datum {number}: {name} has the shape {tuple(value.shape)}, not that of target_tokens")
+            if not bool(value.isfinite().all()):
+                raise DataError(f"datum {number}: {name} has a value that is not finite")
         flat.append(wanted.ndim == 1)
         tokens.append(ids)
         targets.append(wanted.long().view(len(ids), -1))
         inputs.append({name: value.float().view(len(ids), -1) for name, value in given.items()})
     if not tokens:
         raise DataError("no data")
+    padded = len(tokens) * max(map(len, tokens)) * max(each.shape[1] for each in targets)
+    if padded > _MOST_VALUES:
+        raise DataError(
+            f"the data are padded to {padded:,} targets: send less at once, and data of like lengths together"
+        )
     config: dict[str, float] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
             raise DataError(f"loss_fn_config: {name} must be a number")
         config[name] = value.number
+    if strange := next((name for name, value in config.items() if not math.isfinite(value)), None):
+        raise DataError(f"loss_fn_config: {strange} must be a finite number")
     about = (message.model_id, message.seq_id, message.loss_fn, config, message.forward_only)
     return TrainingRequest(*about, tokens, targets, flat, inputs)
 
@@ -90,6 +104,8 @@ def _tensor(message: Any, name: str) -> Tensor:
     kind, shape = _DTYPES.get(message.dtype), list(message.shape)
     if kind is None:
         raise DataError(f"{name}: dtype {message.dtype} is not known")
+    if math.prod(shape) > _MOST_VALUES:
+        raise DataError(f"{name}: the shape {shape} is too large")
     try:
         if message.HasField("sparse_csr"):
             parts = message.sparse_csr

@@ -17,7 +17,7 @@ import torch
 from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
-from etude.checks.sentinel import find_hacks, hack_metrics
+from etude.checks.hacks import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
@@ -241,14 +241,14 @@ def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """Counts of infrastructure failures and, among them, stalls; of rows dropped for these (including those cancelled
-    because too few of their group were left), of agents' own errors, of rows dropped for a prompt that is too long, or for a
-    conversation that the chat template cannot render; and, over the kept rows, of those without a sampled token, failed
-    releases of tools and unwritable answers."""
+    because too few of their group were left) or for an agent's own error; of agents' errors, of rows dropped for a prompt
+    that is too long, or for a conversation that the chat template cannot render; and, over the kept rows, of those without
+    a sampled token, failed releases of tools and unwritable answers."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
         "rollout/stalled": float(sum(r.stalls for r in results)),
-        "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
+        "rollout/dropped": float(count_lost(results)),
         "rollout/agent_errors": float(
             sum(StopReason.AGENT_ERROR in (r.dropped, r.trajectory and r.trajectory.stop_reason) for r in results)
         ),

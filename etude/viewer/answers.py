@@ -12,7 +12,7 @@ from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
 
-from etude.checks.sentinel import ALARM, find_hacks
+from etude.checks.hacks import ALARM, find_hacks
 from etude.checks.step_warnings import find_problems
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line

@@ -118,6 +118,16 @@ def test_every_problem_names_its_row(tmp_path):
     )
     [line] = inspect_file(path).contrary
     assert line == f"{path}:2 says {truth!r} and {path}:1 says {good['reward_model']['ground_truth']!r}"
+    # an agent of the user's may read what else stands in extra_info
+    told = {
+        **good,
+        "extra_info": {**good["extra_info"], "difficulty": "hard"},
+        "reward_model": repeated["reward_model"],
+    }
+    for agent, expected in (("single_turn_agent", 1), ("mine", 0)):
+        both = ({**row, "agent_name": agent} for row in (good, told))
+        path.write_text("".join(json.dumps(row) + "\n" for row in both))
+        assert len(inspect_file(path).contrary) == expected
 
 
 def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):

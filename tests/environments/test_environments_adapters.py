@@ -258,6 +258,8 @@ def test_a_gymnasium_game_in_words():
     charged = EnvironmentOptions(id="gym:Blackjack-v1", args={"invalid_reward": -1})
     _, steps, _ = play(charged, ["flap"])
     assert (steps[0].reward, steps[0].done) == (-1, False)
+    _, steps, _ = play(EnvironmentOptions(id="gym:Pendulum-v1", args={"invalid_reward": -1}), ["1 2"])
+    assert steps[0].reward == -1
 
 
 @pytest.mark.parametrize(

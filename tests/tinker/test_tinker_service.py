@@ -9,9 +9,14 @@ import pytest
 
 pytest.importorskip("tinker.types")
 import httpx
+import numpy as np
 import tinker
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 from tinker_stage import KEY, TOKENS, Server, datum, weighted
+
+from etude.errors import DataError
+from etude.tinker.wire import read_training_request
 
 PROMPT = types.ModelInput.from_ints(TOKENS)
 
@@ -38,6 +43,62 @@ def test_data_that_do_not_fit_are_the_users_error_and_leave_no_gradient(trainer,
     assert trainer.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"] == 0
 
 
+def test_numbers_that_are_not_finite_are_refused_and_a_gradient_that_overflows_is_not_stepped_on(trainer):
+    """Else the step's answer was a 500, which the SDK asks for again without end."""
+    count = len(TOKENS) - 1
+    for given in ({"advantages": [float("nan")] * count}, {"logprobs": [float("inf")] * count}):
+        inputs = {"advantages": [1.0] * count, "logprobs": [-1.0] * count} | given
+        with pytest.raises(tinker.BadRequestError, match="is not finite"):
+            trainer.forward_backward([datum(TOKENS, **inputs)], "importance_sampling").result()
+    inputs = {"advantages": [3e38] * count, "logprobs": [-9.0] * count}
+    with pytest.raises(tinker.BadRequestError, match="must be a finite number"):
+        trainer.forward_backward([datum(TOKENS, **inputs)], "dro", {"beta": float("nan")}).result()
+    trainer.forward_backward([datum(TOKENS, **inputs)], "importance_sampling").result()
+    metrics = trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics
+    assert (metrics["skipped_steps"], "grad_norm" in metrics) == (1, False)
+
+
+def huge(message):
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.shape[:] = [1, 1 << 40]
+    parts = tensor.sparse_csr
+    parts.crow_indices, parts.col_indices, parts.values = bytes(8) + b"\1" + bytes(7), bytes(8), bytes(4)
+
+
+def padded(message):
+    (short, long), inputs = message.data, {"target_tokens": np.int64, "weights": np.float32}
+    for name, kind in inputs.items():
+        for each, shape in ((short, [1, 1 << 16]), (long, [1 << 12])):
+            each.loss_fn_inputs[name].shape[:] = shape
+            each.loss_fn_inputs[name].dense = np.ones(shape, kind).tobytes()
+    long.model_input[0].encoded_text.tokens = np.ones(1 << 12, np.int32).tobytes()
+
+
+def odd(message):
+    message.data[0].model_input[0].encoded_text.tokens = b"abc"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(huge, "is too large"), (padded, "are padded to 536,870,912 targets"), (odd, "32 bits")]
+)
+def test_a_small_request_for_much_memory_or_without_sense_is_refused(change, why):
+    message = messages.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
+    for _ in range(2):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.ones(1, np.int32).tobytes()
+        for name, kind, dtype in (
+            ("target_tokens", np.int64, messages.DTYPE_INT64),
+            ("weights", np.float32, messages.DTYPE_FLOAT32),
+        ):
+            datum.loss_fn_inputs[name].dtype = dtype
+            datum.loss_fn_inputs[name].shape.append(1)
+            datum.loss_fn_inputs[name].dense = np.ones(1, kind).tobytes()
+    assert len(read_training_request(message.SerializeToString()).tokens) == 2
+    change(message)
+    with pytest.raises(DataError, match=why):
+        read_training_request(message.SerializeToString())
+
+
 def test_what_is_not_offered_is_refused_at_once(client, trainer, server):
     image = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
     with pytest.raises(tinker.BadRequestError, match="images"):
@@ -48,6 +109,8 @@ def test_what_is_not_offered_is_refused_at_once(client, trainer, server):
         client.create_lora_training_client("Qwen/Qwen3-8B").result()
     with pytest.raises(tinker.BadRequestError, match="tinker://"):
         client.create_sampling_client(model_path="tinker://x/../y").result()
+    with pytest.raises(tinker.BadRequestError, match="is not a name: up to 200 letters"):
+        trainer.save_state("a" * 300).result()
     answer = server.post("save_weights_external", {"model_id": trainer.model_id})
     assert (answer.status_code, answer.json()["category"]) == (404, "user")
 

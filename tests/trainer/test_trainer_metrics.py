@@ -250,8 +250,10 @@ def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counte
     silent.append([2, 3], Provenance.TOOL)
     sampled.metrics["release_failures"], none.metrics["release_failures"] = 1.0, 2.0
     reasons = [StopReason.INFRASTRUCTURE, *[StopReason.CANCELLED] * 2, *[StopReason.PROMPT_TOO_LONG] * 4]
+    reasons += [StopReason.AGENT_ERROR] * 16
     dropped = [Rollout(dropped=reason) for reason in [*reasons, *[StopReason.CONTEXT_REFUSED] * 8]]
     figures = failure_metrics([*(Rollout([each]) for each in (sampled, silent, none)), *dropped])
     assert (figures["rollout/nothing_sampled"], figures["rollout/release_failures"]) == (2.0, 3.0)
-    assert (figures["rollout/dropped"], figures["rollout/given_up"]) == (3.0, 2.0)
+    assert (figures["rollout/dropped"], figures["rollout/given_up"]) == (19.0, 2.0)
+    assert figures["rollout/agent_errors"] == 16.0
     assert (figures["rollout/prompt_too_long"], figures["rollout/context_refused"]) == (4.0, 8.0)

@@ -211,7 +211,7 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     }
     sentences = {
         "actor update skipped: its gradient is not finite",
-        "2 trajectories dropped: infrastructure failed repeatedly",
+        "2 trajectories dropped after failures of infrastructure or of the agent",
         "7 malformed calls",
         "all rewards equal (0): a group-relative estimator learns nothing",
         "40 % of trajectories cut at data.max_response_length",

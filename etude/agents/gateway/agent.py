@@ -62,9 +62,10 @@ class Endpoint:
 
 
 class Agent(Protocol):
-    """An agent that the loop can run; `run` returns None or a reward."""
+    """An agent that the loop can run; `run` returns None or a reward, of its verifier alone if it `has_verifier`."""
 
     name: str
+    has_verifier: bool
 
     async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any: ...
 
@@ -75,6 +76,8 @@ class FunctionAgent:
     Raises:
         ConfigError: it is not a function, or has unknown parameters.
     """
+
+    has_verifier = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -183,7 +186,8 @@ class CommandAgent:
     group is killed when it exits, before the file is read.
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
-    gets the reward file: it runs in the same folder when the agent and its process group have ended, however they did.
+    gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent
+    and its process group have ended, however they did.
 
     Raises:
         ConfigError: a program or the folder does not exist.
@@ -194,7 +198,7 @@ class CommandAgent:
             raise ConfigError("an agent's command must have at least one word")
         self._command, self._verifier = list(command), list(verifier)
         self._workspace = None if workspace is None else Path(workspace).expanduser()
-        self.name = command[0]
+        self.name, self.has_verifier = command[0], bool(verifier)
         for program, noun in ((self.name, "agent"), *((word, "verifier") for word in verifier[:1])):
             if shutil.which(program) is None:
                 raise ConfigError(
@@ -226,10 +230,10 @@ class CommandAgent:
         text = json.dumps(dict(row), default=repr).encode()
         async with _working_folder(self._workspace) as folder:
             with _reward_file() as descriptor:
-                own = None if self._verifier else descriptor
+                own = None if self.has_verifier else descriptor
                 reward: object
                 status, output = await _execute("agent", self._command, text, keys, own, folder)
-                if self._verifier:
+                if self.has_verifier:
                     reward = await self._verify(text, descriptor, folder)
                 else:
                     reward = _read_reward(descriptor, f"agent '{self.name}': {REWARD_FILE} (/dev/fd/{descriptor})")

@@ -38,7 +38,7 @@ from etude.agents.gateway.agent import (
     read_agent_reward,
 )
 from etude.agents.gateway.messages import row_for_clients
-from etude.agents.gateway.session import GatewaySession
+from etude.agents.gateway.session import GatewaySession, SessionRules
 from etude.environments import EnvironmentSession
 from etude.errors import (
     AgentError,
@@ -100,7 +100,8 @@ class OpenAIAgentLoop(AgentLoopBase):
 
         name, row = row["request_id"].replace("/", "~"), await row_for_clients(row)
         sampling = SamplingParams.of(sampling_params)
-        session = GatewaySession(name, self.server_manager, self.context, sampling)
+        rules = SessionRules(takes_rewards=not self._agent.has_verifier)
+        session = GatewaySession(name, self.server_manager, self.context, sampling, rules)
         async with LocalGateway.here().opened(session, self.tokenizer) as (base_url, api_key):
             try:
                 reward, failure = await self._outcome(session, Endpoint(base_url, api_key), row)

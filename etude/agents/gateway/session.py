@@ -64,6 +64,8 @@ class SessionRules:
         max_turns: maximum requests per session, answered or in flight.
         request_seconds: timeout of one request; None if the trajectory has its own time limit.
         max_image_mb: MiB of pixel values that the session's images may take up; None: unlimited.
+        takes_rewards: whether step rewards may be posted; off where a verifier alone gives the reward, since programs that
+            the model writes may have the agent's key.
     """
 
     own_sampling: bool = False
@@ -71,6 +73,7 @@ class SessionRules:
     max_turns: int = 1000
     request_seconds: float | None = None
     max_image_mb: int | None = None
+    takes_rewards: bool = True
 
 
 class GatewaySession:
@@ -238,8 +241,10 @@ class GatewaySession:
         """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's.
 
         Raises:
-            GatewayError: it is malformed, or nothing was sampled yet.
+            GatewayError: it is malformed, nothing was sampled yet, or a verifier alone gives the reward.
         """
+        if not self.rules.takes_rewards:
+            raise GatewayError(403, "openai_agent.verifier alone gives the reward of this rollout")
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
         if not isinstance(name, str) or set(given) - {"reward", "name", "role"} or given.get("reward") is None:

@@ -105,6 +105,17 @@ def test_a_command_that_fails_without_a_reward_is_dropped(loop_of):
     assert "ended with status 3: oh no" in result.cause
 
 
+POST = """
+import os, urllib.error, urllib.request
+where = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/reward"
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+try:
+    urllib.request.urlopen(urllib.request.Request(where, b'{"reward": 1000}', key))
+except urllib.error.HTTPError as error:
+    assert error.code == 403
+"""
+
+
 def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(loop_of, tmp_path):
     (tmp_path / "start.txt").write_text("1")
     program = PROGRAM + "assert 'ETUDE_REWARD_FILE' not in os.environ\nopen('start.txt', 'a').write('2')\nsys.exit(3)"
@@ -113,6 +124,12 @@ def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(
     results, _ = roll(loop_of(**given, verifier=command("import os\n" + reads)), rows=2, scored=False)
     assert [result.trajectory.rewards.score for result in results] == [12.0] * 2  # each its own copy
     assert (tmp_path / "start.txt").read_text() == "1"
+    AGENT_LOOPS._items.pop("an_agent")
+    [result], _ = roll(loop_of(**given | {"command": command(PROGRAM + POST)}, verifier=command("import os\n" + reads)))
+    assert (result.trajectory.rewards.steps, result.trajectory.rewards.score) == (
+        [],
+        1.0,
+    )  # what the model's code posts
     for broken, why in (("raise SystemExit(2)", "ended with status 2"), ("pass", "wrote no reward")):
         AGENT_LOOPS._items.pop("an_agent")
         [result], _ = roll(loop_of(**given, verifier=command(broken)), scored=False)
