@@ -38,7 +38,7 @@ help:
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, into site/; a broken link fails it"
-	@echo "make screenshots  the docs' pictures of the viewers, by the tests that open these pages"
+	@echo "make screenshots  the docs' pictures of the viewers: in a browser, of RUN"
 	@echo "make clean        remove the environment, builds and caches; runs/ stays"
 
 quickstart: $(STAMP)
@@ -73,8 +73,11 @@ lint: $(DEV)
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
+# RUN: the folder of a run that learnt, such as the quickstart's.
+RUN ?= runs/stories/seed-1
 screenshots: $(DEV)
-	ETUDE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q tests/viewer/test_viewer_tui.py tests/viewer/test_viewer_web.py $(ARGS)
+	ETUDE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q tests/viewer/test_viewer_tui.py $(ARGS)
+	$(BIN)/python -m tests.viewer.pictures $(RUN) docs/images
 
 setup: $(DEV)
 

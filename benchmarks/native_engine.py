@@ -3,7 +3,7 @@
     python benchmarks/native_engine.py --model FOLDER [--trajectories 64 256 64] [--width 256] [--dtype float32]
     python benchmarks/native_engine.py --model FOLDER --errors
     python benchmarks/native_engine.py --model FOLDER --layers [--compile]
-    python benchmarks/native_engine.py --model FOLDER --decode [--batches 1 8 32 64]       (beside Transformers' generate)
+    python benchmarks/native_engine.py --model FOLDER --decode [--batches 1 8 32 64] [--group 8]
     python benchmarks/native_engine.py --step-threads          (two cores with nothing else to do; wall milliseconds)
 
 A trajectory has a prompt of 190 tokens that its group of 8 shares and three turns of at most 96 sampled tokens, each but
@@ -181,9 +181,9 @@ def layers(model: Any, compiled: bool) -> None:
 PROMPT_LENGTH, DECODED, REPETITIONS = 300, 12, 3
 
 
-def decode(folder: str, batches: list[int]) -> None:
+def decode(folder: str, batches: list[int], group: int) -> None:
     """Prints sampled tokens per CPU second after prompts of 300 tokens, and the share of the CPU's float32 peak, of the
-    engine and of Transformers' `generate`, which take turns.
+    engine and of Transformers' `generate`, which take turns. `group` rows have one prompt.
 
     The engine's prefill includes the reordering of the weights. A token's FLOP: two for each weight of a product, four for
     each key, head and dimension.
@@ -202,13 +202,14 @@ def decode(folder: str, batches: list[int]) -> None:
         for repetition in range(REPETITIONS if batch < 32 else 1):
             for name in list(ways)[:: -1 if repetition % 2 else 1]:
                 run, of = ways[name]
-                times[name].append(run(of, batch, repetition))
+                times[name].append(run(of, _prompts(of, batch, group, repetition)))
         rates = {}
         for name, runs in times.items():
             step = statistics.median(spent for run in runs for spent in run[2:])
             prefill = statistics.median(run[0] for run in runs)
             rates[name] = batch / step
-            shares = batch * prefill_flops / prefill / peak, batch * decode_flops / step / peak
+            prompts = -(-batch // group) if name == "etude" else batch  # the engine computes a shared prompt once
+            shares = prompts * prefill_flops / prefill / peak, batch * decode_flops / step / peak
             print(f"{batch} {name}: {rates[name]:.1f} tokens a CPU s, share of the peak", end=" ")
             print(f"prefill {shares[0]:.2f}, decode {shares[1]:.2f}", flush=True)
         print(f"{batch}: x {rates['etude'] / rates['Transformers']:.2f}", flush=True)
@@ -224,13 +225,17 @@ def _peak() -> float:
     return best
 
 
-def _prompts(model: Any, batch: int, seed: int) -> list[list[int]]:
+def _prompts(model: Any, batch: int, group: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(model.config.vocab_size) for _ in range(PROMPT_LENGTH)] for _ in range(batch)]
+    prompts = [
+        [rng.randrange(model.config.vocab_size) for _ in range(PROMPT_LENGTH)] for _ in range(-(-batch // group))
+    ]
+    return [prompts[i // group] for i in range(batch)]
 
 
-def _engine_times(model: Any, batch: int, seed: int) -> list[float]:
+def _engine_times(model: Any, prompts: list[list[int]]) -> list[float]:
     """Returns the CPU seconds of the prefill and of each decode step."""
+    batch = len(prompts)
     engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT_LENGTH))
     compute, ends = engine._compute, [time.process_time()]
 
@@ -244,7 +249,7 @@ def _engine_times(model: Any, batch: int, seed: int) -> list[float]:
     async def main() -> None:
         names = [str(i) for i in range(batch)]
         engine.open(names)
-        requests = zip(names, _prompts(model, batch, seed), range(batch))
+        requests = zip(names, prompts, range(batch))
         await asyncio.gather(
             *(engine.generate(n, p, SamplingParams(max_tokens=DECODED, seed=i)) for n, p, i in requests)
         )
@@ -253,7 +258,7 @@ def _engine_times(model: Any, batch: int, seed: int) -> list[float]:
     return [after - before for before, after in pairwise(ends)]
 
 
-def _generate_times(model: Any, batch: int, seed: int) -> list[float]:
+def _generate_times(model: Any, prompts: list[list[int]]) -> list[float]:
     """As `_engine_times`, of Transformers' `generate`."""
     ends = [time.process_time()]
 
@@ -261,7 +266,7 @@ def _generate_times(model: Any, batch: int, seed: int) -> list[float]:
         ends.append(time.process_time())
         return scores
 
-    ids = torch.tensor(_prompts(model, batch, seed))
+    ids = torch.tensor(prompts)
     options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=DECODED, pad_token_id=0)
     model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, logits_processor=[mark])
     return [after - before for before, after in pairwise(ends)]
@@ -334,6 +339,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--decode", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--group", type=int, default=1, help="rows that have one prompt")
     parser.add_argument("--step-threads", action="store_true")
     given = parser.parse_args()
     if given.step_threads:
@@ -344,7 +350,7 @@ def main() -> None:
     if given.errors:
         errors(given.model)
     elif given.decode:
-        decode(given.model, given.batches)
+        decode(given.model, given.batches, given.group)
     elif given.layers:
         layers(load_causal_lm(given.model), given.compile)
     else:

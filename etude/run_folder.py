@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -36,14 +37,16 @@ REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
-_TOTALS = {
-    "perf/time_per_step": ("hours", 1 / 3600),
-    "timing_s/testing": ("hours", 1 / 3600),
-    "perf/cpu_seconds": ("cpu_hours", 1 / 3600),
-    "perf/gpu_seconds": ("gpu_hours", 1 / 3600),
-    "perf/total_num_tokens": ("tokens", 1.0),
+_COSTS = {  # metric of a step: what it counts towards
+    "perf/time_per_step": "seconds",
+    "timing_s/testing": "seconds",
+    "perf/cpu_seconds": "cpu_seconds",
+    "perf/gpu_seconds": "gpu_seconds",
+    "perf/joules": "joules",
+    "perf/total_num_tokens": "tokens",
 }
-_JUDGE_TOTALS = ("requests", "prompt_tokens", "completion_tokens", "cost")
+_JUDGE_COSTS = ("requests", "prompt_tokens", "completion_tokens", "cost")
+_SUCCESS = {"val/reward/success/mean": 1, "reward/success/mean": 0}  # whether it is measured after the step's update
 _MAX_RECORD_BYTES = 4 * 2**20
 _MAX_CONFIG_BYTES = 2**20
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
@@ -139,7 +142,10 @@ def is_locked(folder: Path) -> bool:
     """Whether a process is training into `folder` now. Queries the lock without taking it; a process id would not do,
     because two containers may share one."""
     path = folder / LOCK_FILE
-    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    layout, kind = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)  # of the C struct, and its `l_type`
+    fields = [0] * 5  # the whole file, from its start
+    fields[kind] = fcntl.F_WRLCK
+    flock = struct.pack(layout, *fields)
     try:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _HELD_LOCKS:
@@ -148,30 +154,56 @@ def is_locked(folder: Path) -> bool:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
     except OSError:  # no lock, or a file system without locks
         return False
-    return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK)
 
 
 def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Sums what the steps of a run used, over all its restarts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `tokens`,
-    `tool_calls`, and, with judges, `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`, `judge_cost`.
-    Excludes steps that were killed before they finished."""
+    """Sums what the steps of a run used, over all its restarts: `steps`, `hours`, `cpu_hours`, `gpu_hours`, `joules`,
+    `tokens`, `tool_calls`, and, with judges, `judge_requests`, `judge_prompt_tokens`, `judge_completion_tokens`,
+    `judge_cost`. Excludes steps that were killed before they finished, and what was not measured."""
+    records = list(records)
+    sums = {"steps": float(sum(record.get("step") != 0 for record in records))}
+    for name, value in _sum_costs(records).items():
+        hours = name.endswith("seconds")
+        sums[name.replace("seconds", "hours")] = round(value / 3600 if hours else value, 6)
+    return sums
+
+
+def unit_costs(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Divides what a run used, in seconds, joules, tokens and money, by `step`, and by `point of success`: a hundredth
+    of success that it gained from its first validation to its last, or, validated less than twice, from its first training
+    step to its last; absent if it gained none."""
+    units = {}
+    if steps := sum(record.get("step") != 0 for record in records):
+        units["step"] = (records, float(steps))
+    for name, after in _SUCCESS.items():
+        measured = [index for index, record in enumerate(records) if isinstance(record.get(name), (int, float))]
+        if len(measured) > 1:
+            first, last = measured[0], measured[-1]
+            if (points := 100 * (records[last][name] - records[first][name])) > 0:
+                units["point of success"] = (records[first + after : last + after], points)
+            break
+    return {
+        unit: {name: value / number for name, value in _sum_costs(spent).items()}
+        for unit, (spent, number) in units.items()
+    }
+
+
+def _sum_costs(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            if isinstance(value, (int, float)) and (total := _total_of(name)) is not None:
-                sums[total[0]] = sums.get(total[0], 0.0) + value * total[1]
-        sums["steps"] = sums.get("steps", 0.0) + (record.get("step") != 0)
-    return {name: round(value, 6) for name, value in sums.items()}
+            if isinstance(value, (int, float)) and (cost := _cost_of(name)) is not None:
+                sums[cost] = sums.get(cost, 0.0) + value
+    return sums
 
 
-def _total_of(name: str) -> tuple[str, float] | None:
-    """The total that a metric counts towards, and the factor that converts its unit."""
-    if name in _TOTALS:
-        return _TOTALS[name]
+def _cost_of(name: str) -> str | None:
+    """What a metric counts towards."""
     if name.startswith("tool/") and name.endswith("/calls"):
-        return "tool_calls", 1.0
+        return "tool_calls"
     what = name.rpartition("reward/judge/")[2]
-    return (f"judge_{what}", 1.0) if what in _JUDGE_TOTALS and "reward/judge/" in name else None
+    return f"judge_{what}" if what in _JUDGE_COSTS and "reward/judge/" in name else _COSTS.get(name)
 
 
 def utc_now() -> str:

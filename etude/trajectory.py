@@ -70,10 +70,19 @@ TRUNCATED = (
 
 KEPT_IDS = "kept_ids"
 """The column of a batch that holds each row's `Trajectory.kept_ids`; only present if top-k, top-p or a grammar was on."""
-Kept: TypeAlias = "array[int] | bytes"
+Kept: TypeAlias = "array[int] | bytes | Head"
 """Ids in ascending order, or, where that is smaller, a bit for each id of the vocabulary, the lowest of a byte first."""
 KeptIds: TypeAlias = tuple["Kept | None", ...]
 """For each token the ids that it was sampled from, which top-k, top-p or a grammar left; None: the whole vocabulary."""
+
+
+class Head(NamedTuple):
+    """The head of the distribution that a token was sampled from, for score centering: the most probable ids with their
+    log-probs; `kept` is what there is in its place without score centering."""
+
+    kept: array[int] | bytes | None
+    ids: array[int]
+    log_probs: array[float]
 
 
 class Segment(NamedTuple):

@@ -44,7 +44,13 @@ SLOW = (  # whole files, since what takes long in them is what their tests share
     *("benchmarks/test_benchmarks_drivers", "reference/test_reference_keys", "rewards/test_rewards_gold"),
     *("trainer/test_trainer_interrupts", "trainer/test_trainer_async", "trainer/test_trainer_images"),
     *("tools/test_tools_mcp", "viewer/test_viewer_web", "cli/test_cli_gateway", "sandbox/test_attacks"),
-    "inference/test_inference_server_process",
+    *("inference/test_inference_server_process", "inference/test_inference_architectures"),
+    *("inference/test_inference_smollm2", "models/test_models_footprint", "quickstart/test_quickstart_examples"),
+    *("trainer/test_trainer_sft_keys", "trainer/test_trainer_sft_images", "trainer/test_trainer_training_engine"),
+    *("trainer/test_trainer_failures", "trainer/test_trainer_distillation", "trainer/test_trainer_samplers"),
+    *("trainer/test_trainer_roles", "trainer/test_trainer_precision", "trainer/test_trainer_mcp"),
+    *("workers/test_workers_lora", "workers/test_workers_images", "workers/test_workers_rollout_group"),
+    *("rewards/test_rewards_fuzz", "viewer/test_viewer_exports", "viewer/test_viewer_tui", "testing/test_testing_run"),
 )
 
 

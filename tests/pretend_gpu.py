@@ -5,7 +5,7 @@ slowest kernel, is refused. Flash attention is computed by formula.
     with PretendGPU() as gpu:
         model.to("gpu")
         …
-    gpu.waits, gpu.uploads      # Counter of (kind, file:line)
+    gpu.waits, gpu.uploads, gpu.downloads      # Counter of (kind, file:line); downloads do not make the host wait
 
 PyTorch's name of the device is set for the whole process, so a test runs this in a process of its own: `in_a_process`.
 """
@@ -136,10 +136,11 @@ class PretendGPU(TorchDispatchMode):
         super().__init__()
         if not hasattr(torch, GPU):
             _setup_privateuseone_for_python_backend(GPU, backend_module=DeviceModule())
-        self.waits, self.uploads, self.calls, self._stack = Counter(), Counter(), Counter(), None
+        self.waits, self.uploads, self.downloads, self.calls = (Counter() for _ in range(4))
+        self._stack = None
 
     def reset(self):
-        for counter in (self.waits, self.uploads, self.calls):
+        for counter in (self.waits, self.uploads, self.downloads, self.calls):
             counter.clear()
 
     def __enter__(self):
@@ -195,7 +196,7 @@ class PretendGPU(TorchDispatchMode):
         if not ours and not arrives:
             return function(*args, **kwargs)
         self.calls[str(function)] += 1
-        self._count(function, args, ours, arrives, leaves)
+        self._count(function, args, ours, arrives, leaves, kwargs.get("non_blocking"))
         if ours and function not in CROSSING:
             self._refuse_strangers(function, args, tensors)
         values = tree_map_only(OnGPU, lambda x: x.values, (args, kwargs))
@@ -210,14 +211,16 @@ class PretendGPU(TorchDispatchMode):
         found = tree_map_only(torch.Tensor, OnGPU, found)
         return return_and_correct_aliasing(function, args, kwargs, found) if ours else found
 
-    def _count(self, function, args, ours, arrives, leaves):
+    def _count(self, function, args, ours, arrives, leaves, non_blocking):
         name = str(function)
         if "scaled_dot_product" in name and ("math" in name or any(x is not None for x in args[3:4])):
             raise RuntimeError(f"the slowest attention kernel: {name}")
-        if (ours and (function in WAITS or (leaves and function is aten._to_copy.default))) or (
+        if (ours and (function in WAITS or (leaves and function is aten._to_copy.default and not non_blocking))) or (
             function is aten.copy_.default and isinstance(args[1], OnGPU) and not isinstance(args[0], OnGPU)
         ):
             self.waits[name, place()] += 1
+        if leaves and non_blocking:
+            self.downloads[name, place()] += 1
         if function in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1]):
             self.waits["boolean index", place()] += 1
         if (not ours and arrives) or (function is aten.copy_.default and not isinstance(args[1], OnGPU)):

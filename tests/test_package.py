@@ -20,6 +20,26 @@ ROOT = Path(etude.__file__).parents[1]
 NOT_PACKED = {"__pycache__", ".mypy_cache", ".ruff_cache"}
 
 
+WITHOUT_LINUX = """
+import ctypes, os, resource, select, signal, socket
+ONLY_LINUX = {
+    os: "copy_file_range eventfd getxattr memfd_create pidfd_open pipe2 posix_fadvise sched_getaffinity sched_setaffinity"
+        " setns setxattr splice unshare O_DIRECT O_PATH O_TMPFILE",
+    resource: "prlimit", select: "epoll", signal: "pidfd_send_signal", socket: "AF_NETLINK SO_PEERCRED",
+}
+for module, names in ONLY_LINUX.items():
+    for name in names.split():
+        vars(module).pop(name, None)
+def no_library(name, *rest, **options):
+    raise OSError(f"no {name} here")
+ctypes.CDLL = no_library
+import etude, etude.cli.runs, etude.run_folder
+from etude.cli.main import cli, run
+for command in ([], ["check"], ["train"], ["view"]):
+    assert run(cli, [*command, "--help"]) == 0
+"""
+
+
 def run(*command, cwd, **environment):
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run(
@@ -85,4 +105,5 @@ def test_the_wheel_runs_from_where_pip_puts_it(built, tmp_path):
     assert "quickstart" in run(sys.executable, "-m", "etude", "--help", cwd=empty, **here)
     assert "total_training_steps" in run(sys.executable, "-m", "etude", "config", "--yaml", cwd=empty, **here)
     run(sys.executable, "-m", "etude", "new", "agent", "shop", cwd=empty, **here)
+    run(sys.executable, "-c", WITHOUT_LINUX, cwd=empty, **here)
     assert (empty / "shop" / "agent.yaml").is_file()

@@ -80,6 +80,11 @@ def page_id(page: Path) -> str:
     return page.stem
 
 
+def _marked(page: Path) -> object:
+    """The page of clusters is slow: its snippets train on Ray."""
+    return pytest.param(page, marks=pytest.mark.slow) if page.stem == "distributed" else page
+
+
 def execute(block: Block, page: Path, names: dict[str, object], soak: bool = False) -> None:
     kind, _, value = block.mark.partition(": ")
     if kind == "file":
@@ -134,7 +139,7 @@ def empty_folder(tmp_path, monkeypatch):
     logging.getLogger("etude").setLevel(level)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [_marked(page) for page in PAGES], ids=page_id)
 def test_the_snippets_of_a_page_run(page, empty_folder, capfd):
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):

@@ -67,10 +67,12 @@ class Sampling:
     top_p: float
     top_k: int
     seed: int
+    top_logprobs: int = 0
 
     def params(self, index: int, max_tokens: int, stops: Sequence[int]) -> dict[str, Any]:
         """Returns the `sampling_params` for a loop's `run`."""
-        return {
+        own = {"top_logprobs": self.top_logprobs} if self.top_logprobs else {}
+        return own | {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
     from etude.algorithms.correction import (
+        center_scores,
         importance_weights,
         off_policy_sequence_mask,
         rejection_mask,
@@ -37,6 +38,7 @@ __all__ = [
     "adapt_kl_coef",
     "agg_loss",
     "apply_kl_penalty",
+    "center_scores",
     "compute_advantage",
     "distill",
     "equal_scores",
@@ -58,7 +60,13 @@ __all__ = [
 _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
-    "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
+    "correction": {
+        "center_scores",
+        "importance_weights",
+        "off_policy_sequence_mask",
+        "rejection_mask",
+        "rollout_mismatch",
+    },
     "distillation": {"distill", "forward_kl_topk"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},

@@ -20,11 +20,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from etude.algorithms.distillation import ABSENT
 from etude.metrics import Max, Mean, Metrics, Pooled
 
 Bounds: TypeAlias = tuple[float, float]
 
 _MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: larger ratios add no information, and squares must not overflow
+_MIN_TAIL = 1e-6  # as in the paper: below this, 1 − Σ p in float32 is only rounding
 _BINS_PER_DECADE, _SMALLEST, _DECADES = 20, -9, 11  # |Δ log p| from 1e-9 to 100
 
 
@@ -173,6 +175,52 @@ def off_policy_sequence_mask(
     dropped = far[:, None] & (advantages < -1e-9) & mask  # rewards at the group's mean have advantage 0 up to rounding
     share = Mean(float(dropped.sum()), float(mask.sum()))
     return (~dropped).double(), {"rollout_corr/off_policy_masked_fraction": share}
+
+
+def center_scores(
+    log_probs: Tensor, head_log_probs: Tensor, response_mask: Tensor, bounds: Bounds | float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Computes C of score centering (Marek & Ryabinin 2026, arXiv 2609.20807, eq. 6-14, appendix A.3); the loss gets + A C.
+
+    Off-policy, E_q[A ∇ log p] = E_q[A] E_q[∇ log p] + Cov_q(A, ∇ log p), where q is the engine's distribution and p the
+    trainer's. The first term draws p towards q whatever is rewarded; ∇ C is E_q[w ∇ log p], so that it vanishes:
+
+        C = Σ_{v ∈ H} sg(q_v w(p_v / q_v) − ρ w(1 / ρ) p_v) log p_v,  ρ = (1 − Σ_H q) / (1 − Σ_H p)
+
+    with the engine's most probable tokens H; outside, q is taken to be ρ p. w is the weight of a token's score in the loss.
+
+    Args:
+        log_probs: (batch, response_len, k) of the policy, at the engine's most probable tokens.
+        head_log_probs: the same of the engine; `ABSENT` where it has fewer.
+        bounds: of w, as in `importance_weights` at the token level; None: w is 1.
+
+    Returns:
+        C (batch, response_len), 0 where masked, with a gradient to `log_probs`; and means over the tokens of the head's mass
+        under q, `rollout_corr/score_centering_head_mass`, and of the sum of the coefficients' sizes, `…_l1`.
+    """
+    mask = response_mask > 0
+    given = (head_log_probs > ABSENT / 2) & mask[..., None]
+    ours, theirs = (torch.where(given, x.detach().double(), -torch.inf) for x in (log_probs, head_log_probs))
+    p, q = ours.exp(), theirs.exp()
+    q_mass = q.sum(dim=-1)
+    tail = (1 - q_mass).clamp(min=_MIN_TAIL) / (1 - p.sum(dim=-1)).clamp(min=_MIN_TAIL)
+    scale = tail * _token_weight(1 / tail, bounds)
+    weights = _token_weight(_exp(torch.where(given, ours - theirs, 0.0)), bounds)
+    factors = torch.where(given, q * weights - scale[..., None] * p, 0.0)
+    centred = (factors.to(log_probs.dtype) * torch.where(given, log_probs, 0.0)).sum(dim=-1)
+    count, name = float(mask.sum()), "rollout_corr/score_centering"
+    return centred, {
+        f"{name}_head_mass": Mean(float(q_mass.sum()), count),
+        f"{name}_l1": Mean(float(factors.abs().sum()), count),
+    }
+
+
+def _token_weight(ratio: Tensor, bounds: Bounds | float | None) -> Tensor:
+    if bounds is None:
+        return torch.ones_like(ratio)
+    if isinstance(bounds, tuple):
+        return torch.where((ratio >= bounds[0]) & (ratio <= bounds[1]), ratio, 0.0)
+    return ratio.clamp(max=bounds)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------

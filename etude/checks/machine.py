@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from etude.checks.findings import Finding, Findings, Level, Result, check, error, ok, warning
 from etude.checks.nodes import versions
+from etude.distributed.usage import usable_cpus
 from etude.errors import one_line
 
 _MIN_FILES = 4096  # open-file limit that many tools, sessions and connections may need
@@ -77,7 +78,7 @@ def _processors(_: None) -> Result:
     import psutil
     import torch
 
-    usable, memory, load = len(os.sched_getaffinity(0)), psutil.virtual_memory(), os.getloadavg()[0]
+    usable, memory, load = usable_cpus(), psutil.virtual_memory(), os.getloadavg()[0]
     if load > 2 * usable:
         yield warning(
             f"{load:.0f} processes compete for {usable} CPUs",

@@ -221,7 +221,7 @@ def memory(setup: Setup) -> Result:
 def recomputes(setup: Setup) -> bool:
     """Whether the run uses gradient checkpointing: as its placement or its options say, else where the largest micro-batch
     would not fit the free memory without it. Of a cluster's machines this one stands for all."""
-    given = (setup.placement.recomputes, setup.options.model.enable_gradient_checkpointing)
+    given = (setup.placement.recomputes, setup.options.model.checkpointing)
     if (decided := next((each for each in given if each is not None), None)) is not None:
         return decided
     if not (weights := count_weights(setup.options.model.path)):

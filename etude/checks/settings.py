@@ -389,6 +389,14 @@ def _correction(run: TrainOptions) -> Faults:
         if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
             why = f"{reason}, whose product a mean of tokens does not normalise"
             yield fault(f"{key}.rollout_is_batch_normalize", why)
+    reweighed = correction.rollout_is and (correction.rollout_is == "sequence" or correction.rollout_is_batch_normalize)
+    if correction.score_centering_topk and reweighed:
+        why = "needs each token's own weight, also of tokens that were not sampled"
+        fix = f"set {key}.rollout_is=token and rollout_is_batch_normalize=false"
+        yield fault(f"{key}.score_centering_topk", why, fix)
+    if correction.score_centering_topk and correction.bypass_mode and loss.record is not None and loss.record.has_ratio:
+        why = "with bypass_mode=true the loss's own ratio is to the engine's log-probs, and leaves nothing to centre"
+        yield fault(f"{key}.score_centering_topk", why, "set loss_type=reinforce, or bypass_mode=false")
     if loss_mode not in (default, loss.loss_mode):
         yield fault(f"{key}.loss_type", f"picks another loss than actor.policy_loss.loss_mode={loss_mode}")
 

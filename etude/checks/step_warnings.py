@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from etude.checks.sentinel import find_alarms
+from etude.checks.hacks import find_alarms
 from etude.trajectory import StopReason
 
 _CUT = {  # stop reasons that the model did not choose, with the key that sets the limit

@@ -30,7 +30,7 @@ def runs() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def list_runs(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER (default: here) and how they stand."""
-    from etude.viewer.runs import find_runs, read_run
+    from etude.viewer.runs import brief_cost, find_runs, read_run
 
     found = [read_run(each) for each in find_runs(folder)]
     if as_json:
@@ -44,12 +44,13 @@ def list_runs(folder: Path, as_json: bool) -> None:
 
     from etude.cli.console import open_console
 
-    table = Table("run", "kind", "status", "step", "reward", "model", "began", box=None, pad_edge=False)
+    table = Table("run", "kind", "status", "step", "reward", "model", "began", "cost", box=None, pad_edge=False)
     for run in found:
         steps = f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         began = "" if run.started is None else run.started.astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(_safe(run.folder), _safe(run.kind), run.status, steps, reward, _safe(run.model), began)
+        cost = brief_cost(run)
+        table.add_row(_safe(run.folder), _safe(run.kind), run.status, steps, reward, _safe(run.model), began, cost)
     open_console().print(table, markup=False)
 
 
@@ -58,14 +59,17 @@ def list_runs(folder: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 def show(run_dir: Path, as_json: bool) -> None:
     """Show what a run was made from, how it stands and what it cost."""
+    from etude.run_folder import METRICS_FILE, read_metrics, unit_costs
     from etude.viewer.runs import read_run
 
     run = read_run(run_dir)
     if as_json:
-        _print_json(_brief(run) | {"record": run.record})
+        metrics = run.folder / METRICS_FILE
+        costs = unit_costs(read_metrics(metrics)) if metrics.is_file() else {}
+        _print_json(_brief(run) | {"costs": costs, "record": run.record})
         return
     for name, value in _facts(run):
-        click.echo(f"{name:<12} {_safe(value)}")
+        click.echo(f"{name:<20} {_safe(value)}")
 
 
 @runs.command()
@@ -168,6 +172,9 @@ def _brief(run: Run) -> dict[str, Any]:
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of each fact that `show` and `compare` print."""
+    from etude.run_folder import METRICS_FILE, read_metrics
+    from etude.viewer.runs import cost_facts
+
     record = run.record
     yield "run", run.folder
     yield "status", f"{run.status}: {run.why}" if run.why else run.status
@@ -180,8 +187,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
         yield "validation", ", ".join(f"{name.split('/')[1]} {value:.4g}" for name, value in run.validation.items())
-    if totals := _totals(run.folder):
-        yield "totals", totals
+    if (path := run.folder / METRICS_FILE).is_file():
+        yield from cost_facts(read_metrics(path)).items()
     if record.get("started"):
         yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"
     if isinstance(command := record.get("command"), list):
@@ -200,15 +207,6 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     for name, each in files.items() if isinstance(files, Mapping) else ():
         if isinstance(each, Mapping):
             yield f"file {each.get('key')} {Path(name).name}", f"{name} (sha256 {str(each.get('sha256'))[:12]})"
-
-
-def _totals(folder: Path) -> str:
-    """Formats the run's total cost so far, from its metrics."""
-    from etude.run_folder import METRICS_FILE, read_metrics, run_totals
-
-    path = folder / METRICS_FILE
-    totals = run_totals(read_metrics(path)) if path.is_file() else {}
-    return ", ".join(f"{value:,.4g} {name.replace('_', ' ')}" for name, value in totals.items() if name != "steps")
 
 
 def _print_pair(name: str, left: Any, right: Any) -> None:

@@ -11,6 +11,10 @@ from __future__ import annotations
 ALIASES = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
+    **{
+        f"{section}.fsdp_config.optimizer_offload": f"{section.removesuffix('.model')}.optim.offload"
+        for section in ("actor_rollout_ref.actor", "critic", "critic.model")
+    },
     "critic.model.fsdp_config": "critic.fsdp_config",
     **{
         f"{section}.fsdp_config.ulysses_sequence_parallel_size": f"{section}.ulysses_sequence_parallel_size"
@@ -83,8 +87,8 @@ INERT = {
             *.fsdp_config.forward_only *.fsdp_config.strategy *.fsdp_config.seed *.fsdp_config.full_determinism
             *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.qat
         """,
-        "weights, gradients and optimizer state are offloaded together: fsdp_config.param_offload": """
-            *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy *.fsdp_config.grad_offload
+        "gradients are where the optimizer is: optim.offload, and fsdp_config.param_offload for weights too": """
+            *.fsdp_config.offload_policy *.fsdp_config.grad_offload
         """,
         "the reference is held as the actor is": """
             actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config actor_rollout_ref.ref.param_offload
@@ -95,10 +99,6 @@ INERT = {
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
-        "activations stay on their device: enable_gradient_checkpointing and ulysses_sequence_parallel_size save memory": """
-            *.enable_activation_offload
-        """,
-        "nothing is compiled: shapes change with every micro-batch; the result is the same": "*.use_torch_compile",
         "memory and speed alone; the result is the same": """
             *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
@@ -200,6 +200,10 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "*.fsdp_config.model_dtype": (_DTYPE, _FLOAT32),
     "*.fsdp_config.dtype": (_DTYPE, _FLOAT32),
     "*.fsdp_config.mixed_precision": (_DTYPE, (None,)),
+    "*.use_torch_compile": (
+        "delete it: each micro-batch has shapes of its own; model.use_liger=true fuses operations on a GPU",
+        _OFF,
+    ),
     "*.qat.enable": ("delete it: weights are not quantised in training", _OFF),
     "*.mtp.enable": ("delete it: there is no multi-token prediction", _OFF),
     "*.router_replay.mode": ("write rollout.enable_rollout_routing_replay=true", (None, "disabled")),

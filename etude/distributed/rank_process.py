@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from etude.distributed.dispatch import Arguments
 from etude.distributed.plane import BlockStore, Fetched, check_unwritten, fetch_batches, keep_batches
+from etude.distributed.usage import usable_cpus
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import describe_error, user_place
 from etude.registry import share_folder
@@ -160,7 +161,7 @@ class RankProcess:
     ) -> None:
         os.environ.update(environment)
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        share = len(os.sched_getaffinity(0)) // int(environment["LOCAL_WORLD_SIZE"])
+        share = usable_cpus() // int(environment["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(self._options.num_threads or max(1, share))  # Ray sets OMP_NUM_THREADS=1
         if world_size > 1:
             gpu = None if device is None else torch.device(device)

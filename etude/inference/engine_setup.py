@@ -110,10 +110,11 @@ def check_trainable(name: str) -> None:
         raise ConfigError(f"{KEY}.name={name} {TEXT_ONLY[0]}", key=f"{KEY}.name", fix=TEXT_ONLY[1])
 
 
-def check_returns_kept_ids(rollout: RolloutOptions) -> None:
+def check_returns_kept_ids(rollout: RolloutOptions, heads: int = 0) -> None:
     """Rejects training with top-k or top-p on an engine that does not return the ids they kept: the trainer could not
     renormalise over these ids, and its log-probs would be of another distribution. vLLM and SGLang return them for a finite
-    top-k only, and vLLM then for every request.
+    top-k only, and vLLM then for every request. With `heads`, also an engine that does not return the `Head`s that score
+    centering needs.
 
     Raises:
         ConfigError: names the key.
@@ -135,6 +136,13 @@ def check_returns_kept_ids(rollout: RolloutOptions) -> None:
             f"request, and validation keeps all ({KEY}.val_kwargs.top_k={val.top_k})",
             key=f"{KEY}.val_kwargs.top_k",
             fix=f"set {KEY}.val_kwargs.top_k, or val_kwargs.do_sample=false",
+        )
+    if heads and not getattr(engine, "returns_heads", False):
+        raise ConfigError(
+            f"algorithm.rollout_correction.score_centering_topk={heads}: {KEY}.name={rollout.name} does not return the "
+            "most probable tokens of what it sampled from",
+            key="algorithm.rollout_correction.score_centering_topk",
+            fix=f"set it to 0, or {KEY}.name=native",
         )
     if on and not getattr(engine, "returns_kept_ids", False):
         raise ConfigError(

@@ -100,7 +100,7 @@ class _Step:
 class NativeEngine:
     """Implements `etude.inference.Engine`; see the module's docstring."""
 
-    returns_kept_ids = True
+    returns_kept_ids = returns_heads = True
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
         """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or if the KV cache memory

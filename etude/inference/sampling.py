@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.inference.types import SamplingParams
-from etude.trajectory import Kept
+from etude.trajectory import Head, Kept
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)  # set bits of each byte
@@ -54,7 +55,7 @@ def sample(
 
     Returns:
         token ids (rows,), their log-probs (rows,) in float32, and per row the ids that the mask, top-k and top-p kept; None
-        for rows with none of these, and for greedy rows.
+        for rows with none of these, and for greedy rows. With `top_logprobs`, a `Head` that has these.
     """
     logits = _apply_masks(logits.float(), masks)
     greedy = [p.temperature == 0 for p in params]
@@ -69,7 +70,19 @@ def sample(
         point = torch.tensor(greedy, device=logits.device)
         tokens = torch.where(point, logits.argmax(dim=-1), tokens)
         chosen = torch.where(point, torch.zeros_like(chosen), chosen)
-    return tokens, chosen, _kept_ids(restricted, params, masks)
+    kept = _kept_ids(restricted, params, masks)
+    for row, each in enumerate(params):
+        if each.top_logprobs and each.temperature:
+            kept[row] = _head(restricted[row], each.top_logprobs, kept[row])
+    return tokens, chosen, kept
+
+
+def _head(logits: Tensor, size: int, kept: Any) -> Head:
+    """Returns the `size` most probable ids of one row, fewer if fewer are left, with their log-probs in float32."""
+    top = logits.topk(min(size, len(logits)))
+    left = top.values > float("-inf")
+    log_probs = (top.values - logits.logsumexp(dim=0))[left].cpu()
+    return Head(kept, array("i", top.indices[left].tolist()), array("f", log_probs.tolist()))
 
 
 def _apply_masks(logits: Tensor, masks: Sequence[bytes | None]) -> Tensor:

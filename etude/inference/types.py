@@ -47,7 +47,9 @@ class SamplingParams:
 
     A request ends with the first sampled token that is in `stop_token_ids`, or that completes one of the stop strings
     `stop`; both are part of the output. A `grammar` leaves only tokens that can still lead to a text of its language, and is
-    applied first; a request with one and without `stop_token_ids` ends with the tokenizer's eos token.
+    applied first; a request with one and without `stop_token_ids` ends with the tokenizer's eos token. With `top_logprobs`,
+    `TokenOutput.kept_ids` also have that many of the most probable ids and their log-probs (`Head`), of engines whose class
+    sets `returns_heads`.
     """
 
     temperature: float = 1.0
@@ -58,6 +60,7 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k == 0 or self.max_tokens < 1:

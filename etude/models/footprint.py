@@ -7,19 +7,18 @@ what autograd would keep of them is added up, so the answer holds for any family
 from __future__ import annotations
 
 import copy
-import ctypes
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from etude.model_folder import local_folder
+from etude.models.heap import return_large_blocks
 
 if TYPE_CHECKING:
     import torch
 
 _TOKENS = 64  # of the probe
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,32 @@ def _kept(config: Any, layers: int, dtype: torch.dtype, checkpointing: bool) -> 
     return sum(sizes) / _TOKENS
 
 
-def checkpoint_layers(model: Any) -> None:
-    """Enables gradient checkpointing: of a layer, only the input is kept for the backward pass."""
+def checkpoint_layers(model: Any, offload: bool = False) -> None:
+    """Enables gradient checkpointing: of a layer, only the input is kept for the backward pass; with `offload`, in the CPU's
+    memory."""
     if next(model.parameters()).device.type == "cpu":
-        _return_large_blocks()
+        return_large_blocks()
     # Newer versions of Transformers have the first name, older ones the second.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.disable_input_require_grads()  # its hook is for reentrant checkpointing, and slows down the engine
+    for part in model.modules() if offload else ():
+        if hasattr(part, "_gradient_checkpointing_func"):
+            part._gradient_checkpointing_func = _offloaded(part._gradient_checkpointing_func)
 
 
-def _return_large_blocks() -> None:
-    """Makes glibc return freed blocks of 4 MiB and more to the system at once, in this process. By itself it keeps up to 32
-    MiB a block for reuse, and layers that are computed again leave holes: half of the memory of a model of 135 M parameters.
-    It costs 2 % of that update's CPU time, in pages that are faulted in again; `trim_heap` of the workers does the rest."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 4 << 20)
+def _offloaded(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies do not make the host wait: their source and destination are used in the order of one stream."""
+    import torch
+
+    def leave(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        return tensor.device, tensor.to("cpu", non_blocking=True)
+
+    def come_back(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        return kept[1].to(kept[0], non_blocking=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
+            return checkpoint(*args, **kwargs)
+
+    return run

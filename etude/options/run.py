@@ -158,6 +158,13 @@ class RolloutCorrectionOptions:
         default=None,
         unit="nats",
     )
+    score_centering_topk: Natural = key(
+        "Score centering: subtract from a token's score, ∇ log π, its mean over what the engine could have sampled, so "
+        "that the mismatch does not add up over steps. The mean is over this many of the most probable tokens (128 in the "
+        "paper), and an estimate for the others. 0: off.",
+        default=0,
+        unit="tokens",
+    )
     alarm_threshold: Positive | None = key(
         "Warn, naming likely causes, when the KL distance a token (rollout_corr/k3_kl) is above this, and again at each "
         "tenfold. Null: never.",

@@ -122,6 +122,11 @@ class OptimOptions:
         when=DECAYING,
     )
     min_lr_ratio: Share = key("Final rate as a share of the peak.", default=0.0, when=DECAYING)
+    offload: Flag = key(
+        "Keep the float32 weights, their gradients and the optimizer's state in the CPU's memory, and take the step there: "
+        "a GPU keeps the rounded weights alone. With strategy=fsdp2 the weights go too, as with param_offload.",
+        default=False,
+    )
     clip_grad: Positive | None = key(
         "Largest gradient norm; longer gradients are scaled down to it. Null: none is.", default=1.0
     )
@@ -172,6 +177,11 @@ class TrainedModelOptions:
         default=None,
         verl_default="true",
     )
+    enable_activation_offload: Flag = key(
+        "Keep what checkpointing keeps, the layers' inputs, in the CPU's memory rather than a GPU's. Switches "
+        "enable_gradient_checkpointing on.",
+        default=False,
+    )
     use_liger: Flag = key(
         "Run norms, rotary embeddings and feed-forward layers with Liger's kernels. GPUs only.", default=False
     )
@@ -195,6 +205,15 @@ class TrainedModelOptions:
         default=None,
         when=LORA,
     )
+
+    def __post_init__(self) -> None:
+        if self.enable_activation_offload and self.enable_gradient_checkpointing is False:
+            raise ValueError("enable_activation_offload=true needs enable_gradient_checkpointing, which is false")
+
+    @property
+    def checkpointing(self) -> bool | None:
+        """Whether gradient checkpointing is on; None: where memory needs it."""
+        return self.enable_activation_offload or self.enable_gradient_checkpointing
 
 
 @options

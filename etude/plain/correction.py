@@ -160,6 +160,7 @@ def correct(rows, options, together):
         for row in rows:
             stays = torch.tensor(kept[row], dtype=torch.bool)
             row.kept_ids = [ids for ids, flag in zip(row.kept_ids, kept[row]) if flag]
+            row.heads = [head for head, flag in zip(row.heads, kept[row]) if flag]
             of_tokens = ("sampled", "engine", "current", "old", "ref", "taught", "values", "advantages", "returns")
             for name in (*of_tokens, "weights"):
                 setattr(row, name, getattr(row, name)[stays])
@@ -170,7 +171,7 @@ class Seen:
     """A row's log-ratios at one update, and which of its tokens the off-policy mask kept."""
 
     def __init__(self, ratios, kept):
-        self.ratios, self.kept = ratios, kept
+        self.ratios, self.kept, self.learned = ratios, kept, torch.ones(len(ratios), dtype=torch.float64)
 
     def __len__(self):
         return len(self.ratios)
@@ -182,12 +183,43 @@ def loss_weights(log_probs, row, options):
     ratios, factors = {row: seen.ratios}, [row.weights.tolist()]
     if options["bypass_mode"] and options["rollout_is"]:
         factors.append(weigh([[row]], ratios, options)[0][row])
+    masks = len(factors)
     if options["bypass_mode"] and options["rollout_rs"]:
         factors.append(reject([[row]], ratios, options)[0][row])
     if options["off_policy_mask_threshold"] is not None:
         seen.kept = off_policy_kept(log_probs, row, options["off_policy_mask_threshold"])
         factors.append(seen.kept)
+    for factor in factors[masks:]:
+        seen.learned = seen.learned * torch.tensor(factor, dtype=torch.float64)
     return torch.tensor([math.prod(each) for each in zip(*factors)], dtype=torch.float64), seen
+
+
+def centre(log_p, heads, options):
+    """(T,) terms whose gradients are the weighted score that the engine's distribution has on average, where the policy has
+    the log-probs (T, vocabulary); and figures by token. `heads`: the engine's most probable tokens and their log-probs."""
+    terms, masses, sizes = [], [], []
+    for row, head in zip(log_p, heads):
+        term, mass, size = row.sum() * 0 if head is None else 0.0, 0.0, 0.0
+        if head is not None:
+            p = [float(row[token].detach().exp()) for token in head[0]]
+            q = [math.exp(value) for value in head[1]]
+            mass = math.fsum(q)
+            tail = max(1 - mass, 1e-6) / max(1 - math.fsum(p), 1e-6)
+            for token, ours, theirs in zip(head[0], p, q):
+                factor = theirs * score_weight(ours / theirs, options) - tail * score_weight(1 / tail, options) * ours
+                term, size = term + factor * row[token], size + abs(factor)
+        terms.append(term)
+        masses.append(mass)
+        sizes.append(size)
+    return torch.stack(terms), {"score_centering_head_mass": masses, "score_centering_l1": sizes}
+
+
+def score_weight(ratio, options):
+    """By which the loss multiplies a token's score, of the ratio of its probabilities."""
+    if not options["rollout_is"]:
+        return 1.0
+    low, _, high = str(options["rollout_is_threshold"]).rpartition("_")
+    return min(ratio, float(high)) if not low else ratio * (float(low) <= ratio <= float(high))
 
 
 def figures_of(seen, options):

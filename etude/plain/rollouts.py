@@ -24,6 +24,7 @@ class Sequence:
     engine_log_probs: list[float]
     turns: list[int]
     kept_ids: list[list[int] | None]
+    heads: list[tuple[list[int], list[float]] | None] = field(default_factory=list)  # see `correction.centre`
     ref_log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, where the reference is not there
     role: str = ""  # of the agent, or NAME/NUMBER
     step_rewards: list[tuple[int, str, float]] = field(default_factory=list)  # of an earlier one: its role's own

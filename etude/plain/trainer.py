@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from etude.plain.advantages import Story, advantages, gae, running_means
-from etude.plain.correction import correct, figures_of, loss_weights, mismatch
+from etude.plain.correction import centre, correct, figures_of, loss_weights, mismatch
 from etude.plain.losses import (
     SELECTING,
     aggregation_of,
@@ -61,6 +61,7 @@ class Row:
         flagged = [value for value, flag in zip(sequence.engine_log_probs, sequence.mask) if flag]
         self.engine = torch.tensor(flagged, dtype=torch.float64)
         self.kept_ids = [kept for kept, flag in zip(sequence.kept_ids, sequence.mask) if flag]
+        self.heads = [head for head, flag in zip(sequence.heads, sequence.mask) if flag]
         self.turns = [turn for turn, flag in zip(sequence.turns, sequence.mask) if flag]
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
         self.known: dict[str, torch.Tensor] = {}  # by the names of a dump's `token_values`
@@ -385,7 +386,7 @@ class PlainTrainer:
     def update_actor(self, rows):
         """The policy's epochs."""
         actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
-        valued = Meter()
+        valued, centred = Meter(), Meter()
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -405,6 +406,11 @@ class PlainTrainer:
                 seen.append(snapshot)
                 self.trained_advantages += row.advantages.tolist()
                 pg_total += weight * float(losses.detach().sum())
+                if self.correction["score_centering_topk"]:
+                    ours = log_distributions(self.policy, row, self.temperature).cpu()
+                    scores, sizes = centre(ours, row.heads, self.correction)
+                    losses = losses + row.advantages * snapshot.learned * scores
+                    centred.add(**sizes)
                 losses = losses - actor["entropy_coeff"] * entropy
                 if actor["use_kl_loss"]:
                     kl = kl_estimate(actor["kl_loss_type"], log_probs, row.ref)
@@ -429,6 +435,7 @@ class PlainTrainer:
             if self.shares_trunk:
                 self.step_critic(batch, valued, vf_total)
         valued = valued.means("critic") if self.shares_trunk else {}
+        valued |= centred.means("rollout_corr")
         return meter.means("actor") | valued | taught.means("distillation") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):

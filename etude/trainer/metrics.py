@@ -27,6 +27,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
+from etude.run_folder import METRICS_FILE, read_metrics, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -307,18 +308,31 @@ class Timings:
 
 
 class CostMeter:
-    """Measures the CPU and GPU seconds of each step, over all processes of a run."""
+    """Measures what each step costs, over all processes of a run."""
 
     def __init__(self, usage: Callable[[], Usage]) -> None:
-        self._usage, self._spent, self._began = usage, usage().total, time.perf_counter()
+        self._usage, self._last, self._began = usage, usage(), time.perf_counter()
 
     def measure(self) -> Metrics:
-        """Returns `perf/cpu_seconds` and `perf/gpu_seconds` (GPUs held × seconds) since the last call or construction."""
+        """Returns `perf/cpu_seconds`, `perf/gpu_seconds` (GPUs held × seconds) and `perf/joules` since the last call or
+        construction; the latter two only where there are GPUs and counters of energy."""
         now, usage = time.perf_counter(), self._usage()
-        metrics = {"perf/cpu_seconds": max(usage.total - self._spent, 0.0)}
-        metrics["perf/gpu_seconds"] = len(usage.gpus) * (now - self._began)
-        self._spent, self._began = usage.total, now
+        metrics = {"perf/cpu_seconds": max(usage.total - self._last.total, 0.0)}
+        if usage.gpus:
+            metrics["perf/gpu_seconds"] = len(usage.gpus) * (now - self._began)
+        if (joules := usage.joules_since(self._last)) is not None:
+            metrics["perf/joules"] = joules
+        self._last, self._began = usage, now
         return metrics
+
+
+def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:
+    """`perf/<cost>_per_point`: what a point of success has cost up to `step`, whose metrics are `record` (see `unit_costs`).
+    Earlier steps come from `metrics.jsonl`, if the run writes it."""
+    path = run_dir / METRICS_FILE
+    earlier = read_metrics(path) if path.is_file() else []
+    costs = unit_costs([*earlier, {"step": step, **record}]).get("point of success", {})
+    return {f"perf/{name}_per_point": value for name, value in costs.items()}
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:

@@ -50,7 +50,7 @@ from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
-from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, gain_costs, timing_metrics
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.resume import Resumption, find_resumption, plain_values, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
@@ -199,7 +199,7 @@ class PPOTrainer:
             if self.global_step == 0 and self.options.trainer.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 self._budget.note(validated)
-                tracking.log(validated, 0)
+                tracking.log(validated | self._cost.measure(), 0)
                 emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
                 validated = self._advance(tracking, emit, interrupts) or validated
@@ -244,6 +244,8 @@ class PPOTrainer:
         finally:  # the step counts even if its validation failed
             self._budget.note(metrics | validated)
             metrics |= self._cost.measure()
+            if validated:
+                metrics |= gain_costs(self.run_dir, metrics | validated, self.global_step)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)

@@ -17,7 +17,7 @@ import torch
 from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
-from etude.checks.sentinel import find_hacks, hack_metrics
+from etude.checks.hacks import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts

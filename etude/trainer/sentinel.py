@@ -1,6 +1,6 @@
 """`trainer.sentinel`: an independent scorer of validation answers, which the policy is never trained on.
 
-What it says is only reported; `etude.checks.sentinel` has what the sentinel finds in rollouts without one.
+What it says is only reported; `etude.checks.hacks` has what the sentinel finds in rollouts without one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from etude.checks.sentinel import PREFIX
+from etude.checks.hacks import PREFIX
 from etude.rewards import load_compute_score
 from etude.rewards.default import Scorer
 from etude.rewards.rescore import rescore

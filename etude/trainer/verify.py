@@ -164,6 +164,9 @@ def check_verifiable(config: Mapping[str, Any], key: str = "") -> None:
         "critic.model.lora_rank": bool(config["critic"]["model"].get("lora_rank")),
         "actor_rollout_ref.rollout.top_p": rollout.get("top_p", 1.0) != 1.0,  # nor which tokens were left
         "actor_rollout_ref.rollout.top_k": top_k is not None and top_k > 0,
+        "algorithm.rollout_correction.score_centering_topk": bool(
+            algorithm["rollout_correction"].get("score_centering_topk")  # nor what was likely
+        ),
         "distillation.teachers": bool(teachers) and list(teachers) != ["default"],
     }
     for role, given in (("actor_rollout_ref.actor", actor["actor"]), ("critic", config["critic"])):

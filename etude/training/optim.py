@@ -67,7 +67,8 @@ class OptimizerSet:
         self.weight_change = 0.0  # ‖Δw‖ / ‖w‖ of the last step; 0 if it was skipped
         self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
-        self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model, dtype)
+        self._masters = MasterWeights(model, exact, options.offload and not self._sharded)
+        self._loss_scale = DynamicLossScale.for_model(model, dtype)
         self._parameters = [self._masters.of(p) for p in self._model_parameters]
         self._names: dict[Tensor, str] = {
             self._masters.of(p): name for name, p in model.named_parameters() if p.requires_grad

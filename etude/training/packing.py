@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.algorithms.distillation import ABSENT
 from etude.chat.encoding import common_beginning
 from etude.errors import DataError
 from etude.models.image_positions import ImagePositions
@@ -25,7 +26,7 @@ from etude.protocol import DataProto
 from etude.training.images import PackedImages, locate_images, pack_images
 from etude.training.log_probs import Support
 from etude.training.ulysses import SequenceTeam, TeamLayout
-from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, RoutedExperts
+from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, Head, RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class PackedRows:
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `shared` (tokens,): the
     number of rows that contain the token; `images`: those among the tokens; `support`: the ids that the labels were sampled
-    from, None for the whole vocabulary; `experts` (tokens, layers, k): the experts that the engine's routers chose, see
-    `etude.models.experts.replay_experts`; `team`: the ranks that compute the rows together, of which this one has its own
-    tokens alone.
+    from, None for the whole vocabulary; `heads`: with score centering, ids and log-probs (scored, k) of the engine's most
+    probable tokens at each label, `ABSENT` where there are fewer; `experts` (tokens, layers, k): the experts that the
+    engine's routers chose, see `etude.models.experts.replay_experts`; `team`: the ranks that compute the rows together, of
+    which this one has its own tokens alone.
     """
 
     token_ids: Tensor
@@ -50,6 +52,7 @@ class PackedRows:
     shared: Tensor
     images: PackedImages | None = None
     support: Support | None = None
+    heads: tuple[Tensor, Tensor] | None = None
     experts: Tensor | None = None
     team: SequenceTeam | None = None
 
@@ -121,31 +124,45 @@ def pack(
     if vision is not None and any(placed):
         token_ids.masked_fill_(token_ids < 0, vision.image_token_id)
         images = pack_images(placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device)
+    labels = ids[row, prompt_width + column]
+    support, heads = _distributions(batch, rows, row, column, labels, device)
     # A blocking upload would wait for all that the GPU has yet to compute.
     return PackedRows(
         token_ids=token_ids.to(device, non_blocking=True),
         layout=own_layout,
         source=source.to(device, non_blocking=True),
-        labels=ids[row, prompt_width + column].to(device, non_blocking=True),
+        labels=labels.to(device, non_blocking=True),
         row=row.to(device, non_blocking=True),
         column=column.to(device, non_blocking=True),
         shape=(len(index), mask.shape[1]),
         shared=shared.to(device, non_blocking=True),
         images=images,
-        support=_support(batch, rows, row, column, device),
+        support=support,
+        heads=heads,
         experts=experts,
         team=team,
     )
 
 
-def _support(
-    batch: DataProto, rows: Sequence[int], row: Tensor, column: Tensor, device: torch.device
-) -> Support | None:
+def _distributions(
+    batch: DataProto, rows: Sequence[int], row: Tensor, column: Tensor, labels: Tensor, device: torch.device
+) -> tuple[Support | None, tuple[Tensor, Tensor] | None]:
+    """Returns the support of each label and the heads of the distributions that they were sampled from."""
     given = batch.non_tensor_batch.get(KEPT_IDS)
     if given is None:
-        return None
-    kept = [(of_row := given[rows[r]]) and of_row[c] for r, c in zip(row.tolist(), column.tolist())]
-    return Support.of([ids or None for ids in kept], device)
+        return None, None
+    known = [(of_row := given[rows[r]]) and of_row[c] for r, c in zip(row.tolist(), column.tolist())]
+    kept = [each.kept if isinstance(each, Head) else each or None for each in known]
+    support = Support.of(kept, device) if any(kept) else None
+    width = max((len(each.ids) for each in known if isinstance(each, Head)), default=0)
+    if not width:
+        return support, None
+    ids, log_probs = labels[:, None].repeat(1, width), torch.full((len(labels), width), ABSENT)
+    for place, each in enumerate(known):
+        if isinstance(each, Head):
+            ids[place, : len(each.ids)] = torch.tensor(each.ids)
+            log_probs[place, : len(each.ids)] = torch.tensor(each.log_probs)
+    return support, (ids.to(device), log_probs.to(device))
 
 
 MIN_SHARED = 8  # tokens; sharing a shorter run costs more in attention calls than it saves

@@ -180,9 +180,15 @@ class PolicyLearner:
             delay_sums(self.model, number == len(micros) + idle)
             packed = pack(batch, rows, self._device, self._vision, self._team)
             micro = batch.select_idxs(rows).to(self._device)
-            taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
-            if taught is not None:
-                labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
+            labels = packed.labels
+            others: dict[str, Tensor] = {}  # ids beside the labels, by the column for their log-probs
+            if (taught := micro.batch.get("teacher_topk_ids")) is not None:
+                others["topk_log_probs"] = taught[packed.row, packed.column].long()
+            if packed.heads is not None:
+                others["sampler_topk_log_probs"], sampled_from = packed.heads
+                micro.batch["sampler_head"] = packed.scatter(sampled_from)
+            if others:
+                labels = torch.cat([labels[:, None], *others.values()], dim=1)
             balance = Balance()
             recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
             # Both must cover the backward pass, too, because it recomputes checkpointed layers.
@@ -190,9 +196,10 @@ class PolicyLearner:
                 log_probs, entropies, *values = self._forward(
                     packed, temperature, entropy_grad, labels=labels, values=critic is not None
                 )
-                if taught is not None:
-                    micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
-                    log_probs = log_probs[:, 0]
+                if others:
+                    ours, *others_found = log_probs.split([1, *(ids.shape[1] for ids in others.values())], dim=1)
+                    micro.batch.update(dict(zip(others, map(packed.scatter, others_found))))
+                    log_probs = ours[:, 0]
                 if values:
                     micro.batch["vpreds"] = packed.scatter(values[0])
                 loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)

@@ -32,13 +32,17 @@ def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
 class MasterWeights:
     """Float32 master weights for trainable parameters in lower precision; other parameters are their own masters."""
 
-    def __init__(self, model: nn.Module, exact: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """`exact`: the parameters' values before rounding (see `round_weights`)."""
+    def __init__(
+        self, model: nn.Module, exact: Mapping[nn.Parameter, Tensor] | None = None, on_cpu: bool = False
+    ) -> None:
+        """`exact`: the parameters' values before rounding (see `round_weights`). `on_cpu`: masters are on the CPU; then
+        parameters in float32 on another device have some, too."""
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype in _HALF:
+            place = torch.device("cpu") if on_cpu else parameter.device
+            if parameter.requires_grad and (parameter.dtype in _HALF or place != parameter.device):
                 value = (exact or {}).get(parameter, parameter.detach())
-                master = nn.Parameter(value.to(torch.float32, copy=value.dtype in _HALF))
+                master = nn.Parameter(value.to(place, torch.float32, copy=value.dtype in _HALF))
                 self._masters[parameter] = master
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
 
@@ -56,7 +60,7 @@ class MasterWeights:
 def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.to(torch.float32)
+        gradient = parameter.grad.to(master.device).to(torch.float32)  # the CPU converts: half as much crosses
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 

@@ -12,11 +12,11 @@ from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
 
-from etude.checks.sentinel import ALARM, find_hacks
+from etude.checks.hacks import ALARM, find_hacks
 from etude.checks.step_warnings import find_problems
-from etude.dumps import sequences_of
+from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, read_config, read_run_record, run_totals
+from etude.run_folder import CONFIG_FILE, read_config, read_run_record
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -25,7 +25,7 @@ from etude.viewer.explain import list_tokens
 from etude.viewer.index import RolloutIndex, count_values, group_rows
 from etude.viewer.query import Filter
 from etude.viewer.rows import FLAGS, Row, as_list, is_number
-from etude.viewer.runs import Runs, RunView, diff_configs, is_run, read_run
+from etude.viewer.runs import Runs, RunView, cost_facts, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
 
@@ -59,8 +59,7 @@ def overview(run: RunView) -> Answer:
     """Returns the run's status, cost, software and hardware, and the problems found in its steps."""
     _, records = run.metrics()
     record = read_run_record(run.folder)
-    facts = {f"total {name.replace('_', ' ')}": f"{value:,.4g}" for name, value in run_totals(records).items()}
-    facts |= {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
+    facts = cost_facts(records) | {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
     index = run.index
     facts["trajectories"] = f"{len(index.rows):,}" + ("" if index.complete else " so far: still reading")
     if index.bad_lines:
@@ -116,7 +115,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
-            "examples": [{"name": name, "place": row.place} for name, row in cause.named_examples],
+            "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found
     ]
@@ -133,6 +132,10 @@ def why(run: RunView, step: int | None = None) -> Answer:
     }
 
 
+def _example(name: str, row: Row) -> Answer:
+    return {"name": name, "place": row.place, "question": row.question}
+
+
 def _verdict(run: RunView, rows: Sequence[Row], causes: Sequence[Cause], problems: Sequence[str]) -> Answer:
     """What to look at first, and up to three rollouts that show it: a hack of the sentinel's, else what takes the signal
     from most, else a problem of the metrics. Reads the first `_READ` rollouts."""
@@ -144,7 +147,7 @@ def _verdict(run: RunView, rows: Sequence[Row], causes: Sequence[Cause], problem
         return {"text": hacks[0].sentence, "examples": examples}
     worst = max(causes, key=lambda cause: cause.share, default=None)
     if worst is not None and worst.share >= ALARM:
-        examples = [{"name": name, "place": row.place} for name, row in worst.named_examples]
+        examples = [_example(name, row) for name, row in worst.named_examples]
         return {"text": f"{worst.text} of {worst.what}", "examples": examples}
     return {"text": problems[0] if problems else "nothing stands out in this step", "examples": []}
 
@@ -180,9 +183,12 @@ def _group_spread(rows: Sequence[Row]) -> list[Answer]:
     return sorted(groups, key=lambda group: group["std"])[:MAX_ROWS]
 
 
+_NUMBERS = ("rewards", "calls", "call_errors", "turns", "response_tokens", "sampled_tokens", "seconds", "flags")
+
+
 def _row(row: Row) -> Answer:
-    names = ("place", "split", "step", "uid", "request_id", "score", "rewards", "calls", "call_errors", "turns")
-    kept = {name: getattr(row, name) for name in (*names, "response_tokens", "sampled_tokens", "seconds", "flags")}
+    names = ("place", "split", "step", "uid", "request_id", "question", "answer", "score")
+    kept = {name: getattr(row, name) for name in (*names, *_NUMBERS)}
     return kept | {"stop": row.stop_reason, "source": row.data_source, "tools": row.tools}
 
 
@@ -261,11 +267,23 @@ def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answ
     conversations = [parse_conversation(each, max_text) for each in sequences_of(record)[-_MAX_SEQUENCES:]]
     return {
         "sequences": [
-            {"blocks": [vars(block) for block in each.blocks], "facts": each.facts} for each in conversations
+            {
+                "blocks": [vars(block) for block in each.blocks],
+                "messages": [vars(block) for block in each.messages],
+                "facts": each.facts,
+            }
+            for each in conversations
         ],
+        "advantage": _advantage(record),
         "calls": [_call(call, max_text) for call in calls[:MAX_CALLS]],
         "calls_omitted": max(len(calls) - MAX_CALLS, 0),
     }
+
+
+def _advantage(record: Mapping[str, Any]) -> float | None:
+    """The mean advantage of the tokens that the policy sampled, if the dump has it."""
+    values = [value for value in token_values(record).get("advantages", ()) if is_number(value)]
+    return fmean(values) if values else None
 
 
 def _call(call: Mapping[str, Any], max_text: int) -> Answer:
@@ -323,7 +341,16 @@ def timeline(run: RunView, step: int | None = None) -> Answer:
     index, lanes = run.index, list[Answer]()
     for row in rows[:MAX_ROWS]:
         spans, known = _spans(index.read(row))
-        lanes.append({"place": row.place, "uid": row.uid, "score": row.score, "spans": spans, "known": known})
+        lanes.append(
+            {
+                "place": row.place,
+                "uid": row.uid,
+                "question": row.question,
+                "score": row.score,
+                "spans": spans,
+                "known": known,
+            }
+        )
     start = min((span[1] for lane in lanes if lane["known"] for span in lane["spans"]), default=0.0)
     for lane in lanes:
         shift = start if lane["known"] else 0.0
@@ -370,10 +397,6 @@ def compare(run: RunView, other: RunView) -> Answer:
     left, right = _last_rows(run.index), _last_rows(other.index)
     prompts = [_pair(left[prompt], right[prompt]) for prompt in left.keys() & right.keys()]
     prompts.sort(key=lambda pair: (-abs(pair["right"]["mean"] - pair["left"]["mean"]), pair["left"]["place"]))
-    index = run.index
-    for pair in prompts[:MAX_PROMPTS]:
-        if (row := index.find(pair["left"]["place"])) is not None:
-            pair["prompt"] = index.texts(row)[0][-_EXCERPT:]
     return {
         "titles": [run.title, other.title],
         "branches": [f"{each.title} is a branch of {branch}" for each in (run, other) if (branch := _branch_of(each))],
@@ -411,4 +434,4 @@ def _pair(left: Sequence[Row], right: Sequence[Row]) -> Answer:
             "mean": fmean(scores) if scores else 0.0,
         }
 
-    return {"left": side(left), "right": side(right), "prompt": ""}
+    return {"left": side(left), "right": side(right), "prompt": left[0].question}

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from etude.viewer.rows import as_list, is_number
+from etude.viewer.rows import as_dict, as_list, first_response, is_number, message_text
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
@@ -40,29 +40,55 @@ def _counted(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A span of text from one source: `kind` is a provenance, "prompt" or "reward"; `omitted` characters were truncated."""
+    """A span of text from one source: `kind` is a provenance, "prompt" or "reward"; `omitted` characters were truncated. A
+    message that the policy wrote has its `turn`."""
 
     kind: str
     label: str
     text: str
     omitted: int = 0
+    turn: int | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One trajectory: its blocks, and `facts` about it as (name, value)."""
+    """One trajectory: its exact text as `blocks`; the same as `messages`, without the template's tokens, if it was recorded
+    so; and `facts` about it as (name, value)."""
 
     blocks: tuple[Block, ...]
+    messages: tuple[Block, ...]
     facts: tuple[tuple[str, str], ...]
 
 
 def parse_conversation(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Conversation:
     """Turns a dumped record into readable blocks of at most `max_text` characters each."""
     blocks = _segment_blocks(record, max_text) or _flat_blocks(record, max_text)
-    if len(blocks) > MAX_BLOCKS:
-        left = len(blocks) - MAX_BLOCKS
-        blocks = [*blocks[:MAX_BLOCKS], Block("template", "template", f"… {left} more parts")]
-    return Conversation(tuple(blocks), tuple(_facts(record)))
+    return Conversation(_bounded(blocks), _bounded(_messages(record, max_text)), tuple(_facts(record)))
+
+
+def _bounded(blocks: list[Block]) -> tuple[Block, ...]:
+    left = len(blocks) - MAX_BLOCKS
+    return (*blocks[:MAX_BLOCKS], *([Block("template", "template", f"… {left} more parts")] if left > 0 else []))
+
+
+_ROLES = {"system": "prompt", "user": "user", "tool": "tool"}
+
+
+def _messages(record: Mapping[str, Any], max_text: int) -> list[Block]:
+    """The recorded messages; tools' answers to the policy are left out where `tool_calls` has them."""
+    messages, first = as_list(record.get("messages")), first_response(record)
+    called = {call.get("turn") for call in map(as_dict, as_list(record.get("tool_calls")))}
+    blocks, turn, rewards = list[Block](), -1, _step_rewards(record)
+    for at, message in enumerate(map(as_dict, messages)):
+        role, text = str(message.get("role"))[:60], message_text(message)
+        if at >= first and role == "assistant":
+            turn += 1
+            blocks.append(replace(_block("sampled", text, "model", max_text), turn=turn))
+            blocks += [block for block in rewards.pop(str(turn), []) if turn not in called]
+        elif text and not (role == "tool" and turn in called):
+            label = "assistant, in the prompt" if role == "assistant" else role
+            blocks.append(_block(_ROLES.get(role, "prompt"), text, label, max_text))
+    return blocks
 
 
 def _block(kind: str, text: object, label: str = "", max_text: int = MAX_TEXT) -> Block:

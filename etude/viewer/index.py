@@ -1,6 +1,6 @@
 """`RolloutIndex`: indexes the trajectories of a run folder, a folder of dumps or a single dump.
 
-Invariant: memory holds one `Row` per trajectory and no text; the full record is read from its file, by offset, on demand.
+Invariant: memory holds one `Row` per trajectory, with two lines of its text; the full record is read by offset on demand.
 A line that is not a trajectory is listed in `bad` and never aborts the scan. `refresh` is incremental: it reads new dumps,
 appended lines and replaced files only. Étude's and verl's dumps are supported. Searches and reads are bounded in time and
 bytes. `refresh` takes a lock; every other method may run concurrently with it.

@@ -11,17 +11,19 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
 from etude.errors import DataError, one_line
 from etude.trajectory import TRUNCATED, StopReason
 
 _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
+_MAX_LINE = 160  # characters of a question or a last line
+_TOKEN = re.compile(r"<[|｜/]?[\w▁ ]{1,40}[|｜]?>|\[/?INST\]")  # special tokens of templates
 _ARRAY = re.compile(
     rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
     rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
@@ -36,8 +38,9 @@ class Row:
 
     `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
     one step; `prompt` is a digest of the input, equal across steps and runs. Response tokens are summed over a rollout's
-    sequences. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are
-    keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
+    sequences. `question` is the first line of what was asked last, `answer` the last line of the response. `rewards` are
+    unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are keys of `FLAGS`.
+    `found_answer`: whether the scorer found an answer; None if it does not say.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Row:
     step: int
     uid: str
     prompt: str
+    question: str
+    answer: str
     request_id: str
     score: float | None
     rewards: Mapping[str, float]
@@ -136,6 +141,8 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         step=_whole(record.get("step"), int(stem) if stem.isdecimal() and len(stem) < 16 else 0),
         uid=_name(record.get("uid")) or prompt,
         prompt=prompt,
+        question=sys.intern(_question(record)),
+        answer=_line(record.get("output"), -1),
         request_id=_name(record.get("request_id")),
         score=_finite(record.get("score")),
         rewards=_rewards_by_source(rewards),
@@ -176,6 +183,38 @@ def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:
         if number is not None and (name in sums or len(sums) < _MAX_NAMES):
             sums[name] = _finite(sums.get(name, 0.0) + number) or 0.0
     return sums
+
+
+def first_response(record: Mapping[str, Any]) -> int:
+    """The index in a record's `messages` of the first that the policy wrote, or their number."""
+    turns = [
+        at for at, message in enumerate(as_list(record.get("messages"))) if as_dict(message).get("role") == "assistant"
+    ]
+    written = _whole(record.get("assistant_turns"), 0)
+    return turns[-written:][0] if turns and written > 0 else len(as_list(record.get("messages")))
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message; other parts, such as images, by their type in brackets."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text", f"[{part.get('type')}]") if isinstance(part, Mapping) else part for part in parts)
+    return "\n".join(str(text) for text in texts if text is not None)
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    asked = [as_dict(each) for each in as_list(record.get("messages"))[: first_response(record)]]
+    users = [message_text(each) for each in asked if each.get("role") == "user"]
+    return _line(users[-1], 0) if users else _line(record.get("input"), -1, ("assistant", "model"))
+
+
+def _line(text: object, at: Literal[0, -1], but: Sequence[str] = ()) -> str:
+    """The first or last line of `text` that is neither blank without special tokens nor in `but`."""
+    lines = text.splitlines() if isinstance(text, str) else []
+    for line in lines if at == 0 else reversed(lines):
+        if (shown := " ".join(_TOKEN.sub(" ", line).split())) and shown not in but:
+            return shown[:_MAX_LINE]
+    return ""
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -20,7 +20,18 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from etude.errors import DataError
 from etude.options.validate import flatten
-from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, is_locked, read_config, read_run_record
+from etude.run_folder import (
+    COMPLETED,
+    CONFIG_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    is_locked,
+    read_config,
+    read_metrics,
+    read_run_record,
+    run_totals,
+    unit_costs,
+)
 from etude.viewer.curves import REWARD_KEYS, is_validation
 from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import is_number
@@ -174,6 +185,31 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def cost_facts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Formats what a run with these metrics has cost: `totals`, `per step`, and `per point of success`; see `unit_costs`."""
+    totals = run_totals(records)
+    del totals["steps"]
+    named = {"totals": totals} | {f"per {unit}": costs for unit, costs in unit_costs(records).items()}
+    return {name: _format_costs(costs) for name, costs in named.items() if costs}
+
+
+def brief_cost(run: Run) -> str:
+    """Formats the GPU hours of a run, else its CPU hours, and what its judges cost."""
+    path = run.folder / METRICS_FILE
+    totals = run.record.get("totals")
+    if not isinstance(totals, Mapping):
+        totals = run_totals(read_metrics(path)) if path.is_file() else {}
+    hours = "gpu_hours" if totals.get("gpu_hours") else "cpu_hours"
+    return _format_costs({name: totals[name] for name in (hours, "judge_cost") if is_number(totals.get(name))})
+
+
+def _format_costs(costs: Mapping[str, float]) -> str:
+    def named(name: str) -> str:
+        return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU")
+
+    return ", ".join(f"{v:,.0f} {named(n)}" if v >= 1000 else f"{v:.4g} {named(n)}" for n, v in costs.items())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
     agg_loss,
+    center_scores,
     forward_kl_topk,
     importance_weights,
     kl_penalty,
@@ -30,6 +31,7 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
+from etude.models.heap import trim_heap
 from etude.models.lora import without_adapters
 from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
@@ -39,7 +41,7 @@ from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_sta
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.engine_link import score_rows
 from etude.workers.lagging import LaggingWeights
-from etude.workers.role import TOKENS, trim_heap
+from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 from etude.workers.weights import WeightSender
 
@@ -234,7 +236,7 @@ class TrainWorker(TrainedWorker):
         }
         # Without old log-probs there is a single update per batch, whose own log-probs serve as the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
-        weights, metrics = self._loss_weights(log_probs, micro)
+        weights, learned, metrics = self._loss_weights(log_probs, micro)
         inputs: dict[str, Any] = {need: columns[need] for need in record.needs}
         if record.selects:
             inputs["selected_tokens"] = columns["selected_tokens"]
@@ -252,6 +254,12 @@ class TrainWorker(TrainedWorker):
         )
         metrics |= {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
+        if "sampler_head" in columns:
+            correction = self.options.algorithm.rollout_correction
+            bounds = correction.is_bounds if correction.rollout_is else None
+            centred, centring = center_scores(columns["sampler_topk_log_probs"], columns["sampler_head"], mask, bounds)
+            loss = loss + agg_loss(columns["advantages"].to(loss.dtype) * learned * centred, mask, **scaling)
+            metrics |= centring
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, **scaling)
         if actor.use_kl_loss:
@@ -314,25 +322,28 @@ class TrainWorker(TrainedWorker):
         if self._actor.critic is not None:
             self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 
-    def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
+    def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Tensor | float, Metrics]:
         """The weights of each token's loss, if any: the driver's importance weights; with `bypass_mode`, importance weights
-        and rejection mask at the current policy; and the off-policy sequence mask. A sequence here is a row."""
+        and rejection mask at the current policy; and the off-policy sequence mask. Also returns the product of the masks. A
+        sequence here is a row."""
         correction, columns = self.options.algorithm.rollout_correction, micro.batch
         mask, engine = columns["response_mask"], columns["rollout_log_probs"]
         weights, metrics = columns.get("rollout_is_weights"), Metrics()
         if correction.bypass_mode and correction.rollout_is is not None:
             bounds = correction.is_bounds
             weights, metrics = importance_weights(log_probs - engine, mask, level=correction.rollout_is, bounds=bounds)
-        factors = [] if weights is None else [weights]
+        masks = []
         if correction.bypass_mode and correction.rollout_rs:
             kept, rejected = rejection_mask(log_probs - engine, mask, correction.criteria)
-            factors.append(kept.double())
+            masks.append(kept.double())
             metrics |= rejected
         if (threshold := correction.off_policy_mask_threshold) is not None:
             kept, dropped = off_policy_sequence_mask(log_probs, engine, columns["advantages"], mask, threshold)
-            factors.append(kept)
+            masks.append(kept)
             metrics |= dropped
-        return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), metrics
+        factors = masks if weights is None else [weights, *masks]
+        learned = math.prod(masks[1:], start=masks[0]).to(log_probs.dtype) if masks else 1.0
+        return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), learned, metrics
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

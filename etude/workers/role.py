@@ -6,11 +6,9 @@ process and loads what it needs, each once.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,23 +74,6 @@ def start_process(plugins: Sequence[str], run: RunOptions, agent_loop_config_pat
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds up in no fixed order
         torch.use_deterministic_algorithms(True)  # an operation without such an algorithm stops the run, with its name
-
-
-class _HeapUse(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33 and newer: `free` is `fordblks`, the free bytes of all heaps."""
-
-    _fields_ = (("others", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("top", ctypes.c_size_t))
-
-
-def trim_heap() -> None:
-    """Returns free memory to the system, if it is a gigabyte or more. Rollouts and updates take turns, in threads with a
-    heap each in glibc, which holds on to what one of them freed: a quarter of the memory of a model of 135 M parameters.
-    A small model keeps its half gigabyte: to fault its pages in again took a fifth of an update's CPU time."""
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallinfo2.restype = _HeapUse
-        if libc.mallinfo2().free >= 2**30:
-            libc.malloc_trim(0)
 
 
 class RoleWorker(Worker):
@@ -205,7 +186,8 @@ class RoleWorker(Worker):
         share_check(getattr(model, "backbone", model))
         use_packing(getattr(model, "backbone", model))  # before the weights are shards
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
-        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.dtype))
+        given = replace(options.fsdp_config, param_offload=options.fsdp_config.param_offload or options.optim.offload)
+        shard_model(model, given, mesh, torch_dtype(self.dtype))
         return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
@@ -223,6 +205,6 @@ class RoleWorker(Worker):
             _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.trainer.seed)
-        given = options.enable_gradient_checkpointing
+        given = options.checkpointing
         if self.placement.recomputes if given is None else given:
-            checkpoint_layers(network)
+            checkpoint_layers(network, offload=options.enable_activation_offload and self.device.type != "cpu")

@@ -18,6 +18,7 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.inference import ProbeDraws, evaluates_only
 from etude.metrics import Metrics
+from etude.models.heap import trim_heap
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
@@ -29,7 +30,7 @@ from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
 from etude.workers.reward import build_scorer, open_reward_model
-from etude.workers.role import HERE, Placement, RoleWorker, trim_heap
+from etude.workers.role import HERE, Placement, RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
 ROLLOUT_MESH = "rollout"  # every rank has its own engine, even if ranks share a model in training
@@ -220,7 +221,8 @@ class RolloutWorker(RoleWorker):
         chosen: Any = rollout.val_kwargs if validate else rollout
         greedy = data.meta_info.get("greedy") or not chosen.do_sample
         temperature = 0.0 if greedy else chosen.temperature
-        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
+        heads = 0 if validate else self.options.algorithm.rollout_correction.score_centering_topk
+        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]), heads)
         rows = rows_of(data)
         for row in rows:
             row["active_tools"] = active_tools(row, list(self.context.tools))

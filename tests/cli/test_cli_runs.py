@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from house_stage import ACTOR, metrics, one_line_error, same, weights
 
 from etude.cli.main import cli, run
-from etude.run_folder import run_totals
+from etude.run_folder import run_totals, unit_costs
+from etude.trainer.metrics import gain_costs
 from etude.trainer.reproduce import compare_metrics
 from etude.viewer import answers
 from etude.viewer.runs import RunView
@@ -53,7 +55,7 @@ def test_runs_are_listed_shown_and_compared(tiny, done, capsys):
     assert output(capsys, *evaluated)[0] == 0
     _, lines = output(capsys, "runs", "list", done.parent / "evaluated", "--json")
     assert json.loads(lines)["model"] == str(tiny.model)
-    assert f"model        {tiny.model}\n" in output(capsys, "runs", "show", done.parent / "evaluated")[1]
+    assert f"model                {tiny.model}\n" in output(capsys, "runs", "show", done.parent / "evaluated")[1]
     shutil.rmtree(done.parent / "evaluated")
     _, lines = output(capsys, "runs", "list", done.parent, "--json")
     assert [json.loads(line)["step"] for line in lines.splitlines()] == [2, 1]
@@ -153,10 +155,30 @@ def test_what_a_run_took_is_summed(done, capsys):
     assert totals["steps"] == 2
     assert totals["cpu_hours"] == pytest.approx(sum(each["perf/cpu_seconds"] for each in steps) / 3600, abs=1e-6)
     assert totals["cpu_hours"] > 0
-    assert totals["gpu_hours"] == 0
+    assert not {"gpu_hours", "joules"} & totals.keys() or torch.cuda.is_available()
     assert totals["tokens"] == sum(each["perf/total_num_tokens"] for each in steps)
     assert totals["tool_calls"] == sum(each.get("tool/calculator/calls", 0) for each in steps)
-    assert "cpu hours" in output(capsys, "runs", "show", done)[1]
+    shown = output(capsys, "runs", "show", done)[1]
+    assert [line.split()[0] for line in shown.splitlines() if "CPU" in line] == ["totals", "per"]
+    assert "CPU hours" in output(capsys, "runs", "list", done)[1].splitlines()[1]
+
+
+def test_a_point_of_success_costs_what_was_spent_between_the_validations(tmp_path):
+    success = "val/reward/success/mean"
+    steps = [
+        {"step": 0, success: 0.25, "perf/cpu_seconds": 100.0},
+        {"step": 1, "perf/cpu_seconds": 10.0, "perf/joules": 50.0, "reward/judge/cost": 1.0},
+        {"step": 2, "perf/cpu_seconds": 20.0, "perf/joules": 150.0, success: 0.5},
+        {"step": 3, "perf/cpu_seconds": 30.0},
+    ]
+    costs = unit_costs(steps)
+    assert costs["point of success"] == {"cpu_seconds": 1.2, "joules": 8.0, "judge_cost": 0.04}
+    assert costs["step"]["cpu_seconds"] == pytest.approx(160 / 3)
+    assert "point of success" not in unit_costs([*steps, {"step": 4, success: 0.25}])
+    trained = [{"step": n, "perf/cpu_seconds": 10.0, "reward/success/mean": n / 10} for n in (1, 2, 3)]
+    assert unit_costs(trained)["point of success"] == {"cpu_seconds": pytest.approx(1.0)}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps[:2]))
+    assert gain_costs(tmp_path, steps[2], 2)["perf/joules_per_point"] == 8.0
 
 
 def test_judges_count_in_training_and_validation():

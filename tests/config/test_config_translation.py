@@ -154,8 +154,8 @@ def test_keys_without_effect_are_named_in_one_line_with_their_reasons(caplog):
         "data.return_raw_chat=true",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "critic.ppo_micro_batch_size_per_gpu=4",
-        f"{ACTOR}.fsdp_config.optimizer_offload=true",
-        "critic.model.fsdp_config.optimizer_offload=true",
+        f"{ACTOR}.fsdp_config.offload_policy=true",
+        "critic.model.fsdp_config.grad_offload=true",
         "actor_rollout_ref.model.lora.rank=0",
         "trainer.log_val_generations=3",
     ]
@@ -215,6 +215,7 @@ OLD_DEFAULTS = {  # keys of verl 0.2 to 0.9 at their defaults, and a value that 
     f"{ACTOR}.optim.optimizer=adam": f"{ACTOR}.optim.optimizer=sgd",
     f"{ACTOR}.optim.override_optimizer_config={{}}": f"{ACTOR}.optim.override_optimizer_config.fused=true",
     f"{ACTOR}.optim.muon_momentum=0.95": None,
+    f"{ACTOR}.use_torch_compile=false": f"{ACTOR}.use_torch_compile=true",
     f"{ACTOR}.fsdp_config.turbo_config.distributed.tensor_parallel_size=1": None,
     f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=false": None,
     "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=null": None,
@@ -252,9 +253,12 @@ def test_a_value_of_these_that_asks_for_something_is_refused(settings):
 
 
 def test_other_names_of_the_optimizers_keys():
+    offload = [f"{ACTOR}.fsdp_config.optimizer_offload=true", "critic.model.fsdp_config.optimizer_offload=true"]
     config = compose(
-        "ppo_trainer", [f"{ACTOR}.grad_clip=0.5", "critic.optim.warmup_style=cosine", "critic.grad_clip=2"]
+        "ppo_trainer", [f"{ACTOR}.grad_clip=0.5", "critic.optim.warmup_style=cosine", "critic.grad_clip=2", *offload]
     )
+    assert config.actor_rollout_ref.actor.optim.offload
+    assert config.critic.optim.offload
     assert config.actor_rollout_ref.actor.optim.clip_grad == 0.5
     assert (config.critic.optim.clip_grad, config.critic.optim.lr_scheduler_type) == (2.0, "cosine")
 

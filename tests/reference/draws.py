@@ -82,6 +82,7 @@ CHOICES = {
     f"{CORRECTION}.rollout_rs": REJECTION,
     f"{CORRECTION}.rollout_rs_threshold": ["1.01"],
     f"{CORRECTION}.off_policy_mask_threshold": [1e-4],
+    f"{CORRECTION}.score_centering_topk": [3, 16],
     "distillation.teachers": ["{{default: {folder}/other}}"],
     "distillation.coef": [0.3],
     "distillation.task_coef": [0.7],
@@ -190,6 +191,7 @@ NEEDS = {
     f"{CORRECTION}.rollout_rs": DIFFERS | {f"{CORRECTION}.rollout_rs_threshold": "1.01"},
     f"{CORRECTION}.rollout_rs_threshold": DIFFERS | {f"{CORRECTION}.rollout_rs": "[seq_sum_k1]"},
     f"{CORRECTION}.off_policy_mask_threshold": DIFFERS,
+    f"{CORRECTION}.score_centering_topk": DIFFERS,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -259,6 +261,11 @@ def allowed(chosen):
             chosen.pop(f"{LOSS}.loss_mode", None)
         elif chosen.get(f"{LOSS}.loss_mode") not in ("gpg", "reinforce"):  # the loss's ratio is the weight
             chosen.pop(f"{CORRECTION}.rollout_is", None)
+    of_tokens = chosen.get(f"{CORRECTION}.rollout_is", "token") == "token"
+    reinforces = f"{CORRECTION}.loss_type" in chosen or chosen.get(f"{LOSS}.loss_mode") in ("gpg", "reinforce")
+    normalised = f"{CORRECTION}.rollout_is" in chosen and f"{CORRECTION}.rollout_is_batch_normalize" in chosen
+    if not of_tokens or normalised or (f"{CORRECTION}.bypass_mode" in chosen and not reinforces):
+        chosen.pop(f"{CORRECTION}.score_centering_topk", None)
     if f"{CORRECTION}.rollout_rs" in chosen:
         chosen[f"{CORRECTION}.rollout_rs_threshold"] = thresholds(chosen[f"{CORRECTION}.rollout_rs"])
     corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")

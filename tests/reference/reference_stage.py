@@ -27,7 +27,7 @@ from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, 
 from etude.options.validate import plain
 from etude.plain.rollouts import Rollout, Sequence
 from etude.trainer.run import train
-from etude.trajectory import Provenance, Trajectory
+from etude.trajectory import Head, Provenance, Trajectory
 from etude.workers.checkpoint import read_state
 
 WIDTH = 20  # data.max_response_length
@@ -288,6 +288,8 @@ def fill(rollout, sequences):
     """Puts into `rollout` what the loop returned."""
     for sequence in sequences:
         runs = sequence.segments
+        kept_ids = [kept for run in runs for kept in run.kept_ids or [None] * len(run.token_ids)]
+        heads = [each if isinstance(each, Head) else None for each in kept_ids]
         rollout.sequences.append(
             Sequence(
                 prompt=list(sequence.prompt_ids),
@@ -295,7 +297,8 @@ def fill(rollout, sequences):
                 mask=[int(run.provenance is Provenance.SAMPLED) for run in runs for _ in run.token_ids],
                 engine_log_probs=[p for run in runs for p in run.log_probs or [0.0] * len(run.token_ids)],
                 turns=[run.turn for run in runs for _ in run.token_ids],
-                kept_ids=[kept for run in runs for kept in run.kept_ids or [None] * len(run.token_ids)],
+                kept_ids=[each.kept if isinstance(each, Head) else each for each in kept_ids],
+                heads=[head and (list(head.ids), list(head.log_probs)) for head in heads],
                 role=sequence.role,
                 step_rewards=sequence.rewards.steps,
                 final_rewards=sequence.rewards.final,

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.algorithms import importance_weights, off_policy_sequence_mask, rejection_mask, rollout_mismatch
+from etude.algorithms import (
+    center_scores,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+    rollout_mismatch,
+)
+from etude.algorithms.distillation import ABSENT
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import RolloutCorrectionOptions
-from etude.plain.correction import mismatch, off_policy_kept, reject, sequences_of, weigh
+from etude.plain.correction import centre, mismatch, off_policy_kept, reject, score_weight, sequences_of, weigh
 
 F64 = torch.float64
 CRITERIA = [
@@ -123,6 +130,40 @@ def test_the_off_policy_mask_is_the_plain_one(batch, threshold):
     kept, _ = off_policy_sequence_mask(policy, engine, advantages, mask, threshold)
     plain = [off_policy_kept(row.current, row, threshold) for row in plain_rows(*batch)]
     assert kept[mask.bool()].tolist() == [value for values in plain for value in values]
+
+
+@given(st.integers(0, 2**31), st.integers(2, 9), st.sampled_from([None, "1.1", "0.8_1.5"]))
+@settings(max_examples=30)
+def test_centred_scores_are_the_plain_ones_and_leave_no_drift(seed, size, bounds):
+    """At a constant advantage nothing is learned: the centred score is 0 on average over the engine's tokens, whose tail is
+    taken to be the policy's. The head has `size` of 9 tokens, in one place fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 3, 9, generator=generator, dtype=F64, requires_grad=True)
+    ours = logits.log_softmax(-1)
+    engine = (logits.detach() + 0.5 * torch.randn(1, 3, 9, generator=generator, dtype=F64)).log_softmax(-1)
+    head, ids = engine.topk(size)
+    head[0, 1, -1], mask = ABSENT, torch.tensor([[1, 1, 0]])
+    options = {"rollout_is": bounds and "token", "rollout_is_threshold": bounds or "2.0"}
+    limits = RolloutCorrectionOptions(**options).is_bounds if bounds else None
+    terms, figures = center_scores(ours.gather(-1, ids), head, mask, limits)
+    left = [[(i, q) for i, q in zip(ids[0, t].tolist(), head[0, t].tolist()) if q > -1e9] for t in range(2)]
+    plain, sizes = centre(ours[0, :2], [tuple(map(list, zip(*each))) for each in left], options)
+    torch.testing.assert_close(terms[0, :2], plain, rtol=1e-9, atol=1e-12)
+    assert not terms[0, 2:].any()
+    close(figures, {f"rollout_corr/{name}": sum(values) / 2 for name, values in sizes.items()})
+    for place, pairs in enumerate(left):
+        p, inside = ours[0, place].detach().exp(), torch.zeros(9, dtype=torch.bool)
+        inside[[i for i, _ in pairs]] = True
+        q = engine[0, place].exp()
+        tail = (1 - q[inside].sum()).clamp(min=1e-6) / (1 - p[inside].sum()).clamp(min=1e-6)
+        q = torch.where(inside, q, tail * p)
+        score = torch.autograd.grad(
+            (q * torch.tensor([score_weight(float(r), options) for r in p / q]) * ours[0, place]).sum()
+            - terms[0, place],
+            logits,
+            retain_graph=True,
+        )[0]
+        torch.testing.assert_close(score, torch.zeros_like(score), rtol=0, atol=1e-7)
 
 
 # -- invariances -------------------------------------------------------------------------------------------------

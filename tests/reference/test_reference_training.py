@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from draws import ACTOR, CLIP_COV, ESTIMATORS, KL_COV, ROLLOUT, allowed, draw
+from draws import ACTOR, CLIP_COV, CORRECTION, ESTIMATORS, KL_COV, ROLLOUT, allowed, draw
 from reference_stage import Shape, build, in_float64, run_product
 
 import etude.plain
@@ -75,6 +75,15 @@ SELDOM = {  # what few draws have
         f"{ACTOR}.optim.lr_warmup_steps": 2,
         f"{ACTOR}.ppo_epochs": 2,
         "trainer.total_training_steps": 3,
+    },
+    "scores centred, of a restricted distribution": {
+        f"{CORRECTION}.score_centering_topk": 12,
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_is_threshold": "1.002",
+        f"{ROLLOUT}.dtype": "bfloat16",
+        f"{ROLLOUT}.top_k": 20,
+        f"{ACTOR}.ppo_epochs": 2,
+        f"{ACTOR}.optim.lr": 1e-2,
     },
     "several epochs, the first of which moves the policy": {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2},
 }

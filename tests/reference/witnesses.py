@@ -153,6 +153,12 @@ WITNESSES = {
         f"{role}.ulysses_sequence_parallel_size": "test_ranks_of_a_team_get_the_same_rows"
         for role in ("actor_rollout_ref.actor", "critic")
     },
+    "workers/test_workers_pretend_gpu.py": {
+        "actor_rollout_ref.actor.optim.offload": "test_every_way_learns_as_on_the_cpu_and_seldom_waits",
+        "actor_rollout_ref.model.enable_activation_offload": "test_every_way_learns_as_on_the_cpu_and_seldom_waits",
+        "critic.optim.offload": "test_every_way_learns_as_on_the_cpu_and_seldom_waits",
+        "critic.model.enable_activation_offload": "test_every_way_learns_as_on_the_cpu_and_seldom_waits",
+    },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
         "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

@@ -31,6 +31,7 @@ CORRECTIONS = {
         "rollout_rs_seq_masked_fraction",
     ),
     "off-policy mask": (("off_policy_mask_threshold=1e-6",), "off_policy_masked_fraction"),
+    "score centering": (("score_centering_topk=8", "rollout_is=token"), "score_centering_head_mass"),
     "bypass": (("bypass_mode=true", "rollout_rs=token_k2", "rollout_rs_threshold=1e-6"), "rollout_rs_masked_fraction"),
     "bypass, reinforce": (("bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence"), "rollout_is_mean"),
 }
@@ -113,6 +114,12 @@ def test_an_engine_that_does_not_return_what_it_kept_cannot_be_trained_with(tiny
         config = tiny.config(tmp_path, f"{ROLLOUT}.name=keeps_no_ids", f"{ROLLOUT}.{restriction}")
         with pytest.raises(ConfigError, match=f"^{ROLLOUT}.{restriction}: {ROLLOUT}.name=keeps_no_ids does not return"):
             train(config)
+    options = replace(TrainOptions().rollout, name="keeps_no_ids")
+    check_returns_kept_ids(options)
+    Engine.returns_heads = False
+    with pytest.raises(ConfigError) as caught:
+        check_returns_kept_ids(options, heads=4)
+    assert caught.value.key == f"{CORRECTION}.score_centering_topk"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -219,6 +219,8 @@ UNSEEN = {
     "ray.call_timeout": "groups are opened as for rollouts, whose tests see it",
     "ray.data_plane": "demonstrations are the driver's: no batch stays between workers",
     "model.use_liger": "needs a GPU: the workers' tests see it refused",
+    "model.enable_activation_offload": "needs a GPU: the test of updates on a pretend one sees it",
+    "optim.offload": "needs a GPU: the test of updates on a pretend one sees it",
 }
 
 

@@ -22,6 +22,12 @@ WAYS = {
     "half, by default": {"model": {"dtype": "auto"}},
     "half lora muon": {"model": {"dtype": "bfloat16", **LORA}, "optim": {"name": "muon"}},
     "float16": {"model": {"dtype": "float16"}},
+    "offloaded": {"model": {"enable_activation_offload": True}, "optim": {"offload": True}},
+    "half critic, offloaded": {
+        "model": {"dtype": "bfloat16"},
+        "critic": {"enable_activation_offload": True},
+        "optim": {"offload": True},
+    },
     "critic": {},
     "half critic lora": {"model": {"dtype": "bfloat16"}, "critic": LORA},
 }
@@ -41,7 +47,8 @@ def options_of(path, model=None, optim=None, critic=None, **given):
 
 
 def learn(gpu, options, device, role):
-    """(log-probs or values before, weights after, waits of the host by place, micro-batches and steps, attention calls)."""
+    """(log-probs or values before, weights after, waits of the host by place, micro-batches and steps, attention calls,
+    where the optimizer is and copies to the CPU that nobody waits for)."""
     worker = {"actor": TrainWorker, "critic": CriticWorker}[role](
         options, Placement(device=device), rank=0, world_size=1
     )
@@ -59,7 +66,9 @@ def learn(gpu, options, device, role):
     updates(worker, options, batch)
     waits, calls = dict(gpu.waits), [name for name in gpu.calls if "varlen" in name]
     state = {name: x.detach().cpu().float() for name, x in optimizer.state_dict().items() if name.startswith("model.")}
-    return scores, state, waits, (passes.count("backward"), passes.count("step")), calls
+    places = {x.device.type for name, x in optimizer.state_dict().items() if "step" not in name and x.ndim}
+    offloads = places, sum(gpu.downloads.values())
+    return scores, state, waits, (passes.count("backward"), passes.count("step")), calls, offloads
 
 
 RUNS = CausalSequences([5, 3, 4, 6], [(), (0,), (0, 1), ()])

@@ -14,7 +14,7 @@ from etude.models.attention import Scoring, partial_attention, visibility
 from etude.models.packed import CausalSequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-NOTHING_COUNTED = SimpleNamespace(reset=lambda: None, waits=Counter(), calls=[])
+NOTHING_COUNTED = SimpleNamespace(reset=lambda: None, waits=Counter(), downloads=Counter(), calls=[])
 
 
 @pytest.mark.parametrize("name", WAYS)

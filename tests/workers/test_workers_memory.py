@@ -14,9 +14,10 @@ from workers_stage import learn, save_model, tiny_options
 from etude.checks.setup import check_placement
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
+from etude.models.heap import trim_heap
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
-from etude.workers.role import HERE, Placement, trim_heap
+from etude.workers.role import HERE, Placement
 
 
 @pytest.fixture(scope="module")

@@ -29,15 +29,19 @@ def ways(model_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_learns_as_on_the_cpu_and_seldom_waits(ways, name):
-    (scores, weights, *_), (ours, own, waits, (micros, steps), attention) = ways[name]
+    (scores, weights, *_), (ours, own, waits, (micros, steps), attention, (places, downloads)) = ways[name]
     half = "half" in name or name == "float16"
     assert torch.allclose(scores, ours, atol=0.05 if half else 1e-5)
     assert weights.keys() == own.keys()
     for key, tensor in weights.items():
         difference = (tensor - own[key]).abs()
         assert difference.mean() < 0.02 if half else difference.max() < 2e-4, key
-    assert sum(waits.values()) <= MICRO_BATCH * micros + STEP * steps, waits
+    offloaded = "offloaded" in name
+    crossing = len(weights) * (micros + steps) if offloaded else 0  # gradients, and the weights after a step
+    assert sum(waits.values()) <= MICRO_BATCH * micros + STEP * steps + crossing, waits
     assert len(attention) == (2 if half else 0)
+    assert places == {"cpu" if offloaded else "gpu"}
+    assert downloads >= 2 * micros if offloaded else not downloads  # each layer's input
 
 
 # -- attention -----------------------------------------------------------------------------------------------------

@@ -308,12 +308,15 @@ def test_the_keys_choose_how_a_model_is_spread(paths, tmp_path):
         "fsdp_size": ((2, 1), 0, False, True),
         "tensor_parallel_size": ((1,), 7, False, True),
         "param_offload": ((2,), 0, True, True),
+        "offload": ((2,), 0, True, True),
         "reshard_after_forward": ((2,), 0, False, False),
     }
     ways = {"fsdp_size": 1, "tensor_parallel_size": 2, "param_offload": True, "reshard_after_forward": False}
     given = [
         (role, options_of(paths, path="llama", fsdp={name: ways[name]}))
         if name in ways
+        else (role, options_of(paths, path="llama", strategy="fsdp2", optim={"offload": True}))
+        if name == "offload"
         else (role, options_of(paths, path="llama", strategy=name))
         for role in WORKERS
         for name in expected

@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 import shutil
-import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
+from etude.agents.gateway import reaper
 from etude.agents.roles import carriers, check_role
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.registry import did_you_mean
@@ -272,8 +273,8 @@ async def _execute(
     descriptor: int | None,
     folder: Path | None,
 ) -> tuple[int, str]:
-    """Runs a program in a process group that does not outlive it, with `text` on stdin and `descriptor` as its reward file;
-    returns its status and the end of its output.
+    """Runs a program that no process of its own outlives (`etude.agents.gateway.reaper`), with `text` on stdin and
+    `descriptor` as its reward file; returns its status and the end of its output.
 
     Raises:
         EtudeError: it cannot be started.
@@ -282,27 +283,28 @@ async def _execute(
     if descriptor is not None:
         environment[REWARD_FILE] = f"/dev/fd/{descriptor}"
     pipe, out_too = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
-    try:
+    with tempfile.TemporaryFile() as failed:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable, "-IS", reaper.__file__, str(failed.fileno()), *command),
             stdin=pipe,
             stdout=pipe,
             stderr=out_too,
             env=environment,
             cwd=folder,
-            pass_fds=() if descriptor is None else (descriptor,),
+            pass_fds=(failed.fileno(), *(() if descriptor is None else (descriptor,))),
             start_new_session=True,
         )
-    except OSError as error:
-        if error.errno in _OUT_OF_RESOURCES:
-            raise
-        raise EtudeError(f"{noun} '{command[0]}' cannot be started: {error}") from error
-    output = _Tail(process.stdout)
-    pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
-    try:
-        status = await _wait_for_exit(process)
-    finally:
-        await uninterrupted(_terminate(process, pipes))
+        output = _Tail(process.stdout)
+        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
+        try:
+            status = await _wait_for_exit(process)
+        finally:
+            await uninterrupted(_terminate(process, pipes))
+        if number := os.pread(failed.fileno(), 10, 0):
+            error = OSError(int(number), os.strerror(int(number)), command[0])
+            if error.errno in _OUT_OF_RESOURCES:
+                raise error
+            raise EtudeError(f"{noun} '{command[0]}' cannot be started: {error}")
     return status, " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
 
 
@@ -339,10 +341,14 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
 
 
 async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
-    """Kills the process group, then waits until the pipes are drained."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await _wait_for_exit(process)
+    """Ends the program and what it started, then waits until the pipes are drained."""
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_wait_for_exit(process), _DRAIN_SECONDS)
+    if process.returncode is None:
+        process.kill()
+        await _wait_for_exit(process)
     await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open forever
     if not all(pipe.done() for pipe in pipes):
         await settle(pipes)

@@ -1,7 +1,7 @@
 // Router and frame: the URL hash selects the page and the run; this file draws the frame and handles keys.
 import { exported, exportedPlace, get } from "./api.js";
 import { h, link, select } from "./dom.js";
-import { overview } from "./overview.js";
+import { overview, WORDS } from "./overview.js";
 import { why } from "./why.js";
 import { trajectories } from "./trajectories.js";
 import { trajectory } from "./trajectory.js";
@@ -12,9 +12,10 @@ const PAGES = { overview, why, trajectories, timeline, compare, trajectory };
 const NAV = [["overview", "Overview"], ["why", "Why is it not learning?"], ["trajectories", "Trajectories"],
   ["timeline", "Timeline"], ["compare", "Compare"]];
 const KEYS = [["1 … 5", "the pages"], ["/", "search"], ["j, k", "next, previous trajectory"], ["Enter", "open it"],
-  ["n, p", "next, previous of the run (on a trajectory)"], ["c", "colour tokens by the next quantity"],
+  ["n, p", "next, previous of the run (on a trajectory)"], ["r", "raw tokens"], ["c", "colour them by the next quantity"],
   ["← →", "move along the tokens"], ["u", "back to the list"], ["t", "dark or light"], ["?", "this help"], ["Esc", "close it"]];
 const POLL = 2000;
+const LOOK = 5000; // at how the run stands
 
 const main = document.getElementById("main");
 let leave = () => {};
@@ -49,14 +50,19 @@ const draw = async () => {
       if (exported) return;
       const timer = setInterval(async () => {
         if (document.hidden) return;
-        try { await work(); live("connected"); } catch { live("the server does not answer"); }
+        try { await work(); } catch { live("the server does not answer"); }
       }, POLL);
       stop.signal.addEventListener("abort", () => clearInterval(timer));
+    },
+    // Draws the page again when there are new metrics.
+    follow: async () => {
+      if (exported) return;
+      const { version } = await get("curves", { run: params.run });
+      context.every(async () => { if ((await get("curves", { run: params.run, version })).version !== version) draw(); });
     },
     onKey: (handler) => document.addEventListener("keydown", (event) => { if (!typing(event)) handler(event.key, event); }, { signal: stop.signal }),
   };
   leave = () => stop.abort();
-  live("");
   try {
     const content = await PAGES[page](context);
     if (number === drawn) main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
@@ -69,15 +75,18 @@ const draw = async () => {
 const live = (text) => { document.getElementById("live").textContent = text; };
 const typing = (event) => event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
 
+// The choice of runs, and how the one that is looked at stands now.
 const runs = async () => {
-  if (exported) return;
   const { runs: known } = await get("runs");
-  const { params } = parse();
+  const { page, params } = parse();
+  const now = known.find((run) => run.name === params.run) ?? known[0];
+  live(now.status === "running" ? `live: step ${now.step}${now.total ? ` of ${now.total}` : ""}` : WORDS[now.status] ?? now.status);
   const place = document.getElementById("run");
-  if (known.length < 2) return;
-  place.replaceChildren(select("run", known.map((run) => [run.name, `${run.title} (${run.status})`]), params.run ?? known[0].name,
-    (name) => { location.hash = link(parse().page === "trajectory" ? "trajectories" : parse().page, { run: name }).slice(1); }));
+  if (known.length < 2 || place.contains(document.activeElement)) return;
+  place.replaceChildren(select("run", known.map((run) => [run.name, `${run.title} (${WORDS[run.status] ?? run.status})`]), now.name,
+    (name) => { location.hash = link(page === "trajectory" ? "trajectories" : page, { run: name }).slice(1); }));
 };
+const look = () => { if (!exported && !document.hidden) runs().catch(() => live("the server does not answer")); };
 
 const theme = (chosen) => {
   if (chosen) document.documentElement.dataset.theme = chosen;
@@ -104,7 +113,8 @@ document.addEventListener("keydown", (event) => {
 });
 document.getElementById("theme").addEventListener("click", turn);
 document.getElementById("help").addEventListener("click", help);
-addEventListener("hashchange", draw);
+addEventListener("hashchange", () => { draw(); look(); });
 theme();
 draw();
-runs().catch(() => live("the server does not answer"));
+look();
+setInterval(look, LOOK);

@@ -16,13 +16,13 @@ const both = (left, right, titles) => {
 
 const siblings = async (params) => {
   const found = await get("trajectory", { run: params.run, place: params.siblings });
-  return [h("h1", null, "Rollouts of one prompt"), await sideBySide(found.siblings.slice(0, 8).map((row) => [row.place, params.run]))];
+  return [h("h1", null, "Rollouts of one prompt"), await sideBySide(found.siblings.slice(0, 8).map((row) => [row.place, params.run]), false)];
 };
 
 const prompts = (found, params) => (found.prompts.length ? table(
   [h("th", null, "prompt"), h("th", { class: "n" }, found.titles[0]), h("th", { class: "n" }, found.titles[1])],
   found.prompts.map((pair) => h("tr", null,
-    h("td", null, h("a", { href: link("compare", { run: params.run, other: params.other, left: pair.left.place, right: pair.right.place }) }, pair.prompt.slice(-120) || "…")),
+    h("td", null, h("a", { href: link("compare", { run: params.run, other: params.other, left: pair.left.place, right: pair.right.place }) }, pair.prompt || "…")),
     h("td", { class: "n", title: `step ${pair.left.step}, ${pair.left.size} rollouts` }, number(pair.left.mean)),
     h("td", { class: "n", title: `step ${pair.right.step}, ${pair.right.size} rollouts` }, number(pair.right.mean)))), { id: "shared" })
   : h("p", { class: "muted" }, "No prompt was rolled out by both."));

@@ -29,8 +29,9 @@ export const number = (value, digits = 3) => {
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return Math.abs(value) >= 1e-3 || value === 0 ? String(Number(value.toPrecision(digits))) : value.toExponential(1);
 };
+export const signed = (value) => (value > 0 ? "+" : "") + number(value);
 export const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(0)} %` : "–");
-export const seconds = (value) => (typeof value === "number" ? `${number(value)} s` : "–");
+export const seconds = (value) => (typeof value !== "number" ? "–" : value > 0 && value < 0.01 ? `${number(1000 * value, 2)} ms` : `${number(value)} s`);
 
 export const link = (page, params) => {
   const query = new URLSearchParams(Object.entries(params ?? {}).filter(([, v]) => v !== "" && v !== null && v !== undefined));
@@ -41,7 +42,7 @@ export const select = (label, options, value, onchange) => h("label", { class: "
   h("select", { onchange: (event) => onchange(event.target.value) },
     options.map(([key, text]) => h("option", { value: String(key), selected: String(key) === String(value ?? "") }, text))));
 
-export const block = (kind, label, text, omitted) => h("div", { class: `block ${kind}` },
+export const block = (kind, label, text, omitted) => h("div", { class: `block ${kind}`, role: "group", "aria-label": label },
   h("span", { class: "who" }, label), h("pre", { dir: "auto", tabindex: text.length > 800 ? 0 : null }, text),
   omitted ? h("small", null, `… ${number(omitted)} more characters`) : null);
 

@@ -21,7 +21,8 @@ const training = (times) => {
       svg("rect", { class: `bar c${i % 8}`, x: (1000 * start) / whole, width: Math.max(1, (1000 * length) / whole), y: 1, height: 10 }))));
 };
 
-export const timeline = async ({ params, go }) => {
+export const timeline = async ({ params, go, follow }) => {
+  if (!params.step) await follow();
   const found = await get("timeline", { run: params.run, step: params.step });
   const whole = Math.max(...found.lanes.flatMap((each) => each.spans.map(([, start, length]) => start + length)), 1e-9);
   const used = [...new Set(found.lanes.flatMap((each) => each.spans.map(([name]) => name)))];
@@ -35,7 +36,7 @@ export const timeline = async ({ params, go }) => {
       known ? "" : "; this dump says how long each activity took, not when: sums stand one after another"),
     h("ul", { class: "legend" }, used.map((name) => h("li", null, h("i", { class: `c${COLOURS[name] ?? 4}` }), NAMES[name] ?? name))),
     h("div", { class: "lanes" }, found.lanes.map((each) => h("a", { class: "lane", href: link("trajectory", { run: params.run, place: each.place }), title: `${each.uid}, score ${number(each.score)}` },
-      h("span", { class: "who" }, each.uid), lane(each.spans, whole, `${each.uid}`)))),
+      h("span", { class: "who" }, each.question || each.uid), lane(each.spans, whole, `${each.uid}`)))),
     h("h2", null, "The trainer"),
     Object.keys(found.training).length ? h("div", { class: "lanes" }, training(found.training)) : h("p", { class: "muted" }, "No timings of this step in metrics.jsonl."),
   ].filter(Boolean);

@@ -2,24 +2,23 @@
 import { exported, get } from "./api.js";
 import { h, link, number, seconds, select, table } from "./dom.js";
 
-const COLUMNS = [["step", "step", "n"], ["uid", "prompt", "opt"], ["data_source", "source", "opt"], ["score", "score", "n"],
-  ["stop_reason", "ended", ""], ["turns", "turns", "n opt"], ["calls", "calls", "n"], ["tokens", "tokens", "n"], ["seconds", "time", "n opt"], ["", "flags", "opt"]];
+const COLUMNS = [["step", "step", "n"], ["", "question, and last line", ""], ["data_source", "source", "opt"], ["score", "score", "n"],
+  ["stop_reason", "ended", "opt"], ["turns", "turns", "n opt"], ["calls", "calls", "n"], ["tokens", "tokens", "n opt"], ["seconds", "time", "n opt"], ["", "flags", "opt"]];
 const SORTED = new Set(["step", "score", "turns", "calls", "tokens", "seconds", "stop_reason", "data_source"]);
 
-const cells = (row, flags) => [
-  h("td", { class: "n" }, row.step), h("td", { class: "opt" }, row.uid), h("td", { class: "opt" }, row.source),
-  h("td", { class: "n" }, number(row.score)), h("td", null, row.stop.replaceAll("_", " ")), h("td", { class: "n opt" }, row.turns),
+const cells = (row, address, flags) => [
+  h("td", { class: "n" }, row.step),
+  h("td", { class: "text" }, h("a", { href: address, tabindex: -1, title: `${row.question} (${row.place}, prompt ${row.uid})` }, row.question || row.uid), h("span", null, row.answer)),
+  h("td", { class: "opt" }, row.source), h("td", { class: "n" }, number(row.score)), h("td", { class: "opt" }, row.stop.replaceAll("_", " ")), h("td", { class: "n opt" }, row.turns),
   h("td", { class: "n" }, row.calls, row.call_errors ? h("b", { class: "bad", title: "calls that failed" }, ` −${row.call_errors}`) : ""),
-  h("td", { class: "n" }, number(row.response_tokens)), h("td", { class: "n opt" }, seconds(row.seconds)),
+  h("td", { class: "n opt" }, number(row.response_tokens)), h("td", { class: "n opt" }, seconds(row.seconds)),
   h("td", { class: "opt" }, row.flags.map((flag) => h("span", { class: "flag", title: flags?.[flag] ?? flag }, flag.replaceAll("_", " ")))),
 ];
 
 export const rowOf = (row, params, flags) => {
   const address = link("trajectory", { run: params.run, place: row.place });
-  const line = h("tr", { tabindex: 0, "data-place": row.place, onclick: () => { location.hash = address.slice(1); },
-    onkeydown: (event) => { if (event.key === "Enter") location.hash = address.slice(1); } }, cells(row, flags));
-  line.firstChild.replaceChildren(h("a", { href: address, tabindex: -1 }, row.step));
-  return line;
+  return h("tr", { tabindex: 0, "data-place": row.place, onclick: () => { location.hash = address.slice(1); },
+    onkeydown: (event) => { if (event.key === "Enter") location.hash = address.slice(1); } }, cells(row, address, flags));
 };
 
 const heads = (params, sort) => COLUMNS.map(([key, text, kind]) => {
@@ -32,7 +31,7 @@ const heads = (params, sort) => COLUMNS.map(([key, text, kind]) => {
 export const plainTable = (rows, params, flags) => table(COLUMNS.map(([, text, kind]) => h("th", { class: kind }, text)), rows.map((row) => rowOf(row, params, flags)), { class: "list" });
 
 const groupOf = (group, params, flags) => h("details", { class: "group", open: group.size <= 16 },
-  h("summary", null, `${group.uid}, step ${group.step}: ${group.size} rollouts, score ${number(group.mean)} ± ${number(group.std)}`),
+  h("summary", null, `${group.rows[0].question || group.uid}, step ${group.step}: ${group.size} rollouts, score ${number(group.mean)} ± ${number(group.std)}`),
   plainTable(group.rows, params, flags),
   h("p", null, h("a", { href: link("compare", { run: params.run, siblings: group.rows[0].place }) }, "side by side")));
 

@@ -1,6 +1,6 @@
 // One trajectory: the conversation by provenance, its tool calls, and its tokens with the trainer's values.
 import { get } from "./api.js";
-import { block, h, link, number, seconds, table } from "./dom.js";
+import { block, h, link, number, seconds, signed } from "./dom.js";
 import { plainTable } from "./trajectories.js";
 
 const lists = (value) => value !== null && value !== undefined;
@@ -91,33 +91,53 @@ const tokenView = async (place, params, sequence, onKey) => {
   return [h("div", { class: "modes", role: "group", "aria-label": "colour by" }, buttons), scale, reading, box, more];
 };
 
-const calls = (found) => (found.calls.length ? h("section", null, h("h2", null, "Tool calls"),
-  found.calls.map((call) => h("details", { class: call.error ? "call bad" : "call" },
-    h("summary", null, `turn ${call.turn}: `, h("b", null, call.name), call.seconds ? ` ${seconds(call.seconds)}` : "", call.reward ? ` · reward ${number(call.reward)}` : "",
-      call.source === "unanswered" ? " · unanswered" : call.source && call.source !== "tool" ? ` · from ${call.source}` : "", call.retries ? ` · ${call.retries} retries` : "", call.error ? h("b", { class: "bad" }, ` · ${call.error}`) : ""),
-    block("sampled", "arguments", call.arguments ?? ""), block("tool", "result", call.response ?? ""))),
-  found.calls_omitted ? h("p", { class: "muted" }, `… ${number(found.calls_omitted)} more calls`) : null) : null);
+const call = (each) => h("details", { class: each.error ? "call bad" : "call" },
+  h("summary", null, "called ", h("b", null, each.name), each.seconds ? ` ${seconds(each.seconds)}` : "", each.reward ? ` · reward ${number(each.reward)}` : "",
+    each.source === "unanswered" ? " · unanswered" : each.source && each.source !== "tool" ? ` · from ${each.source}` : "", each.retries ? ` · ${each.retries} retries` : "", each.error ? h("b", { class: "bad" }, ` · ${each.error}`) : ""),
+  block("sampled", "arguments", each.arguments ?? ""), block("tool", "result", each.response ?? ""));
 
-const head = (row) => [
-  h("p", { class: "lead" }, "score ", h("b", { class: "score" }, number(row.score)), ` · ${row.stop.replaceAll("_", " ")} · step ${row.step} · ${row.uid}${row.source ? ` · ${row.source}` : ""}`),
-  Object.keys(row.rewards).length ? h("p", null, Object.entries(row.rewards).map(([name, value]) => h("span", { class: "flag" }, `${name} ${number(value)}`))) : null,
-];
-
-export const conversation = (found) => found.sequences.map((sequence, i) => h("article", { class: "talk" },
-  found.sequences.length > 1 ? h("h3", null, `sequence ${i + 1} of ${found.sequences.length}`) : null,
-  sequence.blocks.map((each) => block(each.kind, each.label, each.text, each.omitted)),
-  h("dl", { class: "inline" }, sequence.facts.map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text))))));
-
-// A trajectory beside others; `label` says which it is.
-const column = async (place, run, label = "") => {
-  const found = await get("trajectory", { run, place });
-  const name = label ? `${label}, step ${found.row.step}` : place;
-  return h("div", { class: "column", "data-label": label || null }, h("h3", null, h("a", { href: link("trajectory", { run, place }) }, name)), head(found.row), conversation(found), calls(found));
+// `beside`: rollouts of the same prompt, whose mean score stands in where the dump has no advantage.
+const head = ({ row, advantage }, beside = []) => {
+  const mean = beside.reduce((sum, each) => sum + each.score, 0) / beside.length;
+  const gain = lists(advantage) ? ` · advantage ${signed(advantage)}` : beside.length > 1 ? ` · ${signed(row.score - mean)} to the mean of its prompt` : "";
+  return [
+    h("p", { class: "lead" }, "score ", h("b", { class: "score" }, number(row.score)), gain, ` · ${row.stop.replaceAll("_", " ")} · step ${row.step} · ${row.uid}${row.source ? ` · ${row.source}` : ""}`),
+    Object.keys(row.rewards).length ? h("p", null, Object.entries(row.rewards).map(([name, value]) => h("span", { class: "flag" }, `${name} ${number(value)}`))) : null,
+  ];
 };
 
-// Trajectories side by side, each [place, run, label]; without a place, its prompt was not sampled again.
-export const sideBySide = async (entries) => h("div", { class: "columns" }, await Promise.all(entries.map(([place, run, label]) =>
-  (place ? column(place, run, label).catch((error) => h("div", { class: "column muted" }, error.message)) : h("div", { class: "column muted" }, "This prompt was not sampled again in the last dump.")))));
+const exact = (sequence) => sequence.blocks.map((each) => block(each.kind, each.label, each.text, each.omitted));
+
+// As messages, each call folded after the turn that made it; as exact text where no messages were recorded. `whole`: a prompt
+// is shown, not folded.
+export const conversation = (found, whole = true) => {
+  const left = new Set(found.calls);
+  const take = (turn) => [...left].filter((each) => each.turn === turn && left.delete(each)).map(call);
+  const message = (each, main) => [block(each.kind, each.label, each.text, each.omitted), main && lists(each.turn) ? take(each.turn) : null];
+  const said = ({ messages }, main) => {
+    const asked = whole ? 0 : Math.max(messages.findIndex((each) => lists(each.turn)) - 1, 0);
+    const shown = messages.map((each) => message(each, main));
+    return [asked ? h("details", null, h("summary", null, `${asked} messages before`), shown.slice(0, asked)) : null, shown.slice(asked)];
+  };
+  const sequences = found.sequences.map((sequence, i) => h("article", { class: "talk" },
+    found.sequences.length > 1 ? h("h3", null, `sequence ${i + 1} of ${found.sequences.length}`) : null,
+    sequence.messages.length ? said(sequence, i + 1 === found.sequences.length) : exact(sequence),
+    h("dl", { class: "inline" }, sequence.facts.map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text))))));
+  return [sequences, left.size ? h("section", null, h("h3", null, "Tool calls"), [...left].map(call)) : null,
+    found.calls_omitted ? h("p", { class: "muted" }, `… ${number(found.calls_omitted)} more calls`) : null];
+};
+
+// A trajectory beside others; `label` says which it is.
+const column = async (place, run, label = "", alone = true) => {
+  const found = await get("trajectory", { run, place });
+  const name = label ? `${label}, step ${found.row.step}` : place;
+  return h("div", { class: "column", "data-label": label || null }, h("h3", null, h("a", { href: link("trajectory", { run, place }) }, name)), head(found, alone ? [] : found.siblings), conversation(found, false));
+};
+
+// Trajectories side by side, each [place, run, label]; without a place, its prompt was not sampled again. `alone`: they are not
+// rollouts of one prompt.
+export const sideBySide = async (entries, alone = true) => h("div", { class: "columns" }, await Promise.all(entries.map(([place, run, label]) =>
+  (place ? column(place, run, label, alone).catch((error) => h("div", { class: "column muted" }, error.message)) : h("div", { class: "column muted" }, "This prompt was not sampled again in the last dump.")))));
 
 export const trajectory = async ({ params, go, onKey }) => {
   const place = params.place ?? "";
@@ -125,21 +145,22 @@ export const trajectory = async ({ params, go, onKey }) => {
   const last = found.sequences.length - 1;
   const tokens = h("div", { id: "tokens" });
   const open = async (sequence) => tokens.replaceChildren(...[await tokenView(place, params, sequence, onKey)].flat());
-  await open(last);
+  const raw = h("details", { id: "raw", ontoggle: () => { if (raw.open && !tokens.childNodes.length) open(last); } },
+    h("summary", null, h("h2", null, "Raw tokens")),
+    last ? h("p", null, found.sequences.map((_, i) => h("button", { onclick: () => open(i) }, `sequence ${i + 1}`))) : null, tokens,
+    found.sequences[last].messages.length ? [h("h3", null, "Exact text, by who wrote it"), found.sequences.map(exact)] : null);
   const to = (where) => where && go("trajectory", { place: where });
   onKey((key) => {
     if (key === "n") to(found.after);
     if (key === "p") to(found.before);
+    if (key === "r") raw.open = !raw.open;
     if (key === "u") history.length > 1 ? history.back() : go("trajectories", {});
   });
   return [
-    h("h1", null, place), head(found.row),
+    h("h1", null, place), head(found, found.siblings),
     h("p", { class: "pager" }, found.before ? h("a", { href: link("trajectory", { run: params.run, place: found.before }) }, "← previous") : "", " ",
       found.after ? h("a", { href: link("trajectory", { run: params.run, place: found.after }) }, "next →") : ""),
-    h("section", null, h("h2", null, "Tokens"),
-      last ? h("p", null, found.sequences.map((_, i) => h("button", { onclick: () => open(i) }, `sequence ${i + 1}`))) : null, tokens),
-    h("section", null, h("h2", null, "Conversation"), conversation(found)),
-    calls(found),
+    h("section", null, h("h2", null, "Conversation"), conversation(found)), raw,
     found.siblings.length > 1 ? h("section", null, h("h2", null, "Other rollouts of this prompt"), plainTable(found.siblings, params),
       h("p", null, h("a", { href: link("compare", { run: params.run, siblings: place }) }, "side by side"))) : null,
   ].filter(Boolean);

@@ -3,8 +3,8 @@ import { get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h, link, number, percent, select, table } from "./dom.js";
 
-const examples = (each, params) => (each.examples.length ? h("p", null, "look at ", each.examples.map(({ name, place }) => [
-  place ? h("a", { href: link("trajectory", { run: params.run, place }) }, name) : name, " "])) : null);
+const examples = (each, params) => (each.examples.length ? h("p", null, "look at ", each.examples.map(({ name, place, question }, i) => [
+  i ? " · " : "", place ? h("a", { href: link("trajectory", { run: params.run, place }), title: name }, question || name) : name])) : null);
 
 const cause = (each, params) => h("article", { class: "card", "data-cause": each.what },
   h("p", { class: "big" }, percent(each.share)), h("h3", null, each.what), h("p", { class: "muted" }, each.text),
@@ -24,7 +24,8 @@ const spread = (groups, params) => {
     }, group.std === 0 ? "0" : ""))));
 };
 
-export const why = async ({ params, go }) => {
+export const why = async ({ params, go, follow }) => {
+  if (!params.step) await follow();
   const found = await get("why", { run: params.run, step: params.step });
   const withStep = { ...params, step: String(found.step) };
   return [

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
 
@@ -177,25 +176,28 @@ def test_a_file_that_is_no_program_is_told_at_once(loop_of, tmp_path):
         roll(loop_of(command=[str(plain)]))
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
-def test_what_a_command_leaves_behind_holds_nobody_up(loop_of, leaves, tmp_path):
-    child = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+ORPHAN = "import os; os.setsid(); os.fork() and os._exit(0); "
+
+
+@pytest.mark.parametrize(("leaves", "late"), [("", False), (ORPHAN, False), (ORPHAN, True)])
+def test_what_a_command_leaves_behind_ends_with_it(loop_of, leaves, late, tmp_path):
+    """Also an orphan in a session of its own, and where the command has to be killed (`late`)."""
+    file = repr(str(tmp_path / "pid"))
+    child = f"{leaves}import os, time, pathlib; pathlib.Path({file}).write_text(str(os.getpid())); time.sleep(60)"
     program = (
         PROGRAM
         + "import subprocess, pathlib, time\n"
-        + f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session={leaves})\n"
-        + f"while not pathlib.Path({str(tmp_path / 'pid')!r}).exists(): time.sleep(0.01)\n"
+        + f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        + f"while not pathlib.Path({file}).exists(): time.sleep(0.01)\n"
         + REWARD.format(0.5)
+        + f"time.sleep({60 * late})\n"
     )
     before = set(os.listdir("/proc/self/fd"))
-    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]), trajectory_timeout=50.0)
-    assert result.trajectory.rewards.score == 0.5
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]), trajectory_timeout=4.0 if late else 50.0)
+    assert late or result.trajectory.rewards.score == 0.5
     assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
     pid = int((tmp_path / "pid").read_text())
-    if leaves:
-        os.kill(pid, signal.SIGKILL)
-    else:
-        until(lambda: not is_running(pid))
+    until(lambda: not is_running(pid))
 
 
 def test_a_command_may_say_much_and_read_nothing(loop_of):
