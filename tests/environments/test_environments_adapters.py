@@ -1,11 +1,13 @@
 """Environments of other packages: each passes the conformance test that users have, and wrong ids are told early."""
 
 import asyncio
+import inspect
 
 import numpy as np
 import pytest
 
 from etude.environments import Environment, EnvironmentSession, InvalidAction, Step, environment, tool
+from etude.environments.adapters import reasoning_gym
 from etude.environments.base import ENVIRONMENTS
 from etude.environments.loader import load_environments
 from etude.environments.randomness import GlobalRandom
@@ -260,6 +262,37 @@ def test_a_gymnasium_game_in_words():
     assert (steps[0].reward, steps[0].done) == (-1, False)
     _, steps, _ = play(EnvironmentOptions(id="gym:Pendulum-v1", args={"invalid_reward": -1}), ["1 2"])
     assert steps[0].reward == -1
+
+
+def test_scorers_that_evaluate_answers_are_known_by_name():
+    from reasoning_gym.factory import DATASETS
+
+    sources = {name: inspect.getsource(kind) for name, (kind, _) in DATASETS.items()}
+    assert {name for name, text in sources.items() if "eval(answer" in text} == set(reasoning_gym.LITERALS)
+    assert {name for name, text in sources.items() if "parse_expr(answer" in text} == set(reasoning_gym.FORMULAS)
+
+
+@pytest.mark.parametrize("generator", [*reasoning_gym.LITERALS, *reasoning_gym.FORMULAS])
+def test_an_answer_is_not_run(generator, monkeypatch, tmp_path):
+    """It was, in this process: whoever answers decides the reward."""
+    monkeypatch.chdir(tmp_path)
+    for code in ("open('ran', 'w')", "open(chr(114), chr(119))", "[open('ran', 'w')]"):
+        play(EnvironmentOptions(id=f"reasoning_gym:{generator}"), [f"<answer>{code}</answer>"])
+        datasets = [{"name": generator, "weight": 1.0, "config": {}}]
+        play(
+            EnvironmentOptions(id="reasoning_gym:composite", args={"datasets": datasets}), [f"<answer>{code}</answer>"]
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_formulas_are_told_from_programs_and_from_numbers_without_end():
+    for text in ("2*(3 + 4) - 5/6", "-x**3*cos(3*x)/9 + C", "exp(2*x) + log(x)", "x**1000", "24", "6*pi"):
+        assert reasoning_gym.is_formula(text), text
+    for text in (
+        *("max(1, 2)", "exec(x)", "x.real", "[1]", "'a'", "1 if x else 2", "True", "name", "Integral(x, x)", "", "1+"),
+        *("9**9**9", "((9**99)**99)**99", "exp(exp(exp(9)))", "(x + y)**999", "1e999", "1+" * 600 + "1"),
+    ):
+        assert not reasoning_gym.is_formula(text), text
 
 
 @pytest.mark.parametrize(
