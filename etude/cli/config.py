@@ -142,6 +142,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
 
 
 def _matches(declared: Collection[str], name: str) -> list[str]:
+    from etude.config.other_frameworks import TRL_NAMES
     from etude.errors import ConfigError
     from etude.registry import did_you_mean
 
@@ -152,6 +153,8 @@ def _matches(declared: Collection[str], name: str) -> list[str]:
     if len(found) > 1:
         raise ConfigError(f"several keys end in {name}: {', '.join(found)}")
     if not found:
+        if name in TRL_NAMES:
+            raise ConfigError(f"unknown key {name}: TRL's {name} is {TRL_NAMES[name]} here (docs/from-trl.md)")
         sections = {key.rpartition(".")[0] for key in declared} - {""}
         raise ConfigError(f"unknown key {name}{did_you_mean(name, [*declared, *sections])}")
     return found

@@ -35,7 +35,7 @@ class LazyCommand:
 
 _SECTIONS = {
     "Begin": {
-        "quickstart": ("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
+        "quickstart": ("etude.cli.quickstart:quickstart", "Train a language model to use a calculator, on a CPU."),
         "new": ("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
         "check": ("etude.cli.check:check", "Check whether a configuration would train, in seconds."),
         "doctor": ("etude.cli.doctor:doctor", "Check this machine: versions, GPU, sandbox, extras."),

@@ -9,6 +9,7 @@ patterns and cover everything below a section; `translation` applies them.
 from __future__ import annotations
 
 ALIASES = {
+    "actor_rollout_ref.rollout.multi_turn.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
     **{
@@ -54,6 +55,24 @@ ALIASES = {
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Maps a key, or a section with all keys below it, to its name here."""
+
+TRL_NAMES = {
+    "beta": "actor_rollout_ref.actor.kl_loss_coef, with use_kl_loss=true",
+    "epsilon": "actor_rollout_ref.actor.clip_ratio",
+    "eval_steps": "trainer.test_freq",
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "max_completion_length": "data.max_response_length",
+    "max_steps": "trainer.total_training_steps",
+    "max_tool_calling_iterations": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    "num_generations": "actor_rollout_ref.rollout.n",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.default_local_dir",
+    "per_device_train_batch_size": "data.train_batch_size, in prompts,",
+    "reward_funcs": "custom_reward_function.path",
+    "save_steps": "trainer.save_freq",
+    "train_dataset": "data.train_files",
+}
+"""Maps an option of TRL's GRPOConfig or GRPOTrainer to what does the same here: they are not translated, only named."""
 
 SWITCHES = {
     "reward_rollout": "reward_rollout.if_use_reward_rollout",

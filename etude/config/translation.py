@@ -24,6 +24,7 @@ from etude.config.other_frameworks import (
     REFUSED_VALUES,
     REPLACED,
     SWITCHES,
+    TRL_NAMES,
 )
 from etude.errors import ConfigError
 from etude.options import declarations
@@ -217,6 +218,8 @@ class KeyTable:
     def _nearest(self, key: str) -> str:
         """`did you mean …?` with the most similar key, preferably of the same section."""
         parent, _, name = self._unknown_part(key).rpartition(".")
+        if name in TRL_NAMES:
+            return f"TRL's {name} is {TRL_NAMES[name]} here (docs/from-trl.md)"
 
         def likeness(known: str) -> tuple[bool, float]:
             known_parent, _, known_name = known.rpartition(".")

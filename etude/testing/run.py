@@ -76,6 +76,7 @@ def inspect_run(
         for line in found.remarks:
             key = re.split(r"[=: ]", line, maxsplit=1)[0]
             fix = f"leave out {key}" if "has no effect" in line else f"`etude config {key}` says what it takes"
+            fix = "leave them out" if line.startswith("no effect here: ") else fix
             yield warning(line, fix)
         run.composition = found
         if isinstance(found.options, TrainOptions):

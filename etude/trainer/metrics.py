@@ -50,6 +50,7 @@ DATA_COLUMNS = (  # that `data_metrics` reads
 _OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for how long
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
+_CLEAR_FALL = 0.05  # of success
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
@@ -324,6 +325,20 @@ class CostMeter:
             metrics["perf/joules"] = joules
         self._last, self._began = usage, now
         return metrics
+
+
+def fallen_validation(run_dir: Path) -> str | None:
+    """Says that a run's last validation was clearly worse than an earlier one; None without a `metrics.jsonl`."""
+    path, name = run_dir / METRICS_FILE, "val/reward/success/mean"
+    records = read_metrics(path) if path.is_file() else []
+    found = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+    if not found or max(found)[0] - found[-1][0] < _CLEAR_FALL:
+        return None
+    (best, early), (last, late) = max(found), found[-1]
+    return (
+        f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
+        "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; trainer.save_freq keeps more weights"
+    )
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:

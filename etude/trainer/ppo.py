@@ -50,14 +50,22 @@ from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
-from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, gain_costs, timing_metrics
+from etude.trainer.metrics import (
+    CostMeter,
+    Metrics,
+    SkippedSteps,
+    Timings,
+    fallen_validation,
+    gain_costs,
+    timing_metrics,
+)
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.resume import Resumption, find_resumption, plain_values, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.run_facts import describe_run, parent_of, warn_of_changed_files
 from etude.trainer.sentinel import load_sentinel, second_opinion
 from etude.trainer.sequences import expand_sequences
-from etude.trainer.tracking import JsonlTracker, Tracking
+from etude.trainer.tracking import JsonlTracker, Tracking, starting_over
 from etude.trainer.verify import check_verifiable, verify_step
 from etude.trainer.worker_groups import WorkerGroups
 
@@ -168,6 +176,7 @@ class PPOTrainer:
         if self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.trainer.project_name}/{self.options.trainer.experiment_name}"
+        anew = None if self.resumption else starting_over(self.run_dir, self.options.trainer)
         tracking = Tracking(self.options.trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
         done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
         for dumps in filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir)):
@@ -179,6 +188,8 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
+                elif anew:
+                    emit(Notice(anew))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:
@@ -187,7 +198,10 @@ class PPOTrainer:
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
-                    return self._loop(tracking, emit, interrupts)
+                    validated = self._loop(tracking, emit, interrupts)
+                    if fell := fallen_validation(self.run_dir):
+                        emit(Notice(fell))
+                    return validated
             finally:
                 tracking.close()
                 emit(RunEnded())
@@ -199,8 +213,9 @@ class PPOTrainer:
             if self.global_step == 0 and self.options.trainer.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 self._budget.note(validated)
-                tracking.log(validated | self._cost.measure(), 0)
-                emit(StepFinished(0, self.total_steps, validated))
+                metrics = validated | self._cost.measure()
+                tracking.log(metrics, 0)
+                emit(StepFinished(0, self.total_steps, metrics))
             while self.global_step < self.total_steps and not interrupts.stop:
                 validated = self._advance(tracking, emit, interrupts) or validated
         except KeyboardInterrupt:

@@ -40,7 +40,7 @@ from etude.trainer.preference import preference_step
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.run_facts import describe_run, warn_of_changed_files
-from etude.trainer.tracking import Tracking
+from etude.trainer.tracking import Tracking, starting_over
 from etude.trainer.worker_groups import open_groups
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
@@ -196,12 +196,15 @@ class SFTTrainer:
         if self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
+        anew = None if self.resumption else starting_over(self.run_dir, self.run)
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.run))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
+                elif anew:
+                    emit(Notice(anew))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 if self.resumption is not None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError, one_line
 from etude.jsonl import json_line, write_atomically
+from etude.options import RunOptions
 from etude.options.validate import flatten
 from etude.registry import Registry
 from etude.run_folder import METRICS_FILE, read_config, read_steps
@@ -212,6 +213,18 @@ def _drop_steps_after(path: Path, step: int) -> None:
 
 
 TRACKERS.register("file")(JsonlTracker)  # verl's name
+
+
+def starting_over(run_dir: Path, run: RunOptions) -> str | None:
+    """Says that the steps of an earlier run in `run_dir` will be made again, of which no checkpoint is resumed."""
+    path = run_dir / METRICS_FILE
+    steps = sum(record is not None and record["step"] > 0 for _, record in read_steps(path)) if path.exists() else 0
+    if not steps:
+        return None
+    return (
+        f"starting over: {run_dir} has {steps} steps of an earlier run, of which no checkpoint is resumed "
+        f"(trainer.save_freq={run.save_freq}, resume_mode={run.resume_mode}); its files are kept as {free_path(path).name} …"
+    )
 
 
 def _move_aside(path: Path) -> None:

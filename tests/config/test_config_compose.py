@@ -238,6 +238,13 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path, key, nearest):
     assert f"did you mean {nearest}?" in text
 
 
+def test_a_name_of_trl_is_not_taken_for_a_key_that_looks_like_it():
+    for key, ours in {"beta": "kl_loss_coef", "trainer.learning_rate": "actor.optim.lr"}.items():
+        text = refusal("ppo_trainer", [f"{key}=1"])
+        assert "did you mean" not in text
+        assert ours in text
+
+
 def _nested(key, value):
     config = OmegaConf.create()
     OmegaConf.update(config, key, value, force_add=True)

@@ -1,6 +1,7 @@
 """Metrics: padding changes nothing, names never come from a model, published formulas hold."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from statistics import mean
@@ -15,12 +16,24 @@ from etude.protocol import DataProto
 from etude.trainer.estimates import expected_best, validation_metrics, wilson_interval
 from etude.trainer.metrics import (
     data_metrics,
+    fallen_validation,
     reward_source_metrics,
     timing_metrics,
     tool_metrics,
 )
 from etude.trainer.rollouts import failure_metrics
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
+
+
+def test_a_validation_that_fell_is_told(tmp_path):
+    def told(*successes):
+        records = [{"step": 8 * n, "val/reward/success/mean": each} for n, each in enumerate(successes)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+        return fallen_validation(tmp_path)
+
+    assert fallen_validation(tmp_path) is None
+    assert told(0.0, 0.9, 1.0) is told(0.5) is told(1.0, 0.96) is None
+    assert "1.000 after step 16, 0.906 after step 24" in told(0.0, 1.0, 1.0, 0.906)
 
 
 def batch(padding: int = 0) -> DataProto:

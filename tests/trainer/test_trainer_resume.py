@@ -12,6 +12,7 @@ from trainer_tools import Moody
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError
+from etude.events import Notice
 from etude.options.validate import plain
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
@@ -178,7 +179,10 @@ def test_a_run_with_a_critic_and_an_adaptive_kl_resumes(tiny, tmp_path):
 def test_a_fresh_start_on_request_keeps_the_old_metrics_and_dumps_aside(tiny, tmp_path):
     dumps = f"trainer.rollout_data_dir={tmp_path}/rollouts"
     train(tiny.config(tmp_path, dumps, "trainer.total_training_steps=2"))
-    train(tiny.config(tmp_path, dumps, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
+    events = []
+    fresh = ("trainer.total_training_steps=1", "trainer.resume_mode=disable")
+    train(tiny.config(tmp_path, dumps, *fresh), events.append)
+    assert any("2 steps of an earlier run" in event.text for event in events if isinstance(event, Notice))
     assert steps(tmp_path) == list_dump_steps(tmp_path / "rollouts") == [1]
     assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 2
     assert list_dump_steps(tmp_path / "rollouts.1") == [1, 2]
