@@ -45,6 +45,7 @@ _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
+_EXAMPLE_MAKES = ("data.train_files", "actor_rollout_ref.model.path")
 
 
 def inspect_run(
@@ -72,7 +73,10 @@ def inspect_run(
         found = compose_with_sources(config_name, overrides, config_path, root=root, command="check", collect=True)
         for fault in found.faults:
             says = f"`etude config {fault.key}` says what it takes" if fault.key else ""
-            yield ConfigError(fault.message, fix="; ".join(filter(None, (fault.fix, says))))
+            fix = "; ".join(filter(None, (fault.fix, says)))
+            if fault.key in _EXAMPLE_MAKES and config_path and (Path(config_path) / "example.yaml").is_file():
+                fix = f"an example's rows and model are made by `etude quickstart --example {config_path}`"
+            yield ConfigError(fault.message, fix=fix)
         for line in found.remarks:
             key = re.split(r"[=: ]", line, maxsplit=1)[0]
             fix = f"leave out {key}" if "has no effect" in line else f"`etude config {key}` says what it takes"

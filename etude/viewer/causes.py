@@ -51,7 +51,11 @@ def _find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> Iterator[Ca
     compared = [group for group in scored if len(group) > 1]
     if compared:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
-        yield _cause("groups whose rewards are all equal", equal, len(compared), by_group=True)
+        most = max(row.score or 0.0 for group in compared for row in group)
+        solved = sum((row.score or 0.0) >= most > 0 for row in equal)
+        what = "groups whose rewards are all equal"
+        what += f", {solved} of them the highest of the step: most likely solved" if solved else ""
+        yield _cause(what, equal, len(compared), by_group=True)
     if read := [row for row in rows if row.found_answer is not None]:
         missed = [row for row in read if not row.found_answer]
         yield _cause("answers that the scorer did not find", missed, len(read))
