@@ -24,10 +24,8 @@ from etude.config import compose
 from etude.workers.role import Placement
 
 GIB, GPU_BYTES, USABLE = 2**30, 80e9, 0.9
-PEAK, SHARE = (
-    784e12,
-    0.32,
-)  # FLOP/s of a product on an H100, and the share that updates of 1.5 B reached
+PEAK = 784e12  # FLOP/s of a product on an H100
+SHARE = 0.32  # of the peak, which updates of 1.5 B reached
 LINKS = {1: float("inf"), 8: 450e9, 64: 50e9}  # bytes/s to a GPU: NVLink's; 400 Gb/s each between nodes
 PROMPTS, ANSWERS, PROMPT = 8, 8, 2048  # of a batch; the rest of a context is an answer
 CONTEXTS, GPUS = (8192, 32_768), (1, 8, 64)

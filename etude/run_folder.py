@@ -68,6 +68,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps so far (see `read_metrics`); empty without a metrics file."""
+    path = run_dir / METRICS_FILE
+    return read_metrics(path) if path.is_file() else []
+
+
 def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line of a metrics file with its record; None if the line is not the record of a step."""
     with path.open("rb") as file:

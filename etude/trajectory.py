@@ -69,9 +69,11 @@ TRUNCATED = (
 
 
 KEPT_IDS = "kept_ids"
-"""The column of a batch that holds each row's `Trajectory.kept_ids`; only present if top-k, top-p or a grammar was on."""
+"""The column of a batch that holds each row's `Trajectory.kept_ids`; only present if top-k, top-p,
+a grammar or score centering was on."""
 Kept: TypeAlias = "array[int] | bytes | Head"
-"""Ids in ascending order, or, where that is smaller, a bit for each id of the vocabulary, the lowest of a byte first."""
+"""Ids in ascending order, or, where that is smaller, a bit for each id of the vocabulary, the lowest of a byte first; with
+score centering a `Head` that has these."""
 KeptIds: TypeAlias = tuple["Kept | None", ...]
 """For each token the ids that it was sampled from, which top-k, top-p or a grammar left; None: the whole vocabulary."""
 

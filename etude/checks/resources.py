@@ -303,11 +303,9 @@ def _footprint(setup: Setup, checkpointing: bool) -> Footprint | None:
     model, device = setup.options.model, setup.placement.device
     dtype, on_gpu = torch_dtype(model.dtype_on(device)), device != "cpu"
     found = activation_bytes(model, dtype, checkpointing=checkpointing, on_gpu=on_gpu)
-    return (
-        replace(found, kept=found.kept - found.layers)
-        if found and on_gpu and model.enable_activation_offload
-        else found
-    )
+    if found and on_gpu and model.enable_activation_offload:
+        return replace(found, kept=found.kept - found.layers)
+    return found
 
 
 def _model_config(setup: Setup) -> dict[str, Any]:

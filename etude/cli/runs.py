@@ -59,14 +59,12 @@ def list_runs(folder: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 def show(run_dir: Path, as_json: bool) -> None:
     """Show what a run was made from, how it stands and what it cost."""
-    from etude.run_folder import METRICS_FILE, read_metrics, unit_costs
+    from etude.run_folder import metrics_of, unit_costs
     from etude.viewer.runs import read_run
 
     run = read_run(run_dir)
     if as_json:
-        metrics = run.folder / METRICS_FILE
-        costs = unit_costs(read_metrics(metrics)) if metrics.is_file() else {}
-        _print_json(_brief(run) | {"costs": costs, "record": run.record})
+        _print_json(_brief(run) | {"costs": unit_costs(metrics_of(run.folder)), "record": run.record})
         return
     for name, value in _facts(run):
         click.echo(f"{name:<20} {_safe(value)}")
@@ -172,7 +170,7 @@ def _brief(run: Run) -> dict[str, Any]:
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of each fact that `show` and `compare` print."""
-    from etude.run_folder import METRICS_FILE, read_metrics
+    from etude.run_folder import metrics_of
     from etude.viewer.runs import cost_facts
 
     record = run.record
@@ -187,8 +185,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
         yield "validation", ", ".join(f"{name.split('/')[1]} {value:.4g}" for name, value in run.validation.items())
-    if (path := run.folder / METRICS_FILE).is_file():
-        yield from cost_facts(read_metrics(path)).items()
+    yield from cost_facts(metrics_of(run.folder)).items()
     if record.get("started"):
         yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"
     if isinstance(command := record.get("command"), list):

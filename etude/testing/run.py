@@ -79,9 +79,12 @@ def inspect_run(
             yield ConfigError(fault.message, fix=fix)
         for line in found.remarks:
             key = re.split(r"[=: ]", line, maxsplit=1)[0]
-            fix = f"leave out {key}" if "has no effect" in line else f"`etude config {key}` says what it takes"
-            fix = "leave them out" if line.startswith("no effect here: ") else fix
-            yield warning(line, fix)
+            if line.startswith("no effect here: "):
+                yield warning(line, "leave them out")
+            else:
+                yield warning(
+                    line, f"leave out {key}" if "has no effect" in line else f"`etude config {key}` says what it takes"
+                )
         run.composition = found
         if isinstance(found.options, TrainOptions):
             run.options = found.options

@@ -27,7 +27,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.run_folder import METRICS_FILE, read_metrics, unit_costs
+from etude.run_folder import metrics_of, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -329,9 +329,8 @@ class CostMeter:
 
 def fallen_validation(run_dir: Path) -> str | None:
     """Says that a run's last validation was clearly worse than an earlier one; None without a `metrics.jsonl`."""
-    path, name = run_dir / METRICS_FILE, "val/reward/success/mean"
-    records = read_metrics(path) if path.is_file() else []
-    found = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+    name = "val/reward/success/mean"
+    found = [(record[name], record["step"]) for record in metrics_of(run_dir) if isinstance(record.get(name), float)]
     if not found or max(found)[0] - found[-1][0] < _CLEAR_FALL:
         return None
     (best, early), (last, late) = max(found), found[-1]
@@ -344,9 +343,7 @@ def fallen_validation(run_dir: Path) -> str | None:
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:
     """`perf/<cost>_per_point`: what a point of success has cost up to `step`, whose metrics are `record` (see `unit_costs`).
     Earlier steps come from `metrics.jsonl`, if the run writes it."""
-    path = run_dir / METRICS_FILE
-    earlier = read_metrics(path) if path.is_file() else []
-    costs = unit_costs([*earlier, {"step": step, **record}]).get("point of success", {})
+    costs = unit_costs([*metrics_of(run_dir), {"step": step, **record}]).get("point of success", {})
     return {f"perf/{name}_per_point": value for name, value in costs.items()}
 
 

@@ -26,8 +26,8 @@ from etude.run_folder import (
     METRICS_FILE,
     RUN_FILE,
     is_locked,
+    metrics_of,
     read_config,
-    read_metrics,
     read_run_record,
     run_totals,
     unit_costs,
@@ -197,10 +197,9 @@ def cost_facts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def brief_cost(run: Run) -> str:
     """Formats the GPU hours of a run, else its CPU hours, and what its judges cost."""
-    path = run.folder / METRICS_FILE
     totals = run.record.get("totals")
     if not isinstance(totals, Mapping):
-        totals = run_totals(read_metrics(path)) if path.is_file() else {}
+        totals = run_totals(metrics_of(run.folder))
     hours = "gpu_hours" if totals.get("gpu_hours") else "cpu_hours"
     return _format_costs({name: totals[name] for name in (hours, "judge_cost") if is_number(totals.get(name))})
 

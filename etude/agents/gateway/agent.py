@@ -183,12 +183,12 @@ class CommandAgent:
 
     It gets the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY in its environment. The number that it writes into the file ETUDE_REWARD_FILE is the reward. Only
-    programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. Its process
-    group is killed when it exits, before the file is read.
+    programs that inherit the descriptor can open it, so that no search of the disk finds another rollout's. What it
+    started is killed when it exits, before the file is read.
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
     gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent
-    and its process group have ended, however they did.
+    and all that it started have ended, however they did.
 
     Raises:
         ConfigError: a program or the folder does not exist.
@@ -349,7 +349,7 @@ async def _terminate(process: asyncio.subprocess.Process, pipes: set[asyncio.Tas
     if process.returncode is None:
         process.kill()
         await _wait_for_exit(process)
-    await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open forever
+    await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that got away may hold them open forever
     if not all(pipe.done() for pipe in pipes):
         await settle(pipes)
         process._transport.close()  # type: ignore[attr-defined]  # the only way to close pipes that others hold too
