@@ -71,18 +71,22 @@ def sample(
         tokens = torch.where(point, logits.argmax(dim=-1), tokens)
         chosen = torch.where(point, torch.zeros_like(chosen), chosen)
     kept = _kept_ids(restricted, params, masks)
-    for row, each in enumerate(params):
-        if each.top_logprobs and each.temperature:
-            kept[row] = _head(restricted[row], each.top_logprobs, kept[row])
+    if rows := [i for i, each in enumerate(params) if each.top_logprobs and each.temperature]:
+        heads = _heads(restricted[rows], [params[i].top_logprobs for i in rows], [kept[i] for i in rows])
+        for row, head in zip(rows, heads):
+            kept[row] = head
     return tokens, chosen, kept
 
 
-def _head(logits: Tensor, size: int, kept: Any) -> Head:
-    """Returns the `size` most probable ids of one row, fewer if fewer are left, with their log-probs in float32."""
-    top = logits.topk(min(size, len(logits)))
-    left = top.values > float("-inf")
-    log_probs = (top.values - logits.logsumexp(dim=0))[left].cpu()
-    return Head(kept, array("i", top.indices[left].tolist()), array("f", log_probs.tolist()))
+def _heads(logits: Tensor, sizes: Sequence[int], kept: Sequence[Any]) -> list[Head]:
+    """Returns each row's `sizes` most probable ids, fewer if fewer are left, with their log-probs in float32."""
+    top = logits.topk(min(max(sizes), logits.shape[1]), dim=-1)  # sorted: what is not left comes last
+    counts = (top.values > float("-inf")).sum(dim=-1).tolist()
+    log_probs = (top.values - logits.logsumexp(dim=-1, keepdim=True)).tolist()
+    return [
+        Head(of_row, array("i", ids[: min(size, count)]), array("f", values[: min(size, count)]))
+        for of_row, size, count, ids, values in zip(kept, sizes, counts, top.indices.tolist(), log_probs)
+    ]
 
 
 def _apply_masks(logits: Tensor, masks: Sequence[bytes | None]) -> Tensor:
