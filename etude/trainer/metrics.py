@@ -141,7 +141,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     trajectories that were discarded. Latencies are the seconds a trajectory waited, over executed calls (not those with
     invalid arguments, nor those that a gateway's agent ran). `tool/<name>/reward` is the tool's mean reward over
     trajectories that called it or were scored by it;
-    `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>` are means of the numbers that the
+    `retries`, `cache_hits`, `faults`, `blocked_loop` and `cut` are counts, and `metrics/<key>` are means of numbers that the
     tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are over trajectories that were not
     dropped; stop reasons are over all.
     """
@@ -186,6 +186,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
         "cache_hits": sum(call.source in ("cache", "shared") for call in calls),
         "faults": sum(call.source == "fault" for call in calls),
         "blocked_loop": sum(call.blocked_loop for call in calls),
+        "cut": sum(call.cut for call in calls),
     }
     metrics |= {f"tool/{name}/{what}": count for what, count in counts.items() if count}
     waited = [call.seconds for call in calls if call.error != "invalid_arguments" and call.source not in _OF_AGENTS]
