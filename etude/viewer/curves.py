@@ -167,7 +167,11 @@ def _ends(values: Sequence[float], percent: bool) -> str:
     first, last = form(fmean(values[:window])), form(fmean(values[-window:]))
     if len(values) == 1:
         return f"One step: {first}."
-    return f"First {window} steps: {first}; last {window}: {last}." if window > 1 else f"First step: {first}; last: {last}."
+    return (
+        f"First {window} steps: {first}; last {window}: {last}."
+        if window > 1
+        else f"First step: {first}; last: {last}."
+    )
 
 
 def _validation_line(key: str, records: Records) -> Drawn:
