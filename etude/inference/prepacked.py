@@ -64,11 +64,12 @@ def _worthwhile(model: nn.Module) -> list[nn.Linear]:
     if not torch.backends.mkldnn.is_available():
         return []
     parts = [part for part in model.modules() if type(part) is nn.Linear and "forward" not in vars(part)]
-    return [part for part in parts if type(part.weight) is nn.Parameter and _gains(part.weight)]
-
-
-def _gains(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= WORTH_REORDERING
+    weights = [(part, part.weight) for part in parts if type(part.weight) is nn.Parameter]
+    return [
+        part
+        for part, weight in weights
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= WORTH_REORDERING
+    ]
 
 
 def _reordered(part: nn.Linear) -> Callable[[Tensor], Tensor]:
