@@ -14,7 +14,9 @@ from etude.viewer.conversations import sanitize_text
 @click.option("--title", default="", help="Heading of the page; default the folder's name.")
 @click.option("--rollouts", type=click.Path(path_type=Path), help="Rollout dumps; default RUN_DIR/rollouts.")
 @click.option("--validation", type=click.Path(path_type=Path), help="Validation dumps; default RUN_DIR/validation.")
-@click.option("--why", is_flag=True, help="Print instead what stood in the way of learning in the last step, with examples.")
+@click.option(
+    "--why", is_flag=True, help="Print instead what stood in the way of learning in the last step, with examples."
+)
 def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | None, why: bool) -> None:
     """Write RUN_DIR/report.html and print its path."""
     from etude.viewer import answers

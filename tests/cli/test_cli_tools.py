@@ -147,7 +147,7 @@ def test_the_status_tells_how_it_went(config, capsys, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "absent.yaml"], "tool configuration not found: absent.yaml"),
+        (["list", "absent.yaml"], "/absent.yaml"),
         (["list", "calculater"], "no file and no built-in tool 'calculater'"),
         (["schema", "calculator", "calc"], "no tool 'calc'"),
         (["call", "calculator", "calculater"], "no tool 'calculater'; did you mean 'calculator'"),

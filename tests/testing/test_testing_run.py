@@ -307,16 +307,16 @@ GROUPS = {
         "reward that raises": (source("reward.py", f"{SCORE}1 / 0\n"), "ZeroDivisionError"),
         "reward that is no number": (source("reward.py", f"{SCORE}float('nan')\n"), "etude reward try"),
         "reward that is text": (source("reward.py", f"{SCORE}'1.0'\n"), "expected as reward: '1.0' → let it return a"),
+        "truth of another type than the scorer compares": (
+            rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
+            "compare with str(ground_truth)",
+        ),
         "reward of another name": ("custom_reward_function.name=score", "did you mean 'compute_score'?"),
     },
     (WARNING, "reward"): {
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
-        "truth of another type than the scorer compares": (
-            rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
-            "the ground truth earns nothing",
-        ),
     },
     (ERROR, "services"): {
         "unreachable sandbox": (
