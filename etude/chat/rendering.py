@@ -68,7 +68,7 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         decoded = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
 
