@@ -154,7 +154,8 @@ def _outcomes(chat: ChatTemplate, batch: DataProto, options: TrainOptions) -> li
         feedback = str(info.get(FEEDBACK) or "").strip()
         other = next((each for each in solved[uid] if each is not rollout.trajectory), None)
         text = "" if other is None else chat.tokenizer.decode(other.response_ids, skip_special_tokens=True).strip()
-        found.append({name: text for name, text in ((SOLUTION, text), (FEEDBACK, feedback)) if text})
+        # The policy wrote, or may have moved the scorer to quote, what would end the teacher's turn.
+        found.append({name: chat.disarm(text) for name, text in ((SOLUTION, text), (FEEDBACK, feedback)) if text})
     return found
 
 

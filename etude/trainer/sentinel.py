@@ -5,6 +5,7 @@ What it says is only reported; `etude.checks.hacks` has what the sentinel finds 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,8 @@ from etude.checks.hacks import PREFIX
 from etude.rewards import load_compute_score
 from etude.rewards.default import Scorer
 from etude.rewards.rescore import rescore
+
+logger = logging.getLogger(__name__)
 
 
 def load_sentinel(given: str | None) -> Scorer | None:
@@ -29,8 +32,11 @@ def load_sentinel(given: str | None) -> Scorer | None:
 
 def second_opinion(records: Iterable[Mapping[str, Any]], scorer: Scorer) -> dict[str, float]:
     """Scores the dump records of a validation with an independent scorer: its mean, and the share of the answers right by
-    the reward that it calls wrong (right is `acc`, or a score of 1)."""
-    rescored = [each for each in rescore(records, scorer) if each.new is not None]
+    the reward that it calls wrong (right is `acc`, or a score of 1). Answers that it fails on are logged and left out."""
+    asked = list(rescore(records, scorer))
+    rescored = [each for each in asked if each.new is not None]
+    if failed := [each for each in asked if each.new is None]:
+        logger.warning("trainer.sentinel failed on %d of %d answers: %s", len(failed), len(asked), failed[0].error)
     right = [each for each in rescored if each.was_right]
     found = {f"val/{PREFIX}score/mean": fmean(each.new or 0.0 for each in rescored)} if rescored else {}
     return found | ({f"val/{PREFIX}wrong": fmean(not each.is_right for each in right)} if right else {})

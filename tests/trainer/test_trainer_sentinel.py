@@ -3,6 +3,7 @@
 from house_stage import metrics, one_line_error
 
 from etude.cli.main import cli, run
+from etude.trainer.sentinel import second_opinion
 
 SECOND = """
 def doubtful(data_source, solution_str, ground_truth, extra_info=None):
@@ -33,3 +34,16 @@ def test_a_second_scorer_judges_validation_and_never_trains(tiny, tmp_path, caps
     assert after["reward/score/mean"] == 1.0
     missing = tiny.arguments(tmp_path / "other", *given, f"trainer.sentinel={tmp_path}/second.py:nobody")
     assert "nobody" in one_line_error(capsys, ["train", *missing])
+
+
+def test_a_second_scorer_that_fails_is_heard_of(caplog):
+    def fails_on_long(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0 / (len(solution_str) < 3)
+
+    segments = [
+        [{"token_ids": [1], "provenance": "sampled", "turn": 0, "log_probs": [0.0], "text": t}] for t in ("a", "long")
+    ]
+    records = [{"prompt_ids": [1], "segments": each, "stop_reason": "completed", "gts": "a"} for each in segments]
+    assert second_opinion(records, fails_on_long) == {"val/sentinel/score/mean": 1.0}
+    assert "trainer.sentinel failed on 1 of 2 answers" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
