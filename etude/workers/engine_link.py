@@ -184,10 +184,11 @@ class EngineLink:
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout, actor = self._rollout, self._actor
         tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
-        tokens = 4 if self._shares else 16  # with shared tensors, only stale caches can be wrong
+        # The native engine's tensors are shared, or have the trainer's checksums: only stale caches can be wrong.
+        texts, tokens = (PROBE_TEXTS[:1], 4) if isinstance(self.engine, NativeEngine) else (PROBE_TEXTS, 16)
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
-            [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
+            [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in texts],
             None if actor is None else functools.partial(score_rows, actor),
             tolerance=_tolerance(dtype, rollout.dtype or dtype) if tolerance is None else tolerance,
             temperature=rollout.temperature,
