@@ -12,6 +12,7 @@ from etude.options.environments import EnvironmentOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
+    AgentSandboxOptions,
     CompactOptions,
     EnvOptions,
     MultiTurnOptions,
@@ -36,6 +37,7 @@ from etude.options.tree import Options, SFTOptions, TrainOptions
 __all__ = [
     "ActorOptions",
     "AgentOptions",
+    "AgentSandboxOptions",
     "AlgorithmOptions",
     "CompactOptions",
     "CriticOptions",

@@ -49,6 +49,7 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
 
 _ROLE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 COMMAND = When("with openai_agent.command", lambda own, run: bool(own.command))
+WALLED = When("with openai_agent.sandbox.enable=true", lambda own, run: own.enable)
 COMPACTS = When("with compact.at_tokens", lambda own, run: own.at_tokens is not None)
 
 
@@ -205,6 +206,30 @@ class MultiTurnOptions:
 
 
 @options
+class AgentSandboxOptions:
+    """Walls around a command agent: the sandbox of docs/sandbox.md."""
+
+    enable: Flag = key(
+        "True: the command runs inside the sandbox. It sees its workspace, the system's programs and the folders below, and "
+        "connects to the gateway alone; the verifier runs outside.",
+        default=False,
+    )
+    folders: RawTexts = key(
+        "Folders that the command can read besides, at their own paths, such as that of its installation.",
+        default=(),
+        when=WALLED,
+    )
+    wall_seconds: Positive = key(
+        "Max time of the command; what it had written into its workspace is still verified.",
+        default=300.0,
+        unit="seconds",
+        when=WALLED,
+    )
+    memory_mb: Count = key("Max memory of the command and all that it starts.", default=2048, unit="MiB", when=WALLED)
+    disk_mb: Count = key("Max size of all its files together.", default=512, unit="MiB", when=WALLED)
+
+
+@options
 class OpenAIAgentOptions:
     """The agent that the loop openai_agent runs (docs/gateway.md), written for the OpenAI API."""
 
@@ -230,10 +255,13 @@ class OpenAIAgentOptions:
         "summaries), all where none has; main, the last of those alone.",
         default="all",
     )
+    sandbox: AgentSandboxOptions = key("", default_factory=AgentSandboxOptions)
 
     def __post_init__(self) -> None:
         if self.function is not None and self.command:
             raise ValueError("set function or command, not both")
+        if self.sandbox.enable and not self.command:
+            raise ValueError("sandbox.enable needs a command: a function runs in this process")
 
 
 @options

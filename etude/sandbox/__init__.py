@@ -6,6 +6,7 @@ from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions
 from etude.sandbox.types import (
     CellError,
     CellResult,
+    CommandRequest,
     ContainerLostError,
     Isolation,
     Language,
@@ -28,6 +29,7 @@ __all__ = [
     "BoxLostError",
     "CellError",
     "CellResult",
+    "CommandRequest",
     "ContainerLostError",
     "Executor",
     "ExecutorOptions",

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from etude.errors import ConfigError, one_line
 from etude.sandbox import fusion
-from etude.sandbox.executor import SESSION_LIMITS, Executor
+from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions
 from etude.sandbox.types import (
     CellResult,
     Isolation,
@@ -66,8 +66,10 @@ class SandboxClient:
         attempts: int = 3,
         workers: int | None = None,
         isolation: Isolation | str = Isolation.AUTO,
+        folders: tuple[str, ...] = (),
     ) -> None:
-        """`attempts`: maximum attempts at a run if the sandbox fails; `workers` and `isolation`: of the embedded sandbox.
+        """`attempts`: maximum attempts at a run if the sandbox fails; `workers`, `isolation` and `folders`, which programs
+        can read besides: of the embedded sandbox.
 
         Raises:
             ConfigError: `url` is not an HTTP address, or `attempts` is not positive.
@@ -77,7 +79,7 @@ class SandboxClient:
         self.url = url
         self._attempts = attempts
         self._loop = background_loop("etude-sandbox")
-        self._sandbox = _embedded(Isolation(isolation), workers) if url is None else _RemoteSandbox(url, token)
+        self._sandbox = _embedded(Isolation(isolation), workers, folders) if url is None else _RemoteSandbox(url, token)
         self._closed = False
         _clients.add(self)
 
@@ -165,17 +167,16 @@ class SandboxClient:
 class _Embedded:
     """This process's executor for one set of settings: opened by the first call, closed with its last client."""
 
-    def __init__(self, isolation: Isolation, workers: int | None) -> None:
+    def __init__(self, isolation: Isolation, workers: int | None, folders: tuple[str, ...]) -> None:
         self.clients = 0
-        self._isolation = isolation
-        self._workers = workers
+        self._settings = isolation, workers, ExecutorOptions(folders=folders)
         self._executor: Executor | None = None
         self._lock = asyncio.Lock()
 
     async def open(self) -> Executor:
         async with self._lock:
             if self._executor is None:
-                self._executor = await Executor.open(self._isolation, self._workers)
+                self._executor = await Executor.open(*self._settings)
             return self._executor
 
     async def close(self) -> None:
@@ -189,14 +190,15 @@ class _Embedded:
             await executor.close()
 
 
-_executors: dict[tuple[Isolation, int | None], _Embedded] = {}
+_executors: dict[tuple[Isolation, int | None, tuple[str, ...]], _Embedded] = {}
 _embedded_lock = threading.Lock()
 _clients: set[SandboxClient] = set()
 
 
-def _embedded(isolation: Isolation, workers: int | None) -> _Embedded:
+def _embedded(isolation: Isolation, workers: int | None, folders: tuple[str, ...]) -> _Embedded:
     with _embedded_lock:
-        embedded = _executors.setdefault((isolation, workers), _Embedded(isolation, workers))
+        settings = isolation, workers, folders
+        embedded = _executors.setdefault(settings, _Embedded(*settings))
         embedded.clients += 1
         return embedded
 
@@ -307,7 +309,7 @@ class _RemoteSandbox:
         if 200 <= status < 300:
             return
         text = content[:2000].decode("utf-8", "replace")
-        with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # no JSON, or no object
             text = str(json.loads(text).get("detail", text))
         reason = one_line(Exception(text))
         if status in (404, 405):

@@ -27,8 +27,16 @@ from etude.errors import one_line
 from etude.sandbox.cgroup import Group
 from etude.sandbox.guest import cells, messages
 from etude.sandbox.languages import RECIPES
-from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
-from etude.timeouts import set_outcome, uninterrupted
+from etude.sandbox.types import (
+    CommandRequest,
+    Limits,
+    RunRequest,
+    RunResult,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+)
+from etude.timeouts import set_outcome, settle, uninterrupted
 
 if TYPE_CHECKING:
     from etude.sandbox.fork_server import ForkServer
@@ -61,6 +69,7 @@ class Container:
         self._group: Group | None = None
         self._late = False
         self._closing: asyncio.Task[None] | None = None
+        self._relay: Relay | None = None
 
     async def run(self, request: RunRequest) -> RunResult:
         """Runs `request`, and closes the container.
@@ -79,7 +88,11 @@ class Container:
         started = False
         try:
             await self.feed((request.stdin or "").encode("utf-8", "surrogatepass"))
-            await self.control.send(run_message(request), list(request.files.items()))
+            await self.control.send(run_message(request), _parts(request))
+            if isinstance(request, CommandRequest) and request.port is not None and self.fork_server.isolated:
+                if not await readable(self.control.socket.fileno(), GRACE_SECONDS):
+                    raise ContainerGoneError("the container has no port")
+                self._relay = await Relay.start(receive_descriptor(self.control.socket), request.port)
             while report is None and (received := await self.control.receive()) is not None:
                 if received[0].get("event") == "started":
                     started = True
@@ -117,7 +130,8 @@ class Container:
             stdout_truncated=out_cut,
             stderr_truncated=err_cut,
             compile=compiled and RunResult(**_ending(compiled), stdout=compiled["stdout"], stderr=compiled["stderr"]),
-            files=dict(files),
+            files={name: content for name, content in files if name},
+            folder=dict(files).get(""),
             refused_files=report.get("refused", {}),
         )
 
@@ -180,6 +194,8 @@ class Container:
             if self._group is not None:
                 self.out_of_memory = self._group.out_of_memory()
                 self._group.close()
+            if self._relay is not None:
+                await self._relay.close()
             self.control.close()
             self.cells.close()
             if self._feed is not None and self._feed.get_write_buffer_size():
@@ -196,6 +212,19 @@ def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
     Raises:
         SandboxRequestError: a file has the name of the code's file.
     """
+    if isinstance(request, CommandRequest):
+        return {
+            "kind": "command",
+            "source": "",
+            "command": list(request.command),
+            "compile": None,
+            "args": [],
+            "address_space": False,
+            "environment": dict(request.environment),
+            "folder": request.folder is not None,
+            "port": request.port,
+            **_bounds(request),
+        }
     recipe = RECIPES[request.language]
     if not session and any(name == recipe.source or name.startswith(f"{recipe.source}/") for name in request.files):
         raise SandboxRequestError(f"files: {recipe.source!r} is the name of the code itself; choose another")
@@ -207,17 +236,33 @@ def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
         "compile": recipe.compile,
         "args": list(request.args),
         "address_space": recipe.address_space,
+        "environment": {},
+        "folder": False,
+        "port": None,
+        **_bounds(request),
+        **({"wall_seconds": None} if session else {}),
+    }
+
+
+def _bounds(request: RunRequest) -> dict[str, Any]:
+    return {
         "limits": asdict(request.limits),
-        "wall_seconds": None if session else request.limits.wall_seconds,
+        "wall_seconds": request.limits.wall_seconds,
         "compile_seconds": request.compile_seconds,
         "fetch_files": list(request.fetch_files),
     }
 
 
+def _parts(request: RunRequest) -> messages.Parts:
+    """Returns the files of a request, and last, without a name, its folder."""
+    folder = request.folder if isinstance(request, CommandRequest) else None
+    return [*request.files.items(), *([] if folder is None else [("", folder)])]
+
+
 def failure(answer: Mapping[str, Any]) -> Exception:
     """Returns the exception for a supervisor's unexpected answer."""
     if answer.get("event") == "refused":
-        return SandboxRequestError(f"files: {answer.get('error')}")
+        return SandboxRequestError(str(answer.get("error")))
     return ContainerGoneError(f"the container could not be set up: {answer.get('error')}")
 
 
@@ -240,6 +285,69 @@ def _process_of(pidfd: int) -> int:
         if line.startswith("Pid:") and int(line.split()[1]) > 0:
             return int(line.split()[1])
     raise ProcessLookupError("the process has ended")
+
+
+def receive_descriptor(end: socket.socket) -> int:
+    """Receives a file descriptor; returns -1 if the other side is disconnected."""
+    try:
+        _, fds, _, _ = socket.recv_fds(end, 1, 1)
+    except OSError:
+        return -1
+    return fds[0] if fds else -1
+
+
+class Relay:
+    """What a program's only connections lead to: a port of this machine's 127.0.0.1, which has the same number inside.
+
+    The listener was made in the container's network, which is connected to nothing; this process accepts for it.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def start(cls, listener: int, port: int) -> Relay:
+        """Takes over the descriptor of the listener.
+
+        Raises:
+            ContainerGoneError: there is none.
+        """
+        if listener < 0:
+            raise ContainerGoneError("the container ended before it had its port")
+        relay = cls(port)
+        relay._server = await asyncio.start_server(relay._connect, sock=socket.socket(fileno=listener))
+        return relay
+
+    async def close(self) -> None:
+        """Breaks its connections off."""
+        assert self._server is not None
+        self._server.close()
+        await settle(list(self._open))
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        self._open.add(own)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            try:
+                await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
+            finally:
+                far_writer.close()
+        except OSError:  # either end is gone: so is the other
+            pass
+        finally:
+            writer.close()
+            self._open.discard(own)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_CHUNK):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
 
 
 async def readable(fd: int, seconds: float) -> bool:

@@ -55,6 +55,8 @@ class ExecutorOptions:
 
     libraries: tuple[str, ...] | None = None
     """Folders of third-party packages that Python programs may import; None: those of this environment."""
+    folders: tuple[str, ...] = ()
+    """Further folders that programs can read, at their own paths; not below /tmp or /dev/shm, which each run has anew."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the programs' environment, which inherits none of the host's."""
     cgroup: str | None = AUTO
@@ -161,7 +163,8 @@ class Executor:
             raise SandboxRequestError(f"language: {request.language.value} needs '{tool}', which is not installed")
         async with self._slots:
             result = await self._in_container(request.limits, Container.run, request)
-            if result.status is RunStatus.KILLED:  # presumably from outside; if it happens again, by the program
+            again = result.status is RunStatus.KILLED and getattr(request, "port", None) is None  # nobody saw it
+            if again:  # killed presumably from outside; if it happens again, by the program
                 log.warning("sandbox: a container was killed while its program ran; the program runs once more")
                 result = await self._in_container(request.limits, Container.run, request)
         return result
@@ -192,7 +195,9 @@ class Executor:
                 gone, self._fork_server = self._fork_server, None
                 await gone.close()
             if self._fork_server is None:
-                self._fork_server = await ForkServer.start(self.isolation, self._settings(), self._libraries)
+                self._fork_server = await ForkServer.start(
+                    self.isolation, self._settings(), self._libraries, self._options.folders
+                )
             fork_server = self._fork_server
         container = await fork_server.fork(limits.output_bytes)
         self._containers.add(container)

@@ -15,7 +15,7 @@ import subprocess
 
 from etude.errors import one_line
 from etude.sandbox import jail
-from etude.sandbox.container import DEATH_SECONDS, Container, ContainerGoneError, readable
+from etude.sandbox.container import DEATH_SECONDS, Container, ContainerGoneError, readable, receive_descriptor
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.types import Isolation, SandboxError
 
@@ -26,7 +26,9 @@ FORK_SECONDS = 15.0
 class ForkServer:
     """A handle to a running fork server. Bound to the event loop that started it."""
 
-    def __init__(self, isolation: Isolation, settings: Settings, libraries: tuple[str, ...]) -> None:
+    def __init__(
+        self, isolation: Isolation, settings: Settings, libraries: tuple[str, ...], folders: tuple[str, ...]
+    ) -> None:
         self.isolated = settings.isolated
         self._pidfd = -1
         self._scratch = jail.jail_scratch()
@@ -36,7 +38,7 @@ class ForkServer:
             with theirs, open(self._scratch.folder / "log", "wb") as log:
                 control = theirs.fileno()
                 self._process = subprocess.Popen(
-                    jail.command_line(isolation, self._scratch.folder, libraries, control, settings),
+                    jail.command_line(isolation, self._scratch.folder, libraries, control, settings, folders),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,
@@ -53,17 +55,20 @@ class ForkServer:
             raise
 
     @classmethod
-    async def start(cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = ()) -> ForkServer:
-        """Starts a fork server in a jail that contains the folders `libraries`, and waits until it is ready.
+    async def start(
+        cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = (), folders: tuple[str, ...] = ()
+    ) -> ForkServer:
+        """Starts a fork server in a jail that contains the folders `libraries`, and `folders` at their own paths, and waits
+        until it is ready.
 
         Raises:
             SandboxError: it does not start; the message says why.
         """
-        fork_server = cls(isolation, settings, libraries)
+        fork_server = cls(isolation, settings, libraries, folders)
         try:
             if not await readable(fork_server._socket.fileno(), START_SECONDS):
                 raise SandboxError(f"the {isolation.value} jail did not start within {START_SECONDS:g} s")
-            fork_server._pidfd = _receive_descriptor(fork_server._socket)
+            fork_server._pidfd = receive_descriptor(fork_server._socket)
             if fork_server._pidfd < 0:
                 raise SandboxError(f"the {isolation.value} jail did not start: {fork_server._log()}")
         except BaseException:
@@ -114,7 +119,7 @@ class ForkServer:
                     os.close(fd)
             if not await readable(control, deadline - loop.time()):
                 raise TimeoutError
-            container.pidfd = _receive_descriptor(container.control.socket)
+            container.pidfd = receive_descriptor(container.control.socket)
             if container.pidfd < 0:
                 raise ContainerGoneError("the container ended before it had its request")
         except BaseException as error:
@@ -170,12 +175,3 @@ def _send_descriptors(end: socket.socket, fds: tuple[int, ...]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _receive_descriptor(end: socket.socket) -> int:
-    """Receives a file descriptor; returns -1 if the other side is disconnected."""
-    try:
-        _, fds, _, _ = socket.recv_fds(end, 1, 1)
-    except OSError:
-        return -1
-    return fds[0] if fds else -1

@@ -88,8 +88,12 @@ def libraries_in_jail(libraries: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{GUEST}/libraries-{i}" for i in range(len(libraries)))
 
 
-def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
-    """Plans a jail on this machine; `scratch`: a private folder for the jail's files on disk."""
+def plan_of(scratch: Path, libraries: tuple[str, ...], folders: tuple[str, ...] = ()) -> Plan:
+    """Plans a jail on this machine; `scratch`: a private folder for the jail's files on disk; `folders` keep their paths.
+
+    Raises:
+        SandboxError: the interpreter or a folder lies where a run has folders of its own.
+    """
     scratch.chmod(0o711)
     root, etc = scratch / "root", scratch / "etc"
     root.mkdir()
@@ -101,9 +105,10 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
             links.append((os.readlink(path), path))
         elif os.path.isdir(path):
             binds.append((path, path))
-    for path in (str(Path(sys.base_prefix).resolve()), str(Path(interpreter()).parent.parent)):
-        if any(path == own or path.startswith(f"{own}/") for own in (WORK, TMP, SHM, FILES)):
-            raise SandboxError(f"the interpreter lies in {path}, which a run's own {path.split('/')[1]} would hide")
+    for path in (str(Path(sys.base_prefix).resolve()), str(Path(interpreter()).parent.parent), *folders):
+        if hidden(path):
+            what = path if path in folders else f"the interpreter lies in {path}, which"
+            raise SandboxError(f"{what} would be hidden by a run's own /{path.split('/')[1]}")
         if not any(path == inside or path.startswith(f"{inside}/") for _, inside in binds):
             binds.append((path, path))
     binds += [(path, libraries_in_jail(libraries)[i]) for i, path in enumerate(libraries)]
@@ -115,6 +120,11 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
     if os.geteuid() == 0:
         binds = [(_staged(scratch, source, staged), target) for source, target in binds]
     return Plan(str(root), ("/dev", "/proc", FILES, WORK, TMP, SHM), tuple(links), tuple(binds), devices, tuple(staged))
+
+
+def hidden(path: str) -> bool:
+    """Whether a run's own folders hide this path of the host."""
+    return any(path == own or path.startswith(f"{own}/") for own in (WORK, TMP, SHM, FILES))
 
 
 def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
@@ -145,7 +155,12 @@ def _write_etc(etc: Path) -> None:
 
 
 def command_line(
-    isolation: Isolation, scratch: Path, libraries: tuple[str, ...], control: int, settings: Settings
+    isolation: Isolation,
+    scratch: Path,
+    libraries: tuple[str, ...],
+    control: int,
+    settings: Settings,
+    folders: tuple[str, ...] = (),
 ) -> list[str]:
     """Returns the command that starts a fork server, which inherits its socket to the host as descriptor `control`.
 
@@ -154,7 +169,7 @@ def command_line(
     """
     if isolation is Isolation.NONE:
         return _interpret(str(GUEST_SOURCE), "fork_server", str(control), settings.encode())
-    plan = plan_of(scratch, libraries)
+    plan = plan_of(scratch, libraries, folders)
     command = _interpret(f"{GUEST}/guest", "fork_server", str(control), settings.encode())
     if isolation is Isolation.BUBBLEWRAP:
         command = _bubblewrap(plan) + command

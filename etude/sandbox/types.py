@@ -166,6 +166,25 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
+class CommandRequest(RunRequest):
+    """A program with its words, instead of code."""
+
+    code: str = ""
+    command: Sequence[str] = ()
+    """Its name, found in the sandbox, and its arguments."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of this program alone."""
+    folder: bytes | None = None
+    """The work directory, an archive of `etude.sandbox.guest.files.pack`; `RunResult.folder` is then what became of it."""
+    port: int | None = None
+    """TCP port of this machine's 127.0.0.1 that the program reaches under the same address; None: it reaches nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_args(self.command)
+
+
+@dataclass(frozen=True)
 class RunResult:
     """The result of a run, or of its compiler. Output is decoded as UTF-8, with undecodable bytes replaced."""
 
@@ -185,6 +204,8 @@ class RunResult:
     """Path → content of the `fetch_files` that existed as regular files after the run."""
     refused_files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Path → reason for the `fetch_files` that existed but were not read: a link, a pipe, too large."""
+    folder: bytes | None = None
+    """An archive of the work directory of a `CommandRequest` with a `folder`; None if it is too large or was lost."""
 
 
 @dataclass(frozen=True)

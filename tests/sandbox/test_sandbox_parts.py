@@ -1,12 +1,15 @@
 """The parts that need no container: messages, output, the filter's program, files, what a run uses, the plan of a jail."""
 
 import asyncio
+import contextlib
 import errno
+import io
 import json
 import os
 import socket
 import struct
 import subprocess
+import tarfile
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -461,3 +464,43 @@ def test_only_reasonable_png_files_are_images():
     huge = PNG.replace(struct.pack(">II", 10, 10), struct.pack(">II", 30_000, 30_000))
     assert valid_images([PNG, huge, b"GIF89a", PNG + bytes(3 << 20), b""]) == (PNG,)
     assert len(valid_images([PNG] * 100)) == 8
+
+
+# whole folders
+
+
+def test_a_folder_comes_back_as_it_was(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "run.sh").write_bytes(b"x" * 700)
+    (tmp_path / "a" / "b" / "run.sh").chmod(0o755)
+    (tmp_path / "a" / "same").hardlink_to(tmp_path / "a" / "b" / "run.sh")
+    for name, target in {"in": "../a/b", "up": "../../etc", "round": "b/../../..", "root": "/etc"}.items():
+        (tmp_path / "a" / name).symlink_to(target)
+    os.mkfifo(tmp_path / "pipe")
+    packed = files.pack(str(tmp_path), 1 << 20)
+    (back := tmp_path / "back").mkdir()
+    files.unpack(str(back), packed)
+    assert sorted(str(path.relative_to(back)) for path in back.rglob("*")) == [
+        "a",
+        "a/b",
+        "a/b/run.sh",
+        "a/in",
+        "a/same",
+    ]
+    assert (back / "a" / "same").read_bytes() == b"x" * 700
+    assert os.access(back / "a" / "in" / "run.sh", os.X_OK)
+    assert files.pack(str(tmp_path), 1000) is None
+
+
+@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "link/out"])
+def test_an_archive_writes_nothing_outside(tmp_path, name):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, ".."
+        archive.addfile(link)
+        archive.addfile(tarfile.TarInfo(name))
+    (folder := tmp_path / "folder").mkdir()
+    with contextlib.suppress(OSError):
+        files.unpack(str(folder), packed.getvalue())
+    assert not (tmp_path / "out").exists()

@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from etude.agents.gateway import reaper
+from etude.agents.gateway.command_sandbox import run_in_sandbox
 from etude.agents.roles import carriers, check_role
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
+from etude.options import AgentSandboxOptions
 from etude.registry import did_you_mean
 from etude.rewards.number import MAX_REWARD, as_reward
 from etude.timeouts import BlockingCalls, settle, uninterrupted
@@ -188,19 +190,27 @@ class CommandAgent:
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
     gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent
-    and all that it started have ended, however they did.
+    and all that it started have ended, however they did. With a `sandbox` the agent runs in there, without a reward file.
 
     Raises:
         ConfigError: a program or the folder does not exist.
     """
 
-    def __init__(self, command: Sequence[str], workspace: str | None = None, verifier: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        workspace: str | None = None,
+        verifier: Sequence[str] = (),
+        sandbox: AgentSandboxOptions | None = None,
+    ) -> None:
         if not command:
             raise ConfigError("an agent's command must have at least one word")
         self._command, self._verifier = list(command), list(verifier)
+        self._sandbox = sandbox if sandbox is not None and sandbox.enable else None
         self._workspace = None if workspace is None else Path(workspace).expanduser()
         self.name, self.has_verifier = command[0], bool(verifier)
-        for program, noun in ((self.name, "agent"), *((word, "verifier") for word in verifier[:1])):
+        outside = [] if self._sandbox else [(self.name, "agent")]
+        for program, noun in (*outside, *((word, "verifier") for word in verifier[:1])):
             if shutil.which(program) is None:
                 raise ConfigError(
                     f"{noun} '{program}' cannot be started: there is no such program, or it is not executable"
@@ -233,7 +243,11 @@ class CommandAgent:
             with _reward_file() as descriptor:
                 own = None if self.has_verifier else descriptor
                 reward: object
-                status, output = await _execute("agent", self._command, text, keys, own, folder)
+                status: int | str
+                if self._sandbox is not None:
+                    status, output = await run_in_sandbox(self._sandbox, self._command, text, keys, folder)
+                else:
+                    status, output = await _execute("agent", self._command, text, keys, own, folder)
                 if self.has_verifier:
                     reward = await self._verify(text, descriptor, folder)
                 else:
@@ -376,7 +390,7 @@ def _read_reward(descriptor: int, source: str) -> float | dict[str, Any] | None:
     if not text:
         return None
     number: float | dict[str, Any] | None = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if text.lstrip().startswith(b"{") and len(text) <= _LONGEST_REWARDS:
             number = dict(json.loads(text))
         elif len(text) <= _LONGEST_NUMBER:

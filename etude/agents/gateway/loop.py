@@ -37,6 +37,7 @@ from etude.agents.gateway.agent import (
     give_rewards,
     read_agent_reward,
 )
+from etude.agents.gateway.command_sandbox import check_sandbox
 from etude.agents.gateway.messages import row_for_clients
 from etude.agents.gateway.session import GatewaySession, SessionRules
 from etude.environments import EnvironmentSession
@@ -51,7 +52,7 @@ from etude.errors import (
     one_line,
 )
 from etude.inference import SamplingParams
-from etude.options import OpenAIAgentOptions
+from etude.options import AgentSandboxOptions, OpenAIAgentOptions
 from etude.registry import import_object
 from etude.timeouts import called, settle
 from etude.trajectory import StopReason, Trajectory
@@ -63,8 +64,8 @@ _logged: set[tuple[str, type[Exception]]] = set()  # kinds of errors whose trace
 
 @AGENT_LOOPS.register("openai_agent")
 class OpenAIAgentLoop(AgentLoopBase):
-    """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments, with `workspace`
-    and `verifier` as in `rollout.agent.openai_agent`.
+    """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments, with `workspace`,
+    `verifier` and `sandbox` as in `rollout.agent.openai_agent`.
 
     With neither, runs the agent configured in `rollout.agent.openai_agent`.
 
@@ -80,13 +81,17 @@ class OpenAIAgentLoop(AgentLoopBase):
         command: Sequence[str] = (),
         workspace: str | None = None,
         verifier: Sequence[str] = (),
+        sandbox: AgentSandboxOptions | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(trainer_config, **kwargs)
+        if isinstance(sandbox, Mapping):
+            sandbox = AgentSandboxOptions(**sandbox)
         if function is None and not command:
             own = trainer_config.options.agent.openai_agent
-            function, command, workspace, verifier = own.function, own.command, own.workspace, own.verifier
-        self._agent = agent_of(function, command, workspace, verifier)
+            self._agent = agent_of(own.function, own.command, own.workspace, own.verifier, own.sandbox)
+        else:
+            self._agent = agent_of(function, command, workspace, verifier, sandbox)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
         """See `AgentLoopBase.run`: one trajectory per sequence.
@@ -202,18 +207,25 @@ class DrivingAgentLoop(OpenAIAgentLoop):
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:
-    """Imports the configured function, or looks up the command's program; does nothing if neither is set.
+    """Imports the configured function, or looks up the command's program, and tries its sandbox; does nothing if neither is
+    set.
 
     Raises:
         ConfigError: it cannot be used.
         MissingExtraError: the function needs an `openai` client, and the package is not installed.
     """
     if options.function is not None or options.command:
-        agent_of(options.function, options.command, options.workspace, options.verifier)
+        agent_of(options.function, options.command, options.workspace, options.verifier, options.sandbox)
+        if options.sandbox.enable:
+            check_sandbox(options.sandbox)
 
 
 def agent_of(
-    function: Callable[..., Any] | str | None, command: Sequence[str], workspace: str | None, verifier: Sequence[str]
+    function: Callable[..., Any] | str | None,
+    command: Sequence[str],
+    workspace: str | None,
+    verifier: Sequence[str],
+    sandbox: AgentSandboxOptions | None,
 ) -> Agent:
     """Makes an agent of a function, its import path, or a command.
 
@@ -225,7 +237,7 @@ def agent_of(
             "agent loop 'openai_agent': set either rollout.agent.openai_agent.function or rollout.agent.openai_agent.command"
         )
     if function is None:
-        return CommandAgent(command, workspace, verifier)
+        return CommandAgent(command, workspace, verifier, sandbox)
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 
 

@@ -2,17 +2,22 @@
 
 Invariant: nothing outside the directory is ever opened, despite any links, pipes, devices or races in it: the kernel
 resolves paths beneath it without following links, and only regular files are read. Sizes are checked on the open descriptor
-and again while reading.
+and again while reading. Whole folders (`pack`, `unpack`) are copied only while no process can change them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
+import tarfile
 from collections.abc import Sequence
 
 from . import kernel
+
+FOLDER_BYTES = 64 << 20
+"""Most bytes of a folder that is copied as a whole."""
 
 
 def write_files(directory: str, files: Sequence[tuple[str, bytes]]) -> None:
@@ -104,3 +109,57 @@ def _read(root: int, path: str, budget: int) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def pack(folder: str, budget: int) -> bytes | None:
+    """Returns a tar archive of the files, folders and links in `folder`; None if they are above `budget` bytes."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for parent, folders, files in os.walk(folder):
+            for name in (*folders, *files):
+                path = os.path.join(parent, name)
+                status = os.lstat(path)
+                if not any(kind(status.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
+                    continue
+                budget -= status.st_size + 2 * tarfile.BLOCKSIZE
+                if budget < 0:
+                    return None
+                archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link becomes a copy
+                archive.add(path, os.path.relpath(path, folder), recursive=False)
+    return packed.getvalue()
+
+
+def unpack(folder: str, packed: bytes) -> None:
+    """Writes an archive of `pack` into an empty folder. Whoever made it, nothing is written outside, and no link leads
+    there: links, of which only relative ones are made, come last.
+
+    Raises:
+        OSError: there is no space, or the archive is damaged.
+    """
+    links: list[tuple[str, str]] = []
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
+            for member in archive:
+                if any(part in ("", ".", "..") for part in member.name.split("/")):
+                    raise OSError(0, f"{member.name!r} is no path in a folder")
+                path = os.path.join(folder, member.name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                if member.isdir():
+                    os.makedirs(path, exist_ok=True)
+                elif member.issym() and _stays(member.name, member.linkname):
+                    links.append((member.linkname, path))
+                elif member.isreg() and (content := archive.extractfile(member)):
+                    with open(path, "xb") as file:
+                        os.fchmod(file.fileno(), 0o600 | member.mode & 0o777)
+                        file.write(content.read())
+    except tarfile.TarError as error:
+        raise OSError(0, f"a damaged archive: {error}") from error
+    for target, path in links:
+        os.symlink(target, path)
+
+
+def _stays(name: str, target: str) -> bool:
+    """Whether a link at `name` leads into the folder, whatever links its target goes through: it goes up only first."""
+    parts = target.split("/")
+    up = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
+    return not target.startswith("/") and up <= name.count("/") and ".." not in parts[up:]

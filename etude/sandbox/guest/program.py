@@ -8,6 +8,7 @@ without a shell.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -20,11 +21,16 @@ from .namespaces import Folders
 from .settings import PROGRAM_ID, SHM, Settings
 
 _MIB = 1 << 20
+_NO_PROGRAM = b"NoProgram: "
 _SECCOMP = seccomp.assemble(kernel.machine())
 
 
 class Broken(Exception):
     """The program could not be started."""
+
+
+class NoProgram(Broken):
+    """There is no such program here, or it is none."""
 
 
 def start(
@@ -40,6 +46,7 @@ def start(
 
     Raises:
         Broken: the process could not be confined, or the interpreter could not be started.
+        NoProgram: the request names a program that is not here.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -49,7 +56,8 @@ def start(
     with open(reader, "rb") as pipe:
         failure = pipe.read()
     if failure:
-        raise Broken(failure.decode("utf-8", "replace"))
+        missing = request["kind"] == "command" and failure.startswith(_NO_PROGRAM)
+        raise (NoProgram if missing else Broken)(failure.decode("utf-8", "replace"))
     return pid
 
 
@@ -68,7 +76,7 @@ def _become(
         _confine(settings, folders)
         _limit(request["limits"], request["address_space"], settings.isolated)
         if command is not None:
-            _execute(command)
+            _execute(command, request["environment"])
         os.close(failure)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace")
@@ -140,12 +148,17 @@ def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
         resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _execute(command: Sequence[str]) -> NoReturn:
-    """Executes `command`, found on the program's PATH, in this process.
+def _execute(command: Sequence[str], environment: dict[str, str]) -> NoReturn:
+    """Executes `command`, found on the program's PATH, in this process, with `environment` besides its own.
 
     Raises:
         OSError: it cannot be started.
     """
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # the interpreter changed them
         signal.signal(number, signal.SIG_DFL)
-    os.execvpe(command[0], list(command), dict(os.environ))
+    try:
+        os.execvpe(command[0], list(command), {**os.environ, **environment})
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC):
+            raise NoProgram(f"{command[0]}: {error.strerror}") from error
+        raise

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import kernel, messages, program, usage
-from .files import read_files, write_files
+from .files import FOLDER_BYTES, pack, read_files, unpack, write_files
 from .namespaces import enter_namespaces
 from .settings import Settings
 
@@ -37,8 +37,7 @@ def main(settings: Settings, stdin: int, stdout: int, stderr: int, host: int, ce
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         itself = os.pidfd_open(os.getpid())
-        with socket.socket(fileno=os.dup(host)) as connection:
-            socket.send_fds(connection, [b"\0"], [itself])
+        _send_descriptor(host, itself)
         os.close(itself)
         received = messages.receive(host)
         if received is not None:  # otherwise the host has closed the container unused
@@ -73,11 +72,16 @@ class Supervisor:
         """Runs the request and reports to the host."""
         request = self._request
         try:
+            if request["port"] and self._settings.isolated:  # who connects to it is relayed by the host
+                with socket.create_server(("127.0.0.1", request["port"])) as listener:
+                    _send_descriptor(self._host, listener.fileno())
+            packed = self._files.pop()[1] if request["folder"] else None
             if request["source"]:
                 self._files.append((request["source"], request["code"].encode("utf-8", "surrogatepass")))
-            if not self._write(self._files):
+            if not self._write(self._files, packed):
                 return
             self._files.clear()  # otherwise each process of the run would inherit a copy
+            packed = None
             compiled = self._compile() if request["compile"] else None
             if compiled and (compiled["status"] != "finished" or compiled["code"] != 0):
                 self._folders.close()
@@ -85,12 +89,18 @@ class Supervisor:
                 messages.send(self._host, {"event": "ended", **ending})
                 return
             command = [*self._fill_in(request["command"]), *request["args"]] if request["command"] else None
-            pid = program.start(self._settings, self._folders, self._descriptors, request, command)
+            try:
+                pid = program.start(self._settings, self._folders, self._descriptors, request, command)
+            except program.NoProgram as error:
+                messages.send(self._host, {"event": "refused", "error": f"command: {error}"})
+                return
             for fd in self._descriptors:
                 os.close(fd)
             messages.send(self._host, {"event": "started"})
             ending = self._watch(pid, request["wall_seconds"])
             found, refused = read_files(self._folders.work, request["fetch_files"], FETCH_BUDGET)
+            if request["folder"] and (after := pack(self._folders.work, FOLDER_BYTES)) is not None:
+                found.append(("", after))
             self._folders.close()
             messages.send(self._host, {"event": "ended", **ending, "compile": compiled, "refused": refused}, found)
         finally:
@@ -196,12 +206,15 @@ class Supervisor:
             messages.send(self._host, {"event": "fetched", "refused": refused}, found)
         return True
 
-    def _write(self, files: messages.Parts) -> bool:
-        """Writes files into the work directory; if they do not fit, reports it to the host and returns False."""
+    def _write(self, files: messages.Parts, packed: bytes | None = None) -> bool:
+        """Writes a packed folder and files into the work directory; if they do not fit, reports it to the host and returns
+        False."""
         try:
+            if packed is not None:
+                unpack(self._folders.work, packed)
             write_files(self._folders.work, files)
         except OSError as error:
-            messages.send(self._host, {"event": "refused", "error": error.strerror or str(error)})
+            messages.send(self._host, {"event": "refused", "error": f"files: {error.strerror or error}"})
             return False
         return True
 
@@ -234,6 +247,11 @@ class Supervisor:
         for pid in usage.processes(isolated=False):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _send_descriptor(host: int, fd: int) -> None:
+    with socket.socket(fileno=os.dup(host)) as connection:
+        socket.send_fds(connection, [b"\0"], [fd])
 
 
 def _reaped_cpu_seconds() -> float:

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from agents_stage import call, says
@@ -13,7 +15,8 @@ from wait_stage import is_running, until
 from etude.agents import AGENT_LOOPS
 from etude.agents.gateway import check_openai_agent
 from etude.errors import ConfigError, EtudeError
-from etude.options import OpenAIAgentOptions
+from etude.options import AgentSandboxOptions, OpenAIAgentOptions
+from etude.sandbox import SandboxClient, SandboxUnavailableError
 from etude.trajectory import StopReason
 
 REWARD = "open(os.environ['ETUDE_REWARD_FILE'], 'w').write('{}')\n"
@@ -58,7 +61,22 @@ def test_a_commands_reward_is_the_number_in_its_file(loop_of, written, reward):
 
 @pytest.mark.parametrize(
     "writes",
-    map(as_file, [b"nan", b"inf", b"1e400", b"1e31", b"\n", b"yes", b"1 2", b"\xff", b"1\n" + b"0" * 200, b"[1]"]),
+    map(
+        as_file,
+        [
+            b"nan",
+            b"inf",
+            b"1e400",
+            b"1e31",
+            b"\n",
+            b"yes",
+            b"1 2",
+            b"\xff",
+            b"1\n" + 200 * b"0",
+            b"[1]",
+            1999 * b'{"":',
+        ],
+    ),
 )
 def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, writes):
     [result], _ = roll(loop_of(command=command(PROGRAM + writes)), scored=False)
@@ -206,3 +224,93 @@ def test_a_command_may_say_much_and_read_nothing(loop_of):
     )
     [result], _ = roll(loop_of(command=[sys.executable, "-c", program]))
     assert result.trajectory.response_ids == says("5")
+
+
+WALLED = """
+import pathlib, socket, subprocess, time
+reached = []
+for host in ("127.0.0.1", "192.0.2.1"):
+    try:
+        socket.create_connection((host, OTHER), 0.3)
+        reached.append(host)
+    except OSError:
+        pass
+try:
+    reached.append(pathlib.Path(OUTSIDE).read_text())
+except OSError:
+    pass
+pathlib.Path("start.txt").write_text(pathlib.Path("start.txt").read_text() + f"{reached}")
+subprocess.Popen(["setsid", "sleep", "987"])
+assert os.environ["ANTHROPIC_BASE_URL"] == os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+time.sleep(LATE)
+"""
+
+
+def _walled(outside, other, late=0):
+    return PROGRAM + WALLED.replace("OUTSIDE", repr(str(outside))).replace("OTHER", str(other)).replace(
+        "LATE", str(late)
+    )
+
+
+def sleepers():
+    names = [name for name in os.listdir("/proc") if name.isdigit()]
+    return [n for n in names if is_running(int(n)) and b"sleep\0987\0" in Path(f"/proc/{n}/cmdline").read_bytes()]
+
+
+def test_a_command_in_the_sandbox_reaches_its_policy_and_nothing_else(loop_of, tmp_path):
+    """No file outside, no other port, nothing that goes on; what it left in its workspace is verified."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "start.txt").write_text("1")
+    (tmp_path / "secret").write_text("secret")
+    verify = command("import os\n" + REWARD.format("' + str(float(open('start.txt').read() == '1[]')) + '"))
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        program = _walled(tmp_path / "secret", elsewhere.getsockname()[1])
+        given = {"workspace": str(tmp_path / "task"), "verifier": verify, "sandbox": {"enable": True}}
+        results, _ = roll(loop_of(command=["python", "-c", program], **given), rows=2, scored=False)
+        assert [result.trajectory.rewards.score for result in results] == [1.0] * 2
+        assert [result.trajectory.stop_reason for result in results] == [StopReason.COMPLETED] * 2
+        AGENT_LOOPS._items.pop("an_agent")
+        given["sandbox"] |= {"wall_seconds": 2}  # too late, and cut off
+        program = _walled(tmp_path / "secret", elsewhere.getsockname()[1], late=60)
+        [result], _ = roll(loop_of(command=["python", "-c", program], **given), scored=False)
+        assert (result.trajectory.rewards.score, result.trajectory.stop_reason) == (1.0, StopReason.AGENT_ERROR)
+        until(lambda: not sleepers())
+        AGENT_LOOPS._items.pop("an_agent")
+        program = _walled(tmp_path / "secret", elsewhere.getsockname()[1])
+        [result], _ = roll(loop_of(command=[sys.executable, "-c", program], **given | {"sandbox": None}), scored=False)
+        assert result.trajectory.rewards.score == 0.0  # it finds what there is where there are no walls
+
+
+@pytest.mark.parametrize(
+    ("limit", "program", "status"),
+    [
+        ({"folders": (str(Path(__file__).parent),)}, f"cat {__file__} >/dev/null && exit 7", "status 7"),
+        ({"disk_mb": 20}, "head -c 30M /dev/zero >big || exit 8", "status 8"),
+        ({"memory_mb": 50}, "x=$(head -c 100M /dev/zero | tr '\\0' x); exit 9", "cannot allocate"),
+    ],
+)
+def test_the_sandboxs_folders_and_limits(loop_of, limit, program, status):
+    [result], _ = roll(loop_of(command=["bash", "-c", program], sandbox={"enable": True, **limit}), scored=False)
+    assert (result.dropped, status in result.cause) == (StopReason.AGENT_ERROR, True), result.cause
+
+
+def test_a_command_that_is_not_in_the_sandbox(loop_of):
+    with pytest.raises(EtudeError, match="/no/such/program: No such file"):
+        roll(loop_of(command=["/no/such/program"], sandbox={"enable": True}))
+
+
+def test_a_machine_without_walls_says_what_to_do(monkeypatch):
+    async def none(*_):
+        raise SandboxUnavailableError("no isolated sandbox works here; install bubblewrap")
+
+    monkeypatch.setattr(SandboxClient, "run", none)
+    given = {"command": ("python",), "sandbox": AgentSandboxOptions(enable=True)}
+    with pytest.raises(ConfigError, match="install bubblewrap") as caught:
+        check_openai_agent(OpenAIAgentOptions(**given))
+    assert (caught.value.key.rpartition(".")[2], "set it to false" in caught.value.fix) == ("enable", True)
+    with pytest.raises(ConfigError, match="/tmp is no folder, or below"):
+        check_openai_agent(
+            OpenAIAgentOptions(command=("a",), sandbox=AgentSandboxOptions(enable=True, folders=("/tmp",)))
+        )
+    with pytest.raises(ConfigError, match="needs a command"):
+        OpenAIAgentOptions(sandbox=AgentSandboxOptions(enable=True))
