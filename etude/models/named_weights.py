@@ -148,14 +148,6 @@ class WeightCopy:
             check_sent(name, self._own[name], self._sums, "is not in the engine's model what was sent")
 
 
-def copy_weights(model: Any, chunks: Iterable[Chunk]) -> None:
-    """Copies a whole `full_state` into `model`; see `WeightCopy`."""
-    copy = WeightCopy(model)
-    for chunk in chunks:
-        copy.copy(chunk)
-    copy.check()
-
-
 def check_sent(name: str, tensor: Tensor, sums: Mapping[str, int], what: str = "is not what was sent") -> None:
     """Raises EtudeError unless the tensor's checksum is that in `sums`."""
     if checksum(tensor) != sums[name]:

@@ -31,7 +31,8 @@ from etude.training import is_sharded
 
 INDEX = "model.safetensors.index.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of one hostname apart
-_WEIGHTS, _CONFIG, _BYTES = "weights", "config", "bytes"
+_WEIGHTS, _CONFIG = "weights", "config"
+BYTES = "bytes"  # of the model that a chunk for a served engine belongs to
 
 
 def keeps_adapters(model: ModelOptions) -> bool:
@@ -70,7 +71,7 @@ class WeightSender:
             self._frozen_sent = True
         else:
             adapters = rollout.weight_transfer == "adapter"
-            about = {_CONFIG: folder_config(model, adapters), _BYTES: weight_bytes(model)}
+            about = {_CONFIG: folder_config(model, adapters), BYTES: weight_bytes(model)}
             for chunk in checkpoint_chunks(model, dtype, adapters):
                 yield chunk, about
 
@@ -170,11 +171,6 @@ def tensors_of(data: DataProto) -> tuple[Chunk, dict[str, int]]:
     """A chunk's tensors, in the store's memory (read only), and their checksums by name."""
     row = data.non_tensor_batch[_WEIGHTS][0]
     return [(name, unpack_tensor(*packed)) for name, (_, *packed) in row.items()], {n: row[n][0] for n in row}
-
-
-def model_bytes(data: DataProto) -> int:
-    """Size of the model that a chunk for a served engine belongs to."""
-    return int(data.meta_info[_BYTES])
 
 
 def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int, check: StaleCheck) -> list[Metrics]:
