@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from etude.checks.findings import Findings, Result, check, error, warning
-from etude.errors import EtudeError
+from etude.checks.ranks import learn_on_ranks
+from etude.errors import ConfigError, EtudeError
 from etude.inference import NativeEngine, WeightMismatch
-from etude.metrics import add_metrics
+from etude.metrics import add_metrics, finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm, save_pretrained
 from etude.models.attention import Scoring
 from etude.models.named_weights import weight_checksums
@@ -69,8 +70,8 @@ SMALL = Sizes(TinyModelSpec(32, 2, 4, 2, 64, 300, 256), 64, 2, 2, 16, 16)
 class Trial:
     """What the checks share: the device, and a model's folder."""
 
-    def __init__(self, device: str, folder: Path, sizes: Sizes) -> None:
-        self.device, self.folder, self.sizes = torch.device(device), folder, sizes
+    def __init__(self, device: str, folder: Path, sizes: Sizes, ranks: int = 1) -> None:
+        self.device, self.folder, self.sizes, self.ranks = torch.device(device), folder, sizes, ranks
         self.flops = 0.0  # measured peak
         torch.manual_seed(0)
         tokenizer = build_tiny_tokenizer(_TEXTS, sizes.spec.vocab_size)
@@ -130,11 +131,11 @@ class Trial:
         return time.perf_counter() - began
 
 
-def inspect_gpu(device: str = "cuda", sizes: Sizes | None = None) -> Findings:
-    """Runs every check on `device`; `sizes`: None for those of the device."""
+def inspect_gpu(device: str = "cuda", sizes: Sizes | None = None, ranks: int = 1) -> Findings:
+    """Runs every check on `device`, and with several `ranks` one on as many; `sizes`: None for those of the device."""
     sizes = sizes or (SMALL if torch.device(device).type == "cpu" else LARGE)
     with TemporaryDirectory(prefix="etude-gpu-") as folder, _global_state():
-        return Findings().run_stage("gpu", Trial(device, Path(folder), sizes), fix=_REPORT)
+        return Findings().run_stage("gpu", Trial(device, Path(folder), sizes, ranks), fix=_REPORT)
 
 
 @contextmanager
@@ -310,6 +311,26 @@ def _communication(trial: Trial) -> Result:
     if not right:
         yield error(f"{backend} adds up wrongly", "set NCCL_DEBUG=INFO and look at what it logs")
     yield f"{backend} of one rank adds up"
+
+
+@check("gpu", "ranks")
+def _ranks(trial: Trial) -> Result:
+    """Several ranks, each with the whole model or with a shard, learn what one process does."""
+    ranks, rows = trial.ranks, trial.sizes.rows
+    if ranks == 1:
+        yield "one: --gpus N tries several"
+        return
+    if rows % ranks or (trial.device.type == "cuda" and torch.cuda.device_count() < ranks):
+        raise ConfigError(f"--gpus={ranks}: it divides {rows}, and so many GPUs are there", key="gpus")
+    own = finish_metrics(trial.worker().update_actor(trial.batch))
+    said, bound = [], 0.02 if trial.device.type == "cuda" else 1e-4
+    found = learn_on_ranks(trial.options(), trial.device.type, trial.batch, ranks, _UPDATES, trial.folder)
+    for strategy, (together, seconds) in found.items():
+        away = max(abs(together[name] / own[name] - 1) for name in ("actor/loss", "actor/grad_norm"))
+        said.append(f"{strategy}: loss and gradient within {away:.2g} of one process's, {seconds:.2g} s an update")
+        if not away <= bound:
+            yield error(f"{said[-1]}; {bound:g} is expected", _REPORT)
+    yield f"{ranks} ranks; {'; '.join(said)}"
 
 
 @check("gpu", "weight sync")

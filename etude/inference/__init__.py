@@ -12,7 +12,7 @@ from etude.inference.engine_setup import (
 )
 from etude.inference.native import NativeEngine, NativeEngineOptions
 from etude.inference.openai import OpenAIEngine
-from etude.inference.probe import TOLERANCES, ProbeDraws, ProbeResult, WeightMismatch, WeightProbe
+from etude.inference.probe import TOLERANCES, ProbeDraws, ProbeResult, StaleCheck, WeightMismatch, WeightProbe
 from etude.inference.router import Router, RouterOptions
 from etude.inference.scripted import ScriptedEngine
 from etude.inference.served import AdapterFolder
@@ -37,6 +37,7 @@ __all__ = [
     "SGLangEngine",
     "SamplingParams",
     "ScriptedEngine",
+    "StaleCheck",
     "TokenOutput",
     "VLLMEngine",
     "VLLMServerEngine",

@@ -338,7 +338,10 @@ class NativeEngine:
                     incoming.copy(chunk)
                 incoming.check()
             elif self._model is not self._source:
-                _copy_weights(self._source, self._model)
+                with torch.no_grad():
+                    for old, new in zip(self._model.parameters(), self._source.parameters()):
+                        if new.requires_grad:  # with LoRA, the adapters
+                            old.copy_(new)
             self._version = version
         finally:
             if not was_paused:
@@ -530,11 +533,3 @@ def _copy_in_dtype(model: Any, dtype: torch.dtype) -> Any:
         if parameter.is_floating_point():  # integer parameters are quantised
             parameter.data = parameter.data.to(dtype)
     return made
-
-
-def _copy_weights(source: Any, target: Any) -> None:
-    """Copies the trainable weights only: with LoRA, the adapters."""
-    with torch.no_grad():
-        for old, new in zip(target.parameters(), source.parameters()):
-            if new.requires_grad:
-                old.copy_(new)

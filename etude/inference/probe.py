@@ -111,6 +111,36 @@ def _largest(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+class StaleCheck:
+    """Compares draws with the trainer's log-probs of the same tokens, and how far both have moved over several versions."""
+
+    def __init__(self) -> None:
+        # what an engine drew when it last moved, and how the trainer scored it then
+        self._last: dict[str, tuple[ProbeDraws, list[float]]] = {}
+
+    def judge(self, drawn: ProbeDraws, expected: list[float], engine: str = "") -> ProbeResult:
+        """`expected`: the trainer's log-probs; `engine`: tells engines of one name apart.
+
+        Raises:
+            WeightMismatch: they differ by more than the tolerance, or have stayed what they were while the trainer's moved.
+        """
+        result, engine = drawn.judge(expected), engine or drawn.name
+        before, scored = self._last.get(engine, (None, []))
+        if before is None or before.rows != drawn.rows:
+            self._last[engine] = drawn, expected
+            return result
+        moved, own = _largest(expected, scored), _largest(drawn.log_probs, before.log_probs)
+        if moved > _MOVED * drawn.tolerance:
+            if own < _STILL * moved:
+                raise WeightMismatch(
+                    f"{drawn.name} was given the weights of version {drawn.version} and still draws as at version "
+                    f"{before.version}: the trainer's log-probs have moved by up to {moved:.3g} nats since, its own by "
+                    f"{own:.3g}. The weight update had no effect; see docs/engines.md"
+                )
+            self._last[engine] = drawn, expected
+        return result
+
+
 class WeightProbe:
     """`prompts`: ids of a few short texts; `tokens`: how many to sample for each; `temperature`: that of the rollouts;
     `score`: None if draws are judged elsewhere."""
@@ -126,9 +156,7 @@ class WeightProbe:
     ) -> None:
         self._prompts, self._score = [list(prompt) for prompt in prompts], score
         self._tolerance, self._temperature, self._tokens = tolerance, temperature or 1.0, tokens
-        self._last: dict[
-            str, tuple[ProbeDraws, list[float]]
-        ] = {}  # name → what it drew when it last moved, as scored then
+        self._judge = StaleCheck().judge
 
     async def check(self, engine: Engine, version: int, name: str = "the engine") -> ProbeResult:
         """Samples from the engine and compares log-probs; the engine must have no other requests meanwhile.
@@ -146,22 +174,7 @@ class WeightProbe:
             WeightMismatch: they differ by more than the tolerance, or have stayed what they were while the trainer's moved.
         """
         assert self._score is not None
-        expected = [value for row in self._score(drawn.rows, self._temperature) for value in row]
-        result = drawn.judge(expected)
-        before, scored = self._last.get(drawn.name, (None, []))
-        if before is None or before.rows != drawn.rows:
-            self._last[drawn.name] = drawn, expected
-            return result
-        moved, own = _largest(expected, scored), _largest(drawn.log_probs, before.log_probs)
-        if moved > _MOVED * self._tolerance:
-            if own < _STILL * moved:
-                raise WeightMismatch(
-                    f"{drawn.name} was given the weights of version {drawn.version} and still draws as at version "
-                    f"{before.version}: the trainer's log-probs have moved by up to {moved:.3g} nats since, its own by "
-                    f"{own:.3g}. The weight update had no effect; see docs/engines.md"
-                )
-            self._last[drawn.name] = drawn, expected
-        return result
+        return self._judge(drawn, [value for row in self._score(drawn.rows, self._temperature) for value in row])
 
     async def draw(self, engine: Engine, version: int, name: str = "the engine") -> ProbeDraws:
         """Samples from the engine; unchanged weights give the same tokens each time, up to rounding.

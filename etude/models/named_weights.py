@@ -7,9 +7,7 @@ names the tensor. Adapters are merged into the weights, unless the copy has the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
-from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,6 @@ from etude.models.lora import is_factor, merged_weights
 
 Chunk = list[tuple[str, Tensor]]
 _BUCKET = 256 << 20  # bytes per chunk
-_ALIGN = 16  # bytes; alignment of tensors in a packed chunk
 _WORD = 4  # bytes
 _BLOCK = 1 << 16  # words per block of a checksum, whose products fit a CPU's cache
 _GPU_BLOCKS = 64  # at a time: each time the host waits
@@ -151,52 +148,10 @@ class WeightCopy:
             check_sent(name, self._own[name], self._sums, "is not in the engine's model what was sent")
 
 
-def copy_weights(model: Any, chunks: Iterable[Chunk]) -> None:
-    """Copies a whole `full_state` into `model`; see `WeightCopy`."""
-    copy = WeightCopy(model)
-    for chunk in chunks:
-        copy.copy(chunk)
-    copy.check()
-
-
 def check_sent(name: str, tensor: Tensor, sums: Mapping[str, int], what: str = "is not what was sent") -> None:
     """Raises EtudeError unless the tensor's checksum is that in `sums`."""
     if checksum(tensor) != sums[name]:
         raise EtudeError(f"weight sync: '{name}' {what}")
-
-
-class PackedTensor(NamedTuple):
-    """A tensor of a packed chunk: its offset in bytes, and its checksum."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    checksum: int
-
-
-def pack_chunk(chunk: Chunk) -> tuple[Tensor, list[PackedTensor]]:
-    """Packs a chunk's tensors into one byte tensor (n,) on the CPU; also returns its entries."""
-    starts = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for _, tensor in chunk), initial=0))
-    packed = torch.empty(starts[-1], dtype=torch.uint8)
-    entries = [
-        PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, checksum(tensor))
-        for (name, tensor), start in zip(chunk, starts)
-    ]
-    for entry, (_, tensor) in zip(entries, chunk):
-        _packed_tensor(packed, entry).copy_(tensor.detach())
-    return packed, entries
-
-
-def unpack_chunk(packed: Tensor, entries: Iterable[PackedTensor]) -> tuple[Chunk, dict[str, int]]:
-    """Returns the chunk, as views of `packed`, and its checksums by name."""
-    entries = list(entries)
-    return [(each.name, _packed_tensor(packed, each)) for each in entries], {e.name: e.checksum for e in entries}
-
-
-def _packed_tensor(packed: Tensor, entry: PackedTensor) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
-    return packed[entry.start :][: prod(entry.shape) * dtype.itemsize].view(dtype).view(entry.shape)
 
 
 def weight_checksums(model: Any) -> dict[str, int]:

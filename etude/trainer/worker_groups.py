@@ -26,6 +26,7 @@ from etude.distributed.ray_store import RayStore
 from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
+from etude.inference import StaleCheck
 from etude.metrics import Metrics
 from etude.options import Options, RolloutOptions, RunOptions, TrainOptions
 from etude.options.distillation import SELF
@@ -64,6 +65,7 @@ class WorkerGroups:
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
     beside: WorkerGroup | None = None  # the group whose rank `run` calls
+    probed: StaleCheck = field(default_factory=StaleCheck, repr=False)  # draws of a separate rollout group
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -89,7 +91,7 @@ class WorkerGroups:
         """Sends the actor's weights to the rollout workers as `version`."""
         if self.rollout is self.actor:
             return list(self.rollout.update_weights(version))
-        return sync_weights(self.actor, self.rollout, version)
+        return sync_weights(self.actor, self.rollout, version, self.probed)
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:

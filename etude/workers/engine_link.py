@@ -50,11 +50,11 @@ from etude.timeouts import within
 from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
 from etude.workers.weights import (
+    BYTES,
     CheckpointFolder,
     checkpoint_chunks,
     folder_config,
     keeps_adapters,
-    model_bytes,
     share_on_node,
     tensors_of,
     weight_bytes,
@@ -95,7 +95,19 @@ def build_engine(
     if model is not None and rollout.max_model_len is None:
         longest = min(longest, longest_context(model.config.to_dict()) or longest)
     if not hasattr(engine, "from_setup"):
-        in_process: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
+        given = NativeEngineOptions(
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            max_model_len=longest,
+            kv_cache_memory_mb=rollout.kv_cache_memory_mb,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            enable_rollout_routing_replay=rollout.enable_rollout_routing_replay,
+            dtype=rollout.dtype,
+            deterministic=options.trainer.deterministic,
+            tokenizer=tokenizer,
+            own_weights=own_weights,
+        )
+        in_process: Engine = engine(model, given)
         return in_process
     setup = EngineSetup(
         model_path=str((path and local_folder(path)) or path),
@@ -120,24 +132,6 @@ def build_engine(
     )
     served: Engine = engine.from_setup(setup)
     return served
-
-
-def _native_options(
-    options: TrainOptions, longest: int, tokenizer: Any, own_weights: bool = False
-) -> NativeEngineOptions:
-    rollout = options.rollout
-    return NativeEngineOptions(
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        max_model_len=longest,
-        kv_cache_memory_mb=rollout.kv_cache_memory_mb,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        enable_rollout_routing_replay=rollout.enable_rollout_routing_replay,
-        dtype=rollout.dtype,
-        deterministic=options.trainer.deterministic,
-        tokenizer=tokenizer,
-        own_weights=own_weights,
-    )
 
 
 class WeightSyncError(EtudeError):
@@ -183,13 +177,14 @@ class EngineLink:
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout, actor = self._rollout, self._actor
-        tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
-        tokens = 4 if self._shares else 16  # with shared tensors, only stale caches can be wrong
+        tolerance = rollout.weight_probe_tolerance
+        # The native engine's tensors are shared, or have the trainer's checksums: only stale caches can be wrong.
+        texts, tokens = (PROBE_TEXTS[:1], 4) if isinstance(self.engine, NativeEngine) else (PROBE_TEXTS, 16)
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
-            [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
+            [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in texts],
             None if actor is None else functools.partial(score_rows, actor),
-            tolerance=_tolerance(dtype, rollout.dtype or dtype) if tolerance is None else tolerance,
+            tolerance=TOLERANCES[DTYPES[rollout.dtype or dtype]] if tolerance is None else tolerance,
             temperature=rollout.temperature,
             tokens=tokens,
         )
@@ -224,7 +219,7 @@ class EngineLink:
             return
         if self._files is None:
             adapters = self._rollout.weight_transfer == "adapter"
-            base = self._base_folder(model_bytes(data))
+            base = self._base_folder(int(data.meta_info[BYTES]))
             if not adapters:  # no room for a second copy of the model; a replica that comes back waits for this version
                 self._forget_versions(0)
             self._numbers += 1
@@ -388,11 +383,6 @@ class EngineLink:
                 raise
             raise EtudeError(f"the engine '{self._rollout.name}' did not {what}: {one_line(error)}") from error
         return True
-
-
-def _tolerance(*dtypes: str) -> float:
-    """The tolerance of the least precise of `dtypes`."""
-    return max(TOLERANCES[DTYPES[name]] for name in dtypes)
 
 
 def _memory_folder(size: int) -> str | None:

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
 
 from etude.distributed import WorkerGroup
-from etude.inference import ENGINES, ProbeDraws
+from etude.inference import ENGINES, ProbeDraws, StaleCheck
 from etude.metrics import Max, Metrics
 from etude.models import torch_dtype
 from etude.models.lora import adapter_config, peft_name
-from etude.models.named_weights import Chunk, check_sent, full_state, own_weights, pack_chunk, unpack_chunk
+from etude.models.named_weights import Chunk, check_sent, checksum, full_state, own_weights
 from etude.options import ModelOptions, TrainOptions
-from etude.protocol import DataProto
+from etude.protocol import DataProto, object_array, pack_tensor, unpack_tensor
 from etude.training import is_sharded
 
 INDEX = "model.safetensors.index.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of one hostname apart
-_WEIGHTS, _TENSORS, _CONFIG, _BYTES = "weights", "tensors", "config", "bytes"
+_WEIGHTS, _CONFIG = "weights", "config"
+BYTES = "bytes"  # of the model that a chunk for a served engine belongs to
 
 
 def keeps_adapters(model: ModelOptions) -> bool:
@@ -49,7 +49,7 @@ class WeightSender:
         self._chunks: Iterator[tuple[Chunk, dict[str, Any]]] = iter(())
 
     def next(self, first: bool) -> DataProto:
-        """Returns the next chunk (one row of bytes); `first` starts a new sync. An empty batch after the last chunk, and on
+        """Returns the next chunk (see `pack_chunk`); `first` starts a new sync. An empty batch after the last chunk, and on
         all ranks other than 0."""
         if self._rank and not is_sharded(self._model):
             return DataProto()
@@ -58,8 +58,7 @@ class WeightSender:
         chunk = next(self._chunks, None)
         if chunk is None or self._rank:
             return DataProto()
-        packed, entries = pack_chunk(chunk[0])
-        return DataProto.from_single_dict({_WEIGHTS: packed[None]}, meta_info={_TENSORS: entries, **chunk[1]})
+        return pack_chunk(*chunk)
 
     def _produce_chunks(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
         model, rollout, options = self._model, self._options.rollout, self._options.model
@@ -72,7 +71,7 @@ class WeightSender:
             self._frozen_sent = True
         else:
             adapters = rollout.weight_transfer == "adapter"
-            about = {_CONFIG: folder_config(model, adapters), _BYTES: weight_bytes(model)}
+            about = {_CONFIG: folder_config(model, adapters), BYTES: weight_bytes(model)}
             for chunk in checkpoint_chunks(model, dtype, adapters):
                 yield chunk, about
 
@@ -162,19 +161,21 @@ def share_on_node(make: Callable[[], Path]) -> tuple[Path, bool]:
     return made[first], first == rank
 
 
-def tensors_of(data: DataProto) -> tuple[list[tuple[str, Tensor]], dict[str, int]]:
-    """A chunk's tensors, and their checksums by name."""
-    return unpack_chunk(data.batch[_WEIGHTS][0], data.meta_info[_TENSORS])
+def pack_chunk(chunk: Chunk, about: dict[str, Any]) -> DataProto:
+    """One row with the chunk's tensors and their checksums, by name; a store copies them once."""
+    row = {name: (checksum(tensor), *pack_tensor(tensor)) for name, tensor in chunk}
+    return DataProto.from_single_dict({_WEIGHTS: object_array([row])}, meta_info=about)
 
 
-def model_bytes(data: DataProto) -> int:
-    """Size of the model that a chunk belongs to."""
-    return int(data.meta_info.get(_BYTES, data.batch[_WEIGHTS].nbytes))
+def tensors_of(data: DataProto) -> tuple[Chunk, dict[str, int]]:
+    """A chunk's tensors, in the store's memory (read only), and their checksums by name."""
+    row = data.non_tensor_batch[_WEIGHTS][0]
+    return [(name, unpack_tensor(*packed)) for name, (_, *packed) in row.items()], {n: row[n][0] for n in row}
 
 
-def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int) -> list[Metrics]:
+def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int, check: StaleCheck) -> list[Metrics]:
     """Syncs the weights of `actor` to `rollout`, a separate group, as `version`, and probes its engines: the actor scores
-    what they sample.
+    what they sample, and `check`, the same for every sync of the groups, compares.
 
     Raises:
         EtudeError: a tensor differs from what was sent.
@@ -187,9 +188,9 @@ def sync_weights(actor: WorkerGroup, rollout: WorkerGroup, version: int) -> list
         loading.get()
         chunk = following
     metrics: list[Metrics] = rollout.update_weights(version)
-    drawn: list[ProbeDraws] = [each for rank in rollout.probe_draws() for each in rank]
+    drawn: list[tuple[int, ProbeDraws]] = [(rank, d) for rank, each in enumerate(rollout.probe_draws()) for d in each]
     if drawn:
-        expected = iter(actor.score_draws([row for each in drawn for row in each.rows])[0])
-        judged = [each.judge([next(expected) for _ in each.log_probs]) for each in drawn]
+        expected = iter(actor.score_draws([row for _, each in drawn for row in each.rows])[0])
+        judged = [check.judge(d, [next(expected) for _ in d.log_probs], f"{rank}/{d.name}") for rank, d in drawn]
         metrics.append({"weight_sync/largest_difference": Max(max(result.largest for result in judged))})
     return metrics

@@ -15,6 +15,7 @@ SUBJECTS = [
     "engine",
     "checkpoint",
     "communication",
+    "ranks",
     "weight sync",
     "vllm",
 ]
@@ -22,8 +23,9 @@ SUBJECTS = [
 
 @pytest.mark.slow
 def test_every_check_runs_on_the_cpu():
-    found = gpu.inspect_gpu("cpu")
+    found = gpu.inspect_gpu("cpu", ranks=2)
     assert [(each.subject, each.level) for each in found.all] == [(subject, Level.OK) for subject in SUBJECTS]
+    assert "fsdp2: loss and gradient within" in found.all[SUBJECTS.index("ranks")].message
     assert not torch.are_deterministic_algorithms_enabled()
 
 

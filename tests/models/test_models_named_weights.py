@@ -6,10 +6,17 @@ import torch
 from etude.errors import EtudeError
 from etude.models import TinyModelSpec, ValueModel, build_tiny_model, build_tiny_tokenizer
 from etude.models.lora import add_adapters, merged_state
-from etude.models.named_weights import checksum, copy_weights, full_state, weight_checksums
+from etude.models.named_weights import WeightCopy, checksum, full_state, weight_checksums
 from etude.options import TrainedModelOptions
 
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=300, seed=3)
+
+
+def copy_weights(model, chunks):
+    copy = WeightCopy(model)
+    for chunk in chunks:
+        copy.copy(chunk)
+    copy.check()
 
 
 @pytest.fixture(scope="module")

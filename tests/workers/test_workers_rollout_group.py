@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import threading
 import time
 from dataclasses import replace
@@ -17,13 +18,13 @@ from workers_stage import Echo, learnable, prompts, started, tiny_options, updat
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import EngineError, EtudeError
-from etude.inference import WeightMismatch
+from etude.inference import StaleCheck, WeightMismatch
 from etude.metrics import add_metrics, finish_metrics
-from etude.models.named_weights import full_state, pack_chunk, unpack_chunk, weight_checksums
+from etude.models.named_weights import checksum, full_state, weight_checksums
 from etude.options import ActorOptions, ModelOptions, OptimOptions
-from etude.protocol import DataProto
-from etude.workers import RolloutWorker, TrainWorker, sync_weights, weights
-from etude.workers.weights import tensors_of
+from etude.protocol import pack_tensor
+from etude.workers import RolloutWorker, TrainWorker, weights
+from etude.workers.weights import pack_chunk, tensors_of
 
 SMALL = 20_000  # bytes of a chunk
 
@@ -44,17 +45,21 @@ def groups(options, ranks=2, tools=None):
     return actor, rollout
 
 
+def sync_weights(actor, rollout, version, check=None):
+    return weights.sync_weights(actor, rollout, version, check or StaleCheck())
+
+
 class Both:
     """The two groups as the one that `learnable` and `update` know."""
 
     def __init__(self, actor, rollout):
-        self.actor, self.rollout = actor, rollout
+        self.actor, self.rollout, self.probed = actor, rollout, StaleCheck()
         self._workers, self.world_size = actor._workers, 1
         self.generate_sequences = rollout.generate_sequences
         self.compute_log_prob, self.update_actor = actor.compute_log_prob, actor.update_actor
 
     def update_weights(self, version):
-        return sync_weights(self.actor, self.rollout, version)
+        return sync_weights(self.actor, self.rollout, version, self.probed)
 
 
 LORA = {"model": {"lora_rank": 4, "target_modules": ("q_proj", "v_proj")}}
@@ -73,7 +78,7 @@ def test_two_groups_sample_and_learn_what_one_does(model_path, model):
     actor, rollout = groups(tiny_options(model_path, **given))
     both, sizes = Both(actor, rollout), []
     load = rollout.load_weights
-    rollout.load_weights = lambda chunk: sizes.append(chunk.batch["weights"].nbytes) or load(chunk)
+    rollout.load_weights = lambda chunk: sizes.append(sum(t.nbytes for _, t in tensors_of(chunk)[0])) or load(chunk)
     both.update_weights(0)
     assert len(sizes) > 2
     whole = sum(sizes)
@@ -103,16 +108,16 @@ def test_a_tensor_that_arrives_changed_or_not_at_all_is_named(model_path, monkey
     name = "model.layers.1.mlp.up_proj.weight"
 
     def flipped(chunk):
-        for entry in chunk.meta_info["tensors"]:
-            if entry.name == name:
-                chunk.batch["weights"][0, entry.start] ^= 1
+        tensors, _ = tensors_of(chunk)
+        sent = chunk.non_tensor_batch["weights"][0]
+        sent |= {n: (sent[n][0], *pack_tensor(-t)) for n, t in tensors if n == name}
         return load(chunk)
 
     rollout.load_weights = flipped
     with pytest.raises(EtudeError, match=rf"'{name}' is not in the engine's model what was sent"):
         sync_weights(actor, rollout, 0)
     rollout.load_weights = lambda chunk: (
-        load(chunk) if name not in [e.name for e in chunk.meta_info["tensors"]] else load(first)
+        load(chunk) if name not in chunk.non_tensor_batch["weights"][0] else load(first)
     )
     first = actor.next_weights(True)[0]
     with pytest.raises(EtudeError, match=rf"'{name}' of the engine's model was not sent"):
@@ -135,6 +140,25 @@ def test_an_engine_that_samples_from_other_weights_than_it_was_given_is_caught(m
     monkeypatch.setattr(engine, "update_weights", lambda source, version: settled(engine, version))
     with pytest.raises(WeightMismatch, match="does not serve version 1 of the weights"):
         sync_weights(actor, rollout, 1)
+
+
+def test_an_engine_that_keeps_its_weights_is_caught_within_the_tolerance(model_path, monkeypatch):
+    """One of two: both are called "the engine"."""
+    both = Both(*groups(tiny_options(model_path, rollout={"weight_probe_tolerance": 1.0}), ranks=2))
+    both.update_weights(0)
+    move(both.actor._workers[0].model)
+    both.update_weights(1)
+    engine = both.rollout._workers[1]._manager.engine
+    monkeypatch.setattr(engine, "load_weights", lambda chunk, sums: settled())
+    monkeypatch.setattr(engine, "update_weights", lambda source, version: settled(engine, version))
+    move(both.actor._workers[0].model)
+    with pytest.raises(WeightMismatch, match="version 2 and still draws as at version 1"):
+        both.update_weights(2)
+
+
+def move(model):
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2.0)
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -276,15 +300,13 @@ def test_a_packed_chunk_has_the_tensors_bit_for_bit():
         ("scalar", torch.tensor(2.5, dtype=torch.float64)),
         ("empty", torch.zeros(0, 4)),
     ]
-    packed, entries = pack_chunk(chunk)
-    tensors, sums = unpack_chunk(packed, entries)
+    sent = pickle.loads(pickle.dumps(pack_chunk(chunk, {})))
+    tensors, sums = tensors_of(sent)
     for (name, before), (other, after) in zip(chunk, tensors):
         assert name == other
         assert before.dtype == after.dtype
         assert torch.equal(before, after)
-    assert list(sums) == ["a", "b", "scalar", "empty"]
-    data = DataProto.from_single_dict({"weights": packed[None]}, meta_info={"tensors": entries})
-    assert tensors_of(data)[1] == sums
+        assert sums[name] == checksum(after)
 
 
 def test_metrics_of_two_groups_add_up(model_path):

@@ -1,8 +1,8 @@
 """`WatchedLoad`: verifies by checksum that vLLM's model has the weights that its loader was given.
 
 Invariant: a matrix is compared if the model has it under its own name, or as rows of a fused matrix (q, k and v in
-`qkv_proj`, gate and up in `gate_up_proj`). Vectors, which a loader may transform, and matrices sharded over several ranks
-are left to the weight probe.
+`qkv_proj`, gate and up in `gate_up_proj`). Vectors, which a loader may transform, experts, which kernels rearrange, and
+matrices sharded over several ranks are left to the weight probe.
 """
 
 from __future__ import annotations
