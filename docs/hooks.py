@@ -20,7 +20,7 @@ HEADING = re.compile(r"^```.*?^```$|^(#+ [^\n]+)$", re.DOTALL | re.MULTILINE)
 
 
 def on_startup(**_: object) -> None:
-    """Writes the pages that are made from the code (git ignores them)."""
+    """Writes the pages that are made from the code (git ignores all but the keys of verl, for readers of a clone)."""
     shutil.rmtree(ROOT / "docs/reference", ignore_errors=True)
     for name, text in reference.pages().items():
         path = ROOT / "docs" / name

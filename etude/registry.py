@@ -18,6 +18,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -51,10 +52,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def missing_file(path: Path) -> str:
-    """Error message for a missing file: suggests the closest name in its folder, or says that the folder is missing."""
-    if not path.parent.is_dir():
-        return f"file not found: {path} (there is no folder {path.parent})"
-    return f"file not found: {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
+    """Error message for a missing file: where it was looked for, and a file of its name one folder down, the closest name in
+    its folder, or that there is no such folder."""
+    looked = path.absolute()
+    if not path.is_absolute():
+        below = (entry / path for entry in islice(Path.cwd().iterdir(), 1000) if entry.is_dir())
+        if found := next((place for place in below if place.is_file()), None):
+            return f"file not found: {looked}; did you mean {found.relative_to(Path.cwd())}?"
+    if not looked.parent.is_dir():
+        return f"file not found: {looked} (there is no folder {looked.parent})"
+    return f"file not found: {looked}{did_you_mean(path.name, (entry.name for entry in looked.parent.iterdir()))}"
 
 
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
@@ -204,7 +211,15 @@ def import_beside(target: str, file: Path) -> Any:
     """Like `import_object`, but `path/to/file.py:Name` may also be relative to the folder of `file`, which names it."""
     path, colon, name = target.rpartition(":")
     near = file.parent / Path(path).expanduser()
-    return import_object(f"{near}:{name}" if colon and near.is_file() else target)
+    try:
+        return import_object(f"{near}:{name}" if colon and near.is_file() else target)
+    except ConfigError as error:
+        module, _, inner = target.replace(":", ".").rpartition(".")
+        if not error.fix and (file.parent / f"{module}.py").is_file():
+            raise ConfigError(
+                error.message, fix=f"for the file beside {file.name}, write {module}.py:{inner}"
+            ) from error
+        raise
 
 
 def code_beside(path: Path) -> list[Path]:
@@ -301,7 +316,13 @@ def renamed_imports(error: BaseException) -> str:
     package = (error.name or "").partition(".")[0]
     relative = str(error).startswith("attempted relative import")
     if not relative and package not in MODULES:
-        return ""
+        near = path.with_name(f"{package}.py").is_file() or path.with_name(package).is_dir()
+        folder = path.absolute().parent
+        return (
+            f"; it is beside {path.name}: set PYTHONPATH={folder} in the command's environment"
+            if package and near
+            else ""
+        )
     lines = [f"; {path.name}:{number}: {name} is {place} here" for number, name, place in _imports(path, package)]
     if relative and not lines:
         return f"; {path.name} is imported as a file of its own: name its neighbours without the leading dot"

@@ -206,7 +206,7 @@ def _sum_costs(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def _cost_of(name: str) -> str | None:
     """What a metric counts towards."""
-    if name.startswith("tool/") and name.endswith("/calls"):
+    if name.startswith("tool/") and name.endswith("/calls") and "/metrics/" not in name:
         return "tool_calls"
     what = name.rpartition("reward/judge/")[2]
     return f"judge_{what}" if what in _JUDGE_COSTS and "reward/judge/" in name else _COSTS.get(name)

@@ -75,7 +75,7 @@ class OpenAIFunctionCallSchema(BaseModel):
         """Decodes the arguments; returns (call, has_decode_error), with empty arguments on an error."""
         try:
             arguments = json.loads(parsed.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             return OpenAIFunctionCallSchema(name=parsed.name, arguments={}), True

@@ -140,6 +140,7 @@ class ToolCallRecord:
     retries: int = 0  # attempts before the last one that failed for infrastructure reasons
     timeouts: int = 0  # attempts that timed out
     blocked_loop: int = 0  # number of times it blocked the event loop
+    cut: bool = False  # shown shorter than the tool's own limits allow, as there was no room for more
 
 
 def role_name(role: str) -> str:

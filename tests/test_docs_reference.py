@@ -48,6 +48,8 @@ def escaped(text: str) -> str:
 
 def test_the_comparison_with_verl_names_what_differs():
     page = PAGES["reference/verl-keys.md"]
+    there = Path(__file__).parents[1] / "docs/reference/verl-keys.md"
+    assert there.read_text() == page, "`make docs` writes it anew"
     others = [each for each in DECLARED.values() if each.about.verl_default]
     assert len(others) > 20
     for each in others:

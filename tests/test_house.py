@@ -30,7 +30,7 @@ FLOORS = (
 SAME_FLOOR = {
     ("agents", "environments"),
     *(("trainer", "config"), ("trainer", "checks"), ("config", "checks"), ("viewer", "checks")),
-    *(("cli", "quickstart"), ("cli", "testing"), ("cli", "tinker")),
+    *(("quickstart", "testing"), ("cli", "quickstart"), ("cli", "testing"), ("cli", "tinker")),
 }
 """Steps within a floor above the ground; on the ground floor rooms stand on each other, without circles."""
 

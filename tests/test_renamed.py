@@ -2,12 +2,13 @@
 
 import asyncio
 import importlib
+from pathlib import Path
 
 import pytest
 
 from etude.agents.base import register_agent_loops
 from etude.errors import ConfigError
-from etude.registry import MODULES, import_module, import_object
+from etude.registry import MODULES, import_beside, import_module, import_object, missing_file
 from etude.rewards.manager import BoundedScorer
 from etude.tools import load_tools
 
@@ -79,6 +80,27 @@ def test_a_relative_import_is_named_with_its_place_here(line, module, place, tmp
 def test_a_relative_import_of_the_users_own_says_how_to_name_it(tmp_path):
     (tmp_path / "mine.py").write_text("from .helpers import clean\n")
     assert refusal(tmp_path / "mine.py").endswith("name its neighbours without the leading dot")
+
+
+def test_a_neighbour_that_is_not_found_is_told_with_the_way_to_it(tmp_path, monkeypatch):
+    (tmp_path / "prices_of_mine.py").write_text("def compute_score(): ...\n")
+    file = tmp_path / "mine.py"
+    file.write_text("from prices_of_mine import compute_score\n")
+    assert refusal(file).endswith(f"; it is beside mine.py: set PYTHONPATH={tmp_path} in the command's environment")
+    for name in ("prices_of_mine.compute_score", "prices_of_mine:compute_score"):
+        with pytest.raises(ConfigError, match=r"beside agent\.yaml, write prices_of_mine\.py:compute_score"):
+            import_beside(name, tmp_path / "agent.yaml")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_module(str(file)).compute_score() is None
+
+
+def test_a_file_that_is_not_there_is_told_with_the_place_that_was_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "guess").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guess/rows.jsonl").touch()
+    assert missing_file(Path("rows.jsonl")) == f"file not found: {tmp_path}/rows.jsonl; did you mean guess/rows.jsonl?"
+    assert missing_file(Path("no/rows")) == f"file not found: {tmp_path}/no/rows (there is no folder {tmp_path}/no)"
+    assert missing_file(Path("guess/row.jsonl")).endswith("did you mean 'rows.jsonl'?")
 
 
 def test_other_missing_packages_are_left_alone(tmp_path):

@@ -210,7 +210,7 @@ class AgentLoopManager:
         """Logs the first failure as a warning, and later ones, which the metrics count, at INFO."""
         logger.log(
             logging.INFO if self._logged else logging.WARNING,
-            "trajectory %s broken by infrastructure: %s",
+            "trajectory %s failed, and is tried again or dropped: %s",
             request_id,
             describe_error(error),
             exc_info=error if debugging() and not self._logged else None,

@@ -51,6 +51,7 @@ def shorten_results(calls: Sequence[ToolCall], excess: int, limit: TokenLimit | 
     """Truncates the texts of the messages by `excess` tokens in total; returns False if that is not possible."""
     cut = None if limit is None else shorten_texts([call.shown or "" for call in calls], excess, limit)
     for call, text in zip(calls, cut or ()):
+        call.cut |= text != (call.shown or "")
         call.shown = text
     return cut is not None
 

@@ -7,7 +7,7 @@ message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +73,15 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
         _test("tool schemas are shown to the model", lambda: _shows_tools(chat)),
         _test("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
-        Finding("written in demonstrations and prompts", None, _kept_parts(dropped)),
+        Finding(
+            "written in demonstrations and prompts",
+            None,
+            ", ".join(["words", *(n for n in _TURNS if n not in dropped)]),
+        ),
         _earlier_reasoning(chat),
         *([_images(chat)] if options.get("processor") is not None else []),
     ]
     return TemplateReport(findings, _example(chat), dropped)
-
-
-def _kept_parts(dropped: Sequence[str]) -> str:
-    return ", ".join(["words", *(name for name in _TURNS if name not in dropped)])
 
 
 def _drops(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
@@ -114,17 +114,14 @@ def _test(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
         return Finding(statement, False, one_line(error))
 
 
-def _context(chat: ChatTemplate, role: str, count: int) -> list[Run]:
-    return chat.context_ids([{"role": role, "content": str(19 + n)} for n in range(count)])
-
-
 def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
     """Whether `count` messages encoded incrementally are the last ids of the whole conversation, encoded at once.
 
     `ChatTemplate` tests this for one message at start-up.
     """
-    pieces = [token for ids, _ in _context(chat, role, count) for token in ids]
-    whole = chat.continued_whole([{"role": role, "content": str(19 + n)} for n in range(count)])
+    messages = [{"role": role, "content": str(19 + n)} for n in range(count)]
+    pieces = [token for ids, _ in chat.context_ids(messages) for token in ids]
+    whole = chat.continued_whole(messages)
     same = whole[-len(pieces) :] == pieces
     return same, f"{len(pieces)} tokens" if same else f"{pieces} by itself, {whole[-len(pieces) :]} in the whole"
 

@@ -53,7 +53,8 @@ class DroppedParts:
     def _find(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> tuple[int, str] | None:
-        shape = repr([generate, bool(tools), *map(_shape, messages)])
+        shapes = ([message.get("role"), *(name for name, _ in _changes(message))] for message in messages)
+        shape = repr([generate, bool(tools), *shapes])
         if self._whole.get(shape):
             return None
         text = self._renderer.text_of_row(messages, tools, generate=generate)
@@ -83,10 +84,6 @@ class DroppedParts:
             text = self._renderer.text([USER_STUB, message], tools, generate=False)
             return self._changes_text(text, [USER_STUB, changed], tools, generate=False)
         return False
-
-
-def _shape(message: Message) -> list[Any]:
-    return [message.get("role"), *(name for name, _ in _changes(message))]
 
 
 def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:

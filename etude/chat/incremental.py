@@ -20,8 +20,8 @@ from etude.chat.control import CUT, ControlTokens
 from etude.chat.encoding import Encoder
 from etude.chat.placeholders import IMAGE_PROBE, Placeholders
 from etude.chat.provenance import ContentSpan, Run, label_runs
-from etude.chat.rendering import STAND_IN, Message, Renderer, clean_message, texts_of, with_texts
-from etude.chat.turns import ANCHOR, PROBE, USER_STUB, Stub, Turns
+from etude.chat.rendering import STAND_IN, Message, Renderer, clean_message, plain_message, texts_of, with_texts
+from etude.chat.turns import ANCHOR, PROBE, USER_STUB, Stub, TurnEnd, Turns
 from etude.errors import ConfigError
 from etude.trajectory import Provenance
 
@@ -49,9 +49,9 @@ class IncrementalRenderer:
         answers = self._control.cut([clean_message(message) for message in stub.answers_to(messages)])
         if any(self._control.spelled("".join(texts_of(answer))) for answer in answers):
             raise ConfigError(f"{_UNWRITTEN}: parts of one content spell out a control token together")
-        text = self._tail(stub, answers)
-        spans = self._locate(stub, answers, text)
         end = self._turns.end(stub, str(messages[0].get("role")))
+        text = self._tail(stub, answers, end)
+        spans = self._locate(stub, answers, end, text)
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         position = 0
@@ -70,7 +70,7 @@ class IncrementalRenderer:
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self._tail(stub, stub.answers_to(messages), first)
+        return self._tail(stub, stub.answers_to(messages), self._turns.end(stub, str(messages[0].get("role"))), first)
 
     def whole(self, stub: Stub, messages: Sequence[Message]) -> list[int]:
         """Renders and encodes the stub conversation and `messages` as a whole.
@@ -78,7 +78,7 @@ class IncrementalRenderer:
         Raises:
             ConfigError: the template rejects them.
         """
-        answers = stub.answers_to(messages)
+        answers = [plain_message(message) for message in stub.answers_to(messages)]
         return self._encoder.ids(self._renderer.stub_text([*stub.before(answers), *answers], generate=True))
 
     def check(self, stub: Stub, messages: Sequence[Message]) -> None:
@@ -97,8 +97,7 @@ class IncrementalRenderer:
         if ANCHOR in self._renderer.tokenizer.decode(tail):
             raise ConfigError("the chat template writes the token that ends a turn inside a turn")
 
-    def _tail(self, stub: Stub, answers: Sequence[Message], first: Message = USER_STUB) -> str:
-        end = self._turns.end(stub, str(answers[0].get("role")))
+    def _tail(self, stub: Stub, answers: Sequence[Message], end: TurnEnd, first: Message = USER_STUB) -> str:
         rendered = self._renderer.stub_text([first, *stub.before(answers)[1:], *answers], generate=True)
         # The stub comes before all contents, so the first anchor and the first end of turn after it are the stub's.
         anchor = rendered.find(ANCHOR)
@@ -110,7 +109,7 @@ class IncrementalRenderer:
             raise ConfigError(f"{_UNWRITTEN}: it lists the tools again after a turn")
         return tail
 
-    def _locate(self, stub: Stub, answers: Sequence[Message], text: str) -> list[ContentSpan]:
+    def _locate(self, stub: Stub, answers: Sequence[Message], end: TurnEnd, text: str) -> list[ContentSpan]:
         """Returns where the contents stand in `text`, verbatim, trimmed, or as a JSON string; one that the template changes
         in another way has no place.
 
@@ -121,7 +120,8 @@ class IncrementalRenderer:
         gaps, spans, position = self._control.gaps(text), list[ContentSpan](), 0
         for number, (content, owner) in enumerate(contents):
             words = content.strip()
-            forms = (form(each) for each in (content, words) for form in (str, _json_string))
+            texts = (content, words)
+            forms = [form for each in texts for form in (each, json.dumps(each, ensure_ascii=False)[1:-1])]
             found = (
                 next((span for form in forms if (span := _find(text, form, position, gaps))), None) if words else None
             )
@@ -131,7 +131,7 @@ class IncrementalRenderer:
                 continue
             for edged in (f"{_EDGE} {words}", f"{words} {_EDGE}") if words else ():
                 filled = [edged if n == number else each for n, (each, _) in enumerate(contents)]
-                tail = self._tail(stub, with_texts(answers, filled))
+                tail = self._tail(stub, with_texts(answers, filled), end)
                 if _EDGE not in tail or len(self._control.gaps(tail)) != len(gaps):
                     raise ConfigError(f"{_UNWRITTEN}: it does not write the whole content of every message as it is")
         return spans
@@ -143,10 +143,6 @@ def _find(text: str, form: str, position: int, gaps: Sequence[tuple[int, int]]) 
         if end > position and (start := text.find(form, max(begin, position), end)) >= 0:
             return start, start + len(form)
     return None
-
-
-def _json_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 _USER: Message = {"role": "user", "content": PROBE}

@@ -53,12 +53,6 @@ def plain_message(message: Message) -> dict[str, Any]:
     return copy
 
 
-def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plain message with its calls' arguments as JSON strings."""
-    calls = message.get("tool_calls") or ()
-    return {**message, "tool_calls": [_with_arguments(call, _as_text) for call in calls]} if calls else dict(message)
-
-
 def _with_arguments(call: Mapping[str, Any], changed: Callable[[Any], Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_arguments(call["function"], changed)}
@@ -74,7 +68,7 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         decoded = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
 
@@ -132,11 +126,18 @@ class Renderer:
         Raises:
             ConfigError: the template rejects the messages.
         """
-        plain = [plain_message(message) for message in messages]
+        return self._render([plain_message(message) for message in messages], tools, generate)
+
+    def _render(self, plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         try:
             return self.text_as_given(plain, tools, generate=generate)
         except Exception as error:  # a template may raise anything
-            with_texts = [with_text_arguments(message) for message in plain]
+            with_texts = [
+                {**message, "tool_calls": [_with_arguments(call, _as_text) for call in message["tool_calls"]]}
+                if message.get("tool_calls")
+                else message
+                for message in plain
+            ]
             if with_texts != plain:
                 with suppress(Exception):
                     return self.text_as_given(with_texts, tools, generate=generate)
@@ -157,20 +158,21 @@ class Renderer:
         )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Renders a stub conversation, with a stand-in tool if necessary.
+        """Renders a stub conversation of plain messages, with a stand-in tool if necessary.
 
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self.text(messages, self.stand_in_for(messages), generate=generate)
+        return self._render([dict(message) for message in messages], self.stand_in_for(messages), generate)
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""
         if self._rewrite is not None:
             return None
-        if self._requires_tools or (self._has_template_for_tools and any(map(_uses_tools, messages))):
+        if self._requires_tools:
             return [PROBE_TOOL]
-        return None
+        uses_tools = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+        return [PROBE_TOOL] if uses_tools and self._has_template_for_tools else None
 
     @cached_property
     def _has_template_for_tools(self) -> bool:
@@ -207,7 +209,3 @@ class Renderer:
             return self.text(messages, tools, generate=generate)
         except ConfigError as error:
             raise DataError(str(error)) from error
-
-
-def _uses_tools(message: Message) -> bool:
-    return message.get("role") == "tool" or bool(message.get("tool_calls"))

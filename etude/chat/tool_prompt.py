@@ -52,7 +52,8 @@ class ToolPrompt:
         for message in messages:
             is_result = self.answers_as_user and message.get("role") == "tool"
             if is_result:
-                message = {"role": "user", "content": _in_tags(message.get("content"))}
+                opened = _join(f"<{RESULT_TAG}>\n", message.get("content"), "")
+                message = {"role": "user", "content": _join(opened, f"\n</{RESULT_TAG}>", "")}
             if is_result and after_result:
                 rewritten[-1]["content"] = _join(rewritten[-1]["content"], message["content"], "\n")
             else:
@@ -85,7 +86,9 @@ class ToolPrompt:
     def _with_calls(self, message: Message, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
         """Returns the message with its calls as text after its content."""
         made = {key: value for key, value in message.items() if key != "tool_calls"}
-        calls = [_call_of(call.get("function") or call) for call in message.get("tool_calls") or ()]
+        asked = [call.get("function") or call for call in message.get("tool_calls") or ()]
+        given = [(str(each.get("name")), each.get("arguments")) for each in asked]
+        calls = [(name, arguments if isinstance(arguments, Mapping) else {}) for name, arguments in given]
         if calls:
             made["content"] = _join(made.get("content"), self.parser.write(calls, tools), "\n")
         return made
@@ -98,11 +101,6 @@ def _before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[s
     return [*messages[:place], joined, *messages[place + 1 :]]
 
 
-def _call_of(function: Mapping[str, Any]) -> Call:
-    arguments = function.get("arguments")
-    return str(function.get("name")), arguments if isinstance(arguments, Mapping) else {}
-
-
 def _example(tools: Sequence[Mapping[str, Any]]) -> Call:
     """Makes a call of the first tool that takes arguments, or of the first."""
     functions = [tool.get("function") or tool for tool in tools]
@@ -112,10 +110,6 @@ def _example(tools: Sequence[Mapping[str, Any]]) -> Call:
         parameters.pop("required", None)  # all of them
     arguments = json.loads(json.dumps(example_of(parameters)))
     return function["name"], arguments if isinstance(arguments, dict) else {}
-
-
-def _in_tags(content: Any) -> Any:
-    return _join(_join(f"<{RESULT_TAG}>\n", content, ""), f"\n</{RESULT_TAG}>", "")
 
 
 def _join(first: Any, second: Any, between: str) -> Any:

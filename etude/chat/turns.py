@@ -72,15 +72,15 @@ class Stub(Enum):
         asked = 0
         for message in messages:
             if message.get("role") == "tool":
-                message = {key: value for key, value in message.items() if key not in _NAMES or _is_plain(value)}
+                message = {
+                    key: value
+                    for key, value in message.items()
+                    if key not in _NAMES or (isinstance(value, str) and _PLAIN.fullmatch(value))
+                }
                 message = {"tool_call_id": _call_id(asked if self is Stub.CALLS else 0), **message}
                 asked += 1
             answers.append(message)
         return answers
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str) and _PLAIN.fullmatch(value) is not None
 
 
 def _call_id(number: int) -> str:
@@ -157,7 +157,11 @@ class Turns:
         else:
             last = sampled[-1] if sampled else None
             stopped = last == end.id or (end.closes and last in self._stops)
-        return () if stopped else end.written[_overlap(sampled or (), end.written) :]
+        if stopped:
+            return ()
+        # How many of these the sampled ids end with: a limit may have cut the turn inside them.
+        ids, written = tuple(sampled or ()), end.written
+        return written[next((n for n in range(len(written), 0, -1) if ids[-n:] == written[:n]), 0) :]
 
     def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
         """Cuts `text`, whose last message is the assistant's and begins at `start`, at the token where the policy stops.
@@ -267,11 +271,6 @@ class Turns:
 
 
 _OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"
-
-
-def _overlap(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
-    """How many ids of `closing` the sampled ids end with: a limit may have cut the turn inside them."""
-    return next((n for n in range(len(closing), 0, -1) if tuple(sampled[-n:]) == closing[:n]), 0)
 
 
 def _after_anchor(text: str) -> str:

@@ -192,10 +192,10 @@ class Findings:
         own, line = (problem.fix, problem.message) if isinstance(problem, EtudeError) else ("", describe_error(problem))
         line = " ".join(line.split())
         reason = line.partition(": ")[2] or line
-        if any(reason in earlier or earlier in line for earlier in self._lines):
+        place = place_in(line)
+        if any(reason in each or each in line or (place and place == place_in(each)) for each in self._lines):
             return
         self._lines.append(line)
-        place = place_in(line)
         self._add(Finding(level, subject, line, own or (f"mend {place}; {fix}" if place else fix)))
 
     @contextmanager

@@ -386,7 +386,9 @@ def disk(setup: Setup) -> Result:
     line = f"a checkpoint takes about {size / GIB:.2f} GiB; {free / GIB:.1f} GiB are free at {there}"
     fix = "free space there, set trainer.default_local_dir to another disk, or lower trainer.max_actor_ckpt_to_keep"
     if 2 * size > free:  # a new checkpoint is complete before an old one is removed
-        yield error(line, fix)
+        yield error(
+            f"{line}, and {2 * size / GIB:.2f} are needed: a new one is complete before the last is removed", fix
+        )
     elif kept > 0 and (kept + 1) * size > free:
         yield warning(f"{line}, and {kept} are kept", fix)
     else:

@@ -116,4 +116,8 @@ def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""
             problems[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+        if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
+            problems[f"tool/{tool}/cut"] = (
+                f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut: raise data.max_response_length"
+            )
     return problems

@@ -14,7 +14,9 @@ from etude.viewer.conversations import sanitize_text
 @click.option("--title", default="", help="Heading of the page; default the folder's name.")
 @click.option("--rollouts", type=click.Path(path_type=Path), help="Rollout dumps; default RUN_DIR/rollouts.")
 @click.option("--validation", type=click.Path(path_type=Path), help="Validation dumps; default RUN_DIR/validation.")
-@click.option("--why", is_flag=True, help="Print why the last step's loss may be zero instead, with examples.")
+@click.option(
+    "--why", is_flag=True, help="Print instead what stood in the way of learning in the last step, with examples."
+)
 def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | None, why: bool) -> None:
     """Write RUN_DIR/report.html and print its path."""
     from etude.viewer import answers
@@ -26,6 +28,8 @@ def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | 
         return
     run = RunView("", run_dir, named={} if rollouts is None else {"train": rollouts}, ends=True)
     run.index.refresh()
-    for cause in answers.why(run)["causes"]:
+    found = answers.why(run)
+    click.echo(sanitize_text(f"step {found['step']}: {found['verdict']['text']}"))
+    for cause in found["causes"]:
         examples = ", ".join(example["name"] for example in cause["examples"])
         click.echo(sanitize_text(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}"))

@@ -171,6 +171,7 @@ def _brief(run: Run) -> dict[str, Any]:
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of each fact that `show` and `compare` print."""
     from etude.run_folder import metrics_of
+    from etude.viewer.curves import validation_label
     from etude.viewer.runs import cost_facts
 
     record = run.record
@@ -184,7 +185,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     if run.reward is not None:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
-        yield "validation", ", ".join(f"{name.split('/')[1]} {value:.4g}" for name, value in run.validation.items())
+        yield "validation", ", ".join(f"{validation_label(name)} {value:.4g}" for name, value in run.validation.items())
     yield from cost_facts(metrics_of(run.folder)).items()
     if record.get("started"):
         yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"

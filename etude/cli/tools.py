@@ -106,12 +106,14 @@ def call(
 ) -> int:
     """Run the tool NAME of CONFIG: create, one call for each of ARGUMENTS, calc_reward, release.
 
-    ARGUMENTS are JSON objects, sent as a model would send them; @FILE reads one from a file. Without any, the tool is
-    created, scored and released. Exit status: 0 answered, 1 refused or failed, 3 infrastructure broke, 2 wrong usage.
+    ARGUMENTS are key=value words of one call, or a JSON object for each call, sent as a model would send it; @FILE reads
+    one from a file. Without any, the tool is created, scored and released. Exit status: 0 answered, 1 refused or failed, 3
+    infrastructure broke, 2 wrong usage.
 
     \b
-    Example:
-      etude tools call calculator calculator '{"expression": "6 * 7"}'
+    Examples:
+      etude tools call calculator calculator expression="6 * 7"
+      etude tools call calculator calculator '{"expression": "6 * 7"}' '{"expression": "1 / 0"}'
     """
     given = {
         "create_kwargs": create_kwargs,
@@ -120,8 +122,8 @@ def call(
         "release_kwargs": release_kwargs,
     }
     kwargs = {key: _mapping(text, f"--{key.replace('_', '-')}") for key, text in given.items() if text is not None}
-    texts = [_text(each) for each in arguments]
     tool = _find_tool(_load(config, plugins), name)
+    texts = _texts(tool, arguments)
     try:
         report = asyncio.run(_run(tool, texts, kwargs, at_once=at_once, aloud=not as_json))
     except InfrastructureError as error:
@@ -258,6 +260,22 @@ def _class_of(tool: BaseTool) -> str:
     if code.__module__.startswith(USER_MODULE) and file:  # in the form that a configuration uses
         return f"{os.path.relpath(file)}:{code.__qualname__}"
     return f"{code.__module__}.{code.__qualname__}"
+
+
+def _texts(tool: BaseTool, given: Sequence[str]) -> list[str]:
+    """Returns the arguments of each call as a model would write them."""
+    from etude.testing.play import read_arguments
+
+    if not given or all(each.lstrip()[:1] in ("{", "@") for each in given):
+        return [_text(each) for each in given]
+    schema = tool.get_openai_tool_schema().to_openai()
+    if (arguments := read_arguments(given, schema)) is None:
+        names = schema["function"]["parameters"].get("properties") or ()
+        words = " ".join(f"{each}=VALUE" for each in names)
+        raise DataError(
+            f"arguments of '{tool.name}': write JSON objects, or key=value{f', here {words}' if names else ''}"
+        )
+    return [json.dumps(arguments, ensure_ascii=False)]
 
 
 def _text(given: str) -> str:

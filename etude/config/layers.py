@@ -148,6 +148,8 @@ def _unreadable(argument: str) -> ConfigError:
         folder = given.parent if names else given
         fix = f"name a configuration of yours with --config-path {folder}{names or ' --config-name NAME'}"
         return ConfigError(f"'{argument}' is no key=value argument", fix=fix)
+    if argument.startswith("-"):
+        return ConfigError(f"this command has no option '{argument}'", fix="see its --help")
     advice = "write key=value, and quote a value with special characters: \"key='value'\""
     return ConfigError(f"cannot read the argument '{argument}'", fix=advice)
 

@@ -380,18 +380,14 @@ class NativeEngine:
         if self._wake is None and self._loop is not None and not self._loop.is_closed():
             self._wake = self._loop.call_soon(self._advance)
 
-    def _has_turn_pending(self) -> bool:
-        """Whether an open trajectory is between turns (a tool is running), so that its next request may still come."""
-        return any(row.request is None for row in self._rows.values())
-
     def _advance(self) -> None:
         """Admits requests and starts a step, unless one is running or there is nothing to compute yet."""
         self._wake, scheduler = None, self._scheduler
         try:
             while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
                 at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
-                if self.options.deterministic and at_point and self._has_turn_pending():
-                    return
+                if self.options.deterministic and at_point and any(row.request is None for row in self._rows.values()):
+                    return  # an open trajectory is between turns: its next request may still come
                 with self._metrics.timed("scheduling"):
                     if at_point or not self.options.deterministic:
                         self._admissions += 1

@@ -82,18 +82,9 @@ class OpenAIEngine(ServedEngine):
             ids, reason = ids[: params.max_tokens], "length"
         return TokenOutput(ids, [0.0] * len(ids), reason, [0] * len(ids))
 
-    async def _abort(self, name: str) -> None:
-        """Does nothing: only `close` ends a request, by closing the connection."""
-
     async def check(self) -> None:
         """Raises EngineError if the server does not answer."""
         await self._server.get("/v1/models")
-
-    async def _pause(self) -> None:
-        """Does nothing: the server is not paused."""
-
-    async def _resume(self) -> None:
-        """Does nothing."""
 
     async def _load(self, source: Any, version: int) -> None:
         raise ConfigError("the openai engine is for evaluation: it takes no weights")

@@ -90,7 +90,11 @@ class ProbeDraws:
             WeightMismatch: log-probs differ by more than the tolerance, or every response differs from its first token on.
         """
         mine, theirs = self._by_prompt(), before._by_prompt()
-        pairs = [pair for one, other in zip(mine, theirs) for pair in takewhile(_same_token, zip(one, other))]
+        pairs = [
+            pair
+            for one, other in zip(mine, theirs)
+            for pair in takewhile(lambda both: both[0][0] == both[1][0], zip(one, other))
+        ]
         if not pairs:
             raise WeightMismatch(
                 f"{self.name} draws other tokens from version {self.version} of the weights than before"
@@ -105,10 +109,6 @@ class ProbeDraws:
 
 def _largest(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def _same_token(pair: tuple[tuple[int, float], tuple[int, float]]) -> bool:
-    return pair[0][0] == pair[1][0]
 
 
 class WeightProbe:

@@ -152,7 +152,7 @@ class Router:
         """See `etude.inference.Engine.generate`. A request that fails on one replica is retried on another."""
         params = SamplingParams.of(sampling_params)
         self._under_way += 1
-        self._watch()
+        self._watcher = self._watcher or asyncio.ensure_future(self._rounds())
         self._aborted.discard(request_id)
         try:
             return await within(
@@ -179,7 +179,8 @@ class Router:
                 failure = EngineError(f"{replica.name} aborted a request on its own")
             except EngineError as error:
                 failure = error
-                await self._suspect(replica, error)
+                if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
+                    self._eject(replica, error)
             self._unassign(request_id)
         raise EngineError(
             f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
@@ -256,10 +257,6 @@ class Router:
     def _in_use(self) -> bool:
         return bool(self._under_way or self._home)
 
-    def _watch(self) -> None:
-        if self._watcher is None:
-            self._watcher = asyncio.ensure_future(self._rounds())
-
     async def _end_watch(self) -> None:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -287,11 +284,6 @@ class Router:
                 self._eject(replica, error)
             return False
         return True
-
-    async def _suspect(self, replica: _Replica, error: EngineError) -> None:
-        """Ejects a replica that failed a request unless its health check succeeds."""
-        if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
-            self._eject(replica, error)
 
     def _eject(self, replica: _Replica, error: BaseException) -> None:
         if not replica.up:

@@ -165,20 +165,17 @@ class ServedEngine(ABC):
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         """Sends one request under the unique `name`; raises EngineError if it fails."""
 
-    @abstractmethod
-    async def _abort(self, name: str) -> None:
+    async def _abort(self, name: str) -> None:  # noqa: B027
         """Aborts the request `name`, so that `_ask` returns the tokens sampled so far."""
 
     @abstractmethod
     async def check(self) -> None:
         """Raises EngineError if the engine cannot take requests."""
 
-    @abstractmethod
-    async def _pause(self) -> None:
+    async def _pause(self) -> None:  # noqa: B027
         """Stops generation between two tokens; requests in flight stay."""
 
-    @abstractmethod
-    async def _resume(self) -> None:
+    async def _resume(self) -> None:  # noqa: B027
         """Resumes generation."""
 
     @abstractmethod

@@ -178,6 +178,7 @@ class Quickstart:
         return [named] if isinstance(named, str) else list(named)
 
     def _check(self) -> None:
+        from etude.testing.run import require_score
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
@@ -185,6 +186,8 @@ class Quickstart:
         setup, groups = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(groups):
             PPOTrainer(setup, groups)
+        if any(each.startswith("custom_reward_function") for each in self.overrides):  # an example's own is tested
+            require_score(setup.options)
 
     @property
     def _warms_up(self) -> bool:

@@ -70,12 +70,12 @@ def _split(text: str) -> list[str]:
         return _ASCII_WORD.findall(text.lower())
     found: list[str] = []
     for match in _WORD.finditer(unicodedata.normalize("NFKC", text).lower()):
-        found += _pairs(match[0]) if match["unspaced"] else [match[0]]
+        run = match[0]
+        if match["unspaced"]:
+            found += [*map("".join, itertools.pairwise(run)), *(_HAN.findall(run) if len(run) > 1 else run)]
+        else:
+            found.append(run)
     return found
-
-
-def _pairs(run: str) -> list[str]:
-    return [*map("".join, itertools.pairwise(run)), *(_HAN.findall(run) if len(run) > 1 else run)]
 
 
 def _stemmer(language: str) -> Callable[[list[str]], list[str]] | None:
@@ -137,11 +137,8 @@ class BM25Index:
 
     def search(self, queries: Sequence[str], topk: int) -> list[Ranking]:
         """Returns at most `topk` hits for each query."""
-        return [self._best(query, topk) for query in queries]
-
-    def _best(self, query: str, topk: int) -> Ranking:
-        known = [self._vocabulary[word] for word in self._words(query) if word in self._vocabulary]
-        return best_rows(self._index.get_scores_from_ids(known), topk) if known else []
+        known = [[self._vocabulary[word] for word in self._words(each) if word in self._vocabulary] for each in queries]
+        return [best_rows(self._index.get_scores_from_ids(ids), topk) if ids else [] for ids in known]
 
 
 def best_rows(scores: np.ndarray, topk: int) -> Ranking:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def _write_parts(
     work: Path, kind: str, corpus: Corpus, progress: Progress, write: Callable[[Path, list[str]], None]
 ) -> list[Path]:
     parts = []
-    for number, rows in enumerate(_ranges(len(corpus), PART_ROWS[kind])):
+    for number, start in enumerate(range(0, len(corpus), PART_ROWS[kind])):
+        rows = range(start, min(start + PART_ROWS[kind], len(corpus)))
         part = work / "parts" / f"{kind}-{number:06d}"
         if not part.exists():
             temporary = part.with_suffix(".tmp")
@@ -115,10 +116,6 @@ def _write_parts(
         parts.append(part)
         progress(kind, rows.stop, len(corpus))
     return parts
-
-
-def _ranges(total: int, size: int) -> Iterator[range]:
-    return (range(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _put_in_place(work: Path, output: Path) -> None:

@@ -106,7 +106,8 @@ def scan(path: Path) -> tuple[np.ndarray, Fingerprint]:
                     document = _parse_document(row, f"{path}:{number}")
                     spans.extend((start + skipped, len(row), "contents" in document))
                     lines.append(number)
-                    ids.append(_id_hash(document["id"]))
+                    name = hashlib.blake2b(repr(document["id"]).encode(), digest_size=8).digest()
+                    ids.append(int.from_bytes(name, "big"))
                 start += len(line)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
@@ -129,10 +130,6 @@ def _parse_document(line: bytes, where: str) -> dict[str, Any]:
     if type(document["id"]) not in (str, int) or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{where}: 'id' must be text or a whole number, 'contents', 'title' and 'text' must be text")
     return document
-
-
-def _id_hash(name: str | int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(name).encode(), digest_size=8).digest(), "big")
 
 
 def _reject_duplicates(path: Path, ids: np.ndarray, lines: np.ndarray) -> None:

@@ -123,12 +123,8 @@ class SearchQueue:
                 outcomes += [(each, [next(found) for _ in each.queries]) for each in same]
         except Exception as error:  # a bug, here or in a library: each of these requests is answered 500
             outcomes = [(each, error) for each in batch]
-        loop.call_soon_threadsafe(_settle_all, outcomes)
-
-
-def _settle_all(outcomes: Sequence[tuple[Waiting, list[list[Hit]] | Exception]]) -> None:
-    for request, outcome in outcomes:
-        set_outcome(request.done, outcome)
+        for request, outcome in outcomes:
+            loop.call_soon_threadsafe(set_outcome, request.done, outcome)
 
 
 def create_app(retriever: Retriever, options: ServerOptions | None = None) -> Starlette:
@@ -143,8 +139,9 @@ def create_app(retriever: Retriever, options: ServerOptions | None = None) -> St
         queries, topk, with_scores = _read(await request.body(), options)
         found = await queue.search(queries, topk)
         answered.inc(len(queries))
-        written = _with_score if with_scores else _without_score
-        lists = (b", ".join([written(corpus.document_json(row), score) for row, score in hits]) for hits in found)
+        pairs = ([(corpus.document_json(row), score) for row, score in hits] for hits in found)
+        scored = b'{"document": %b, "score": %.6f}'
+        lists = (b", ".join([scored % each if with_scores else each[0] for each in hits]) for hits in pairs)
         return Response(b'{"result": [[' + b"], [".join(lists) + b"]]}", media_type="application/json")
 
     async def search(request: Request) -> Response:
@@ -239,14 +236,6 @@ def _number(text: str | None) -> int | None:
     if text is None:
         return None
     return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else -1  # rejected by _check
-
-
-def _with_score(document: bytes, score: float) -> bytes:
-    return b'{"document": %b, "score": %.6f}' % (document, score)
-
-
-def _without_score(document: bytes, score: float) -> bytes:
-    return document
 
 
 def _result(document: dict[str, Any], hit: Hit) -> dict[str, Any]:

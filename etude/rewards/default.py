@@ -20,7 +20,7 @@ from etude.options.reward import WeightedFunction
 from etude.options.validate import to_options
 from etude.registry import Registry, import_object, suggestion
 from etude.rewards import bfcl, choice, code, geo3k, gsm8k, math, math_dapo, numina, qa
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_score
 from etude.rewards.view import TrajectoryView
 
 Score = float | Mapping[str, Any]
@@ -255,7 +255,7 @@ class WeightedSum:
             details = dict(result) if isinstance(result, Mapping) else {"score": result}
             if details.get("score") is None:
                 raise InfrastructureError(f"the reward '{name}' returned no score")
-            value = as_reward(details.pop("score"), f"the reward '{name}'")
+            value = as_score(details.pop("score"), f"the reward '{name}'")
             total += weight * value
             if isinstance(shares := details.pop(COMPONENTS, None), Mapping):
                 parts |= {f"{name}/{part}": weight * share for part, share in shares.items()}

@@ -1,8 +1,9 @@
 """Reward managers: score a finished rollout, passed as a one-row `DataProto`.
 
-Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns anything else is an
-infrastructure failure, not a bad answer. By default a scorer only sees text that the model sampled: `NaiveRewardManager`
-decodes the tokens whose `response_mask` is 1, so tool output cannot earn a reward.
+Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns none is an
+infrastructure failure, not a bad answer; one that returns a text or a list ends the run. By default a scorer only sees
+text that the model sampled: `NaiveRewardManager` decodes the tokens whose `response_mask` is 1, so tool output cannot earn
+a reward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from etude.options.validate import to_options
 from etude.registry import Registry, renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
-from etude.rewards.number import as_reward
+from etude.rewards.number import SCORE, as_score
 from etude.timeouts import BlockingCalls, within
 
 if TYPE_CHECKING:
@@ -301,7 +302,8 @@ class NaiveRewardManager(RewardManagerBase):
 
         Raises:
             ValueError: `data` does not hold exactly one row.
-            InfrastructureError: the scorer failed, or its score is not a finite number.
+            InfrastructureError: the scorer failed, or its score is not finite.
+            ConfigError: its score is no number.
         """
         if len(data) != 1:
             raise ValueError(f"run_single scores one row, not {len(data)}")
@@ -336,11 +338,12 @@ def read_result(result: object, source: str) -> RewardResult:
     """Converts a scorer's result, a number or a mapping with the key `score`, to a `RewardResult`.
 
     Raises:
-        InfrastructureError: the result has no finite score; the message begins with `source`.
+        ConfigError: the score is no number.
+        InfrastructureError: there is no score, or it is not finite; the messages begin with `source`.
     """
     details = dict(result) if isinstance(result, Mapping) else {"acc": result}
     value = details.get("score") if isinstance(result, Mapping) else result
     if value is None:
-        raise InfrastructureError(f"{source} returned no score (a number, or a dict with the key 'score')")
-    score = as_reward(value, source)
+        raise InfrastructureError(f"{source} returned no score: {SCORE}")
+    score = as_score(value, source)
     return {"reward_score": score, "reward_extra_info": details if isinstance(result, Mapping) else {"acc": score}}

@@ -1,7 +1,7 @@
 """Checks that a reward is a finite number, and an ending a truth value.
 
-Invariant: only finite floats are returned; anything else from a tool or scorer is an infrastructure failure, never a
-reward to train on.
+Invariant: only finite floats are returned; anything else from a tool or scorer is an infrastructure failure or, of a
+scorer that returns no number at all, an error that ends the run; never a reward to train on.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 from numbers import Complex, Real
 from typing import SupportsFloat
 
-from etude.errors import InfrastructureError
+from etude.errors import ConfigError, InfrastructureError
 
+SCORE = "let it return a number, or a dict with a number as 'score'"
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
 
 
@@ -47,6 +48,19 @@ def as_flag(value: object) -> bool:
     if number not in (0.0, 1.0):
         raise TypeError(f"returned {value!r:.60} where True or False was expected")
     return bool(number)
+
+
+def as_score(value: object, source: str) -> float:
+    """As `as_reward`, of a scorer: what is of another type is a mistake in its code, which each rollout would meet.
+
+    Raises:
+        ConfigError: not a number.
+        InfrastructureError: not finite.
+    """
+    try:
+        return as_reward(as_float(value), source)
+    except TypeError as error:
+        raise ConfigError(f"{source} {error}: {value!r:.60}", fix=SCORE) from error
 
 
 def as_reward(value: object, source: str) -> float:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
+from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure
 from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
-from etude.rewards.number import as_reward
+from etude.rewards.number import as_score
 from etude.rewards.view import TrajectoryView
 from etude.timeouts import BlockingCalls, within
 from etude.trajectory import Rollout, StopReason, Trajectory, plain_numbers
@@ -65,7 +65,7 @@ async def score_rollout(
             rollout.failures += 1
             failure = InfrastructureError(f"scoring: {describe_error(error)}")
             failure.__cause__ = error
-            rollout.cause = one_line(failure)
+            rollout.cause = describe_error(failure)
             on_failure(trajectory.request_id, failure)
             continue
         trajectory.add_time("compute_score", time.perf_counter() - started)
@@ -97,10 +97,10 @@ class TrajectoryScorer:
             raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
         if value is None:
             raise InfrastructureError(f"{where} returned no score")
-        score = as_reward(value, where)
+        score = as_score(value, where)
         info = plain_numbers(result.get("reward_extra_info") or {})
         if info.get("acc") is not None:
-            as_reward(info["acc"], f"{where}, as acc,")
+            as_score(info["acc"], f"{where}, as acc,")
         trajectory.rewards.score_info, trajectory.rewards.score = info, score
 
     async def _run(self, data: DataProto) -> RewardResult:

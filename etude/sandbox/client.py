@@ -309,7 +309,7 @@ class _RemoteSandbox:
         if 200 <= status < 300:
             return
         text = content[:2000].decode("utf-8", "replace")
-        with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # no JSON, or no object
             text = str(json.loads(text).get("detail", text))
         reason = one_line(Exception(text))
         if status in (404, 405):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from etude.checks.findings import Result, warning
+from etude.checks.findings import Finding, Result, error, warning
 from etude.errors import EtudeError
 from etude.testing import advice
 from etude.trajectory import Provenance, Trajectory
@@ -51,7 +52,7 @@ def try_scorer(run: Inspection) -> Result:
         paid, form, lacking = _paid_form(run, rows[0])
         said.append(f"{source}: {paid}")
         if lacking:
-            yield warning(f"{source}: {lacking[0]}", lacking[1])
+            yield replace(lacking, message=f"{source}: {lacking.message}")
         if empty > 0:
             fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
             yield warning(f"{source}: an empty answer earns {empty:g}", fix)
@@ -69,15 +70,15 @@ def _forms(row: Mapping[str, Any]) -> dict[str, str]:
     return _FORMS | ({"in the prompt's tags": tags} if tags else {})
 
 
-def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None, tuple[str, str] | None]:
-    """Returns which answer made of the row's ground truth is paid, its form, and a warning (message, fix) if the user's own
-    scorer pays none of them."""
+def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None, Finding | None]:
+    """Returns which answer made of the row's ground truth is paid, its form, and what is wrong if the user's own scorer pays
+    none of them."""
     truth = _truth(row)
     if truth is None:
         places = {"": row, "extra_info.": row.get("extra_info") or {}}
         elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
         fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
-        lacking = ("rows have no reward_model.ground_truth, so the scorer gets None", fix)
+        lacking = warning("rows have no reward_model.ground_truth, so the scorer gets None", fix)
         return "without a ground truth", None, lacking if run.own_scorer else None
     if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
         return f"the ground truth alone earns {run.worker._run(_score(run, row, str(truth))):g}", None, None
@@ -86,8 +87,19 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
             return f"the ground truth {name} earns {score:g}", form, None
     said = "the ground truth earns nothing, " + " or ".join(forms)
-    kind = "" if isinstance(truth, str) else f" (it is of type {type(truth).__name__}, an answer is text)"
-    return said, None, (said + kind, run.try_scorer) if run.own_scorer else None
+    if not run.own_scorer:
+        return said, None, None
+    as_text = {**row, "reward_model": {**row["reward_model"], "ground_truth": str(truth)}}
+    scores = (run.worker._run(_score(run, as_text, form.format(truth))) for form in forms.values())
+    paid = not isinstance(truth, str) and any(score > 0 for score in scores)
+    if not paid:
+        return said, None, warning(said, run.try_scorer)
+    kind = f"the ground truth is of type {type(truth).__name__}; {advice.scorer(run.custom)} pays only a text that equals it"
+    return (
+        said,
+        None,
+        error(kind, f'write it as text, "{truth}", in {run.rows_file}, or compare with str(ground_truth)'),
+    )
 
 
 def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], form: str) -> Result:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,14 +126,20 @@ def read_call(line: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str,
         words = shlex.split(rest)
     except ValueError as error:
         raise DataError(f"{error}: quote values with spaces: {name} key='two words'") from error
-    properties = (schemas[name]["function"].get("parameters") or {}).get("properties") or {}
+    arguments = read_arguments(words, schemas[name])
+    return None if arguments is None else (name, arguments)  # "price is 3" is an answer
+
+
+def read_arguments(words: Sequence[str], schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Reads the arguments `key=value` of a call of the tool with this OpenAI schema; None if a word is of another form."""
+    properties = (schema["function"].get("parameters") or {}).get("properties") or {}
     arguments = {}
     for word in words:
         key, found, value = word.partition("=")
         if not found or not key:
-            return None  # "price is 3" is an answer
+            return None
         arguments[key] = value if (properties.get(key) or {}).get("type") == "string" else _value(value)
-    return name, arguments
+    return arguments
 
 
 def _value(text: str) -> Any:

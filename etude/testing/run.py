@@ -29,7 +29,7 @@ from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
 from etude.data import ResumableLoader, RLDataset
 from etude.data.files import located_rows
 from etude.data.rows import question_of, truth_of
-from etude.errors import ConfigError, DataError, user_file
+from etude.errors import ConfigError, DataError, EtudeError, user_file
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
 from etude.testing.payment import try_scorer
@@ -40,6 +40,7 @@ from etude.trainer.sft import SFTTrainer
 from etude.workers.context import ToolCatalogue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
@@ -102,6 +103,24 @@ def inspect_run(
     if hasattr(run, "worker"):
         run.worker.end()
     return run.findings
+
+
+def require_score(options: TrainOptions, seconds: float = 60.0) -> None:
+    """Scores an answer to a row, before anything is trained; a scorer gets `seconds`.
+
+    Raises:
+        EtudeError: the reward fails on it, or nothing could be scored.
+    """
+    run = Inspection(rows=1, seconds=seconds)
+    run.options = options
+    run.findings.run_stage("setup", run).run_stage("run", run, only=("tools",))
+    if hasattr(run, "worker"):
+        run.train = run.dataset(options.data.train_files, 1)
+        run.findings.run_stage("run", run, only=("reward",))
+        run.worker.end()
+    for each in run.findings.all:
+        if each.level is Level.ERROR:
+            raise EtudeError(each.message, fix=each.fix)
 
 
 class Inspection(Setup):
@@ -273,10 +292,11 @@ def _columns(run: Inspection, files: Sequence[str]) -> Result:
 
 
 def _kinds_of(key: str, file: str, problems: Sequence[DataError]) -> Result:
-    """Yields an error per kind of problem, naming the first affected row."""
-    kinds: dict[str, list[DataError]] = {}
+    """Yields an error per kind of problem, naming the first affected row; the values of the rows make no kinds."""
+    kinds: dict[tuple[str, str], list[DataError]] = {}
     for problem in problems:
-        kinds.setdefault(problem.message.partition(": ")[2], []).append(problem)
+        kind = _VALUE.sub("", problem.message.partition(": ")[2]), re.sub(r"\d+", "", problem.fix)
+        kinds.setdefault(kind, []).append(problem)
     for alike in list(kinds.values())[:_LISTED]:
         more = f" ({len(alike)} such rows)" if len(alike) > 1 else ""
         yield error(alike[0].message + more, alike[0].fix or _mend_row([file]))

@@ -179,7 +179,9 @@ class ArgumentChecker:
         except _TooLongError as error:
             raise ArgumentError(f"the arguments cannot be checked: {error}", "invalid_arguments") from None
         if errors:
-            raise ArgumentError(_error_message(best_match(errors)), "invalid_arguments")
+            worst = best_match(errors)
+            place = worst.json_path.removeprefix("$").removeprefix(".")  # `items[0].name`; empty: the object itself
+            raise ArgumentError(f"{_truncate(place)!r}: " * bool(place) + _message(worst), "invalid_arguments")
         return arguments
 
     def _timed(self, keyword: _Keyword) -> _Keyword:
@@ -218,13 +220,6 @@ def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) ->
             holder[path[-1]] = value
             changed = True
     return changed
-
-
-def _error_message(error: ValidationError) -> str:
-    field = error.json_path.removeprefix("$").removeprefix(
-        "."
-    )  # `items[0].name`; empty for the arguments object itself
-    return f"{_truncate(field)!r}: {_message(error)}" if field else _message(error)
 
 
 def _message(error: ValidationError | SchemaError) -> str:

@@ -21,6 +21,7 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ class ResultCache:
             flight.set_result(answer)
         finally:
             del self._in_flight[place]
-        await self._keep_on_disk(key, answer)
+        if self._store is not None and answer.error is None:
+            with suppress(TypeError, ValueError):  # media that JSON and PNG cannot represent stay in memory
+                await self._store.put(key, result_to_json(answer))
         return answer
 
     def _recall(self, key: str) -> ToolResult | None:
@@ -130,15 +133,6 @@ class ResultCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._characters -= _length(entry[1])
-
-    async def _keep_on_disk(self, key: str, answer: ToolResult) -> None:
-        if self._store is None or answer.error is not None:
-            return
-        try:
-            record = result_to_json(answer)
-        except (TypeError, ValueError):  # media that JSON and PNG cannot represent stay in memory
-            return
-        await self._store.put(key, record)
 
 
 def _length(answer: ToolResult) -> int:

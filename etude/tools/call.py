@@ -54,7 +54,7 @@ class ToolCall:
         retries: attempts that ended in an infrastructure failure before the last one; `timeouts`: those that timed out.
         blocked_loop: how often the tool blocked the event loop.
         shown: the text of the message that answers it, None until there is one; `images` and `image_tokens` are that
-            message's decoded images, and the number of tokens of each.
+            message's decoded images, and the number of tokens of each; `cut`: `shown` was shortened to the room left.
     """
 
     requested: FunctionCall
@@ -75,6 +75,7 @@ class ToolCall:
     timeouts: int = 0
     blocked_loop: int = 0
     shown: str | None = None
+    cut: bool = False
     images: Sequence[Any] = ()
     image_tokens: Sequence[int] = ()
 
@@ -98,6 +99,7 @@ class ToolCall:
             retries=self.retries,
             timeouts=self.timeouts,
             blocked_loop=self.blocked_loop,
+            cut=self.cut,
         )
 
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import random
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -41,8 +42,7 @@ from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
 from etude.tools.call import Source, ToolCall, ToolResult
 from etude.tools.contract import check_contract, overrides, refused_kwargs
-from etude.tools.faults import InjectedError, with_faults
-from etude.tools.options import POLICY_KEYS, CallPolicy
+from etude.tools.options import POLICY_KEYS, CallPolicy, FaultPolicy
 from etude.tools.recording import Recording
 from etude.tools.truncation import TokenLimit
 from etude.tools.wire import canonical, digest
@@ -50,6 +50,7 @@ from etude.tools.wire import canonical, digest
 Execute = Callable[[ToolCall], Awaitable[ToolResult]]
 """Runs the tool once, within its time limit."""
 _MAX_RETRY_DELAY = 30.0
+_GARBAGE = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,30 @@ def _has_constant(code: CodeType | None, word: str) -> bool:
     """Whether the string `word` is a constant of `code`, or of a code object nested in it."""
     constants = code.co_consts if code is not None else ()
     return any(each == word or (isinstance(each, CodeType) and _has_constant(each, word)) for each in constants)
+
+
+class InjectedError(Exception):
+    """Stands for an exception of the tool."""
+
+
+async def with_faults(policy: FaultPolicy, call: ToolCall, answer: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    """Returns the result of `answer()`, or fails instead, or replaces its text by up to 400 characters of garbage; which
+    depends only on the seed, the call's place in the trajectory and the attempt (each retry draws again).
+
+    Raises:
+        TimeoutError, InjectedError: the call is not made.
+    """
+    drawn = call.chance("fault", policy.seed, call.retries)
+    if drawn < policy.timeout:
+        raise TimeoutError("no answer in time (injected: config.faults)")
+    if drawn < policy.timeout + policy.error:
+        raise InjectedError("injected by config.faults")
+    result = await answer()
+    if drawn >= policy.timeout + policy.error + policy.garbage:
+        return result
+    source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
+    text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
+    return replace(result, response=ToolResponse(text=text), source=Source.FAULT)
 
 
 class ToolRuntime:
@@ -115,7 +140,6 @@ class ToolRuntime:
                 f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
                 "which would not see the calls that the cache answers"
             )
-        self._is_limited = bool(policy.max_concurrent_calls or policy.calls_per_second)
         self._process_limiter: Limiter | None = None
         self._cluster_limiter: Limiter | None = None  # opened by the first call, as connecting takes a while
         self._cluster_limit: Limit | None = None
@@ -223,7 +247,12 @@ class ToolRuntime:
 
     async def _within_limits(self, call: ToolCall, execute: Execute) -> ToolResult:
         with contextlib.ExitStack() as permits:
-            for limiter in await self._limiters() if self._is_limited else ():
+            cluster = self._cluster_limiter
+            if self._cluster_limit is not None and (cluster is None or not cluster.is_current()):
+                cluster = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
+                self._cluster_limiter = cluster
+            # The cluster's is last, so that its permit is not held while the call waits for the other.
+            for limiter in filter(None, (self._process_limiter, cluster)):
                 permits.enter_context(await limiter.acquire())
             try:
                 result = await execute(call)
@@ -231,14 +260,6 @@ class ToolRuntime:
                 return self._failure(raised)
         as_reward(result.reward, "it")
         return result
-
-    async def _limiters(self) -> list[Limiter]:
-        """Returns the limiters that a call needs a permit of; the cluster's is last, so that its permit is not held while
-        the call waits for the other."""
-        cluster = self._cluster_limiter
-        if self._cluster_limit is not None and (cluster is None or not cluster.is_current()):
-            self._cluster_limiter = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
-        return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _failure(self, raised: Exception) -> ToolResult:
         """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run, as an

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from etude.errors import ConfigError, one_line
-from etude.registry import did_you_mean, import_beside
+from etude.registry import did_you_mean, import_beside, missing_file
 
 MAX_FILE_BYTES = 10_000_000
 _SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".pydata": "a Python literal"}
@@ -85,7 +85,7 @@ def read_data_file(path: Path) -> Any:
         ConfigError: the file is missing, unreadable or too large; names it and the expected format.
     """
     if not path.is_file():
-        raise ConfigError(f"tool configuration not found: {path}")
+        raise ConfigError(f"tool configuration: {missing_file(path)}")
     form = _SUFFIXES.get(path.suffix.lower(), "YAML")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

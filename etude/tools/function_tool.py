@@ -28,7 +28,7 @@ from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.contract import returned_by
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -234,7 +234,16 @@ class FunctionTool(BaseTool):
         _check_kind(function)
         self._function = function
         self._signature = FunctionSignature(function, inferred=schema is None)
-        made = self._infer(name or _name_of(function)) if schema is None else read_schema(schema, _label(function))
+        if schema is None:
+            known = name or getattr(function, "__name__", None)
+            if not isinstance(known, str):
+                where = f"function tool {_label(function)}"
+                raise ConfigError(f'{where}: it has no name: give one, @function_tool("name")')
+            inferred = function_schema(known, self._signature.description)
+            inferred["function"]["parameters"] = self._signature.parameters_schema()
+            made = OpenAIFunctionToolSchema.model_validate(inferred)
+        else:
+            made = read_schema(schema, _label(function))
         self._signature.check_schema(made)
         if name is not None and made.function.name != name:
             raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
@@ -269,11 +278,6 @@ class FunctionTool(BaseTool):
         returned = await self._threads.call(self._function, **arguments)
         with returned_by(self, self.name):
             return normalize_result(returned)
-
-    def _infer(self, name: str) -> OpenAIFunctionToolSchema:
-        function: dict[str, Any] = {"name": name, "description": self._signature.description}
-        function["parameters"] = self._signature.parameters_schema()
-        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 FUNCTION_TOOLS: Registry[FunctionTool] = Registry("function tool")
@@ -355,13 +359,6 @@ def _label(function: Callable[..., object]) -> str:
     written = _written(function)
     name = getattr(written, "__qualname__", type(function).__name__)
     return f"{getattr(written, '__module__', None) or 'builtins'}.{name}"
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    name = getattr(function, "__name__", None)
-    if not isinstance(name, str):
-        raise ConfigError(f'function tool {_label(function)}: it has no name: give one, @function_tool("name")')
-    return name
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:

@@ -128,15 +128,12 @@ class HttpTool(BaseTool):
                 f"{self._service.host} answered with HTTP {status} at the address in config.url of tool '{self.name}', "
                 "which holds no argument of the model's"
             )
-        if not 200 <= status < 300:
-            self._raise_for_status(status, text)
-        return ToolResponse(text=self._read(text)), 0.0, {"status": status}
-
-    def _raise_for_status(self, status: int, text: str) -> None:
         if 400 <= status < 500 and status not in _NOT_THE_MODELS_FAULT:
-            body = " ".join(text.split())[:_ERROR_BODY_CHARS]
-            raise ToolError(f"Error: HTTP {status}{': ' if body else ''}{body}")
-        raise InfrastructureError(f"{self._service.host} answered with HTTP {status}")
+            said = " ".join(text.split())[:_ERROR_BODY_CHARS]
+            raise ToolError(f"Error: HTTP {status}{': ' if said else ''}{said}")
+        if not 200 <= status < 300:
+            raise InfrastructureError(f"{self._service.host} answered with HTTP {status}")
+        return ToolResponse(text=self._read(text)), 0.0, {"status": status}
 
     def _read(self, text: str) -> str:
         if self._options.result is None:

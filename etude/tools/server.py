@@ -104,17 +104,18 @@ class ClientSession:
 
     async def close(self) -> None:
         """Releases the tools; runs to completion even if the caller is cancelled."""
-        if self._opening is None:
+        if (opening := self._opening) is None:
             return
-        closing = asyncio.ensure_future(self._close(self._opening))
+
+        async def close() -> None:
+            await asyncio.wait({opening})
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().__aexit__(None, None, None)
+
+        closing = asyncio.ensure_future(close())
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
         await asyncio.wait({closing})
-
-    async def _close(self, opening: asyncio.Task[ToolSession]) -> None:
-        await asyncio.wait({opening})
-        if not opening.cancelled() and opening.exception() is None:
-            await opening.result().__aexit__(None, None, None)
 
 
 class ToolServer:
@@ -140,7 +141,7 @@ class ToolServer:
             on_list_tools=self._list_tools,
             on_call_tool=self._call_tool,
             lifespan=self._lifespan,
-            get_tool_input_schema=self._input_schema,
+            get_tool_input_schema=lambda name: _parameters(self._tools[name]) if name in self._tools else None,
         )
 
     async def serve_stdio(self) -> None:
@@ -186,9 +187,6 @@ class ToolServer:
         finally:
             if self._only is not None:
                 await self._only.close()
-
-    def _input_schema(self, name: str) -> Mapping[str, Any] | None:
-        return _parameters(self._tools[name]) if name in self._tools else None
 
     async def _list_tools(self, context: Any, params: Any) -> Any:
         from mcp_types import ListToolsResult, Tool

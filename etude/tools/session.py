@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ BLOCKING_SECONDS = 2.0
 """A step of a tool's code that lasts longer blocks the event loop."""
 _SPAN_ATTRIBUTES = ("turn", "response", "reward", "metrics", "error", "source", "retries")
 _WATCHED: ContextVar[list[ToolSession] | None] = ContextVar("etude_tool_sessions", default=None)
-_closers: set[asyncio.Task[None]] = set()  # releases that outlive their session; referenced so that none is collected
+_closers: set[asyncio.Task[bool]] = set()  # releases that outlive their session; referenced so that none is collected
 
 
 @contextmanager
@@ -267,20 +267,16 @@ class ToolSession:
             instance.closing = True
         await settle([task for instance in instances for task in instance.executing])
         await settle(self._waiting)  # after the tools' own tasks, so that no tool's clean-up is cancelled
-        closers = {asyncio.ensure_future(self._close_one(each)): each.runtime for each in instances}
+        closers = {asyncio.ensure_future(each.close()): each.runtime for each in instances}
         if not closers:
             return
         patience = max(runtime.policy.timeout for runtime in closers.values()) + 2 * GRACE_SECONDS
-        _, late = await asyncio.wait(closers, timeout=patience)
+        done, late = await asyncio.wait(closers, timeout=patience)
+        self.release_failures += len(late) + sum(not task.result() for task in done)
         for task in late:  # its `create` ignores cancellation: release it if that ever ends
-            self.release_failures += 1
             closers[task].log_first("release", f"tool '{closers[task].name}': not released within {patience:g} s")
             _closers.add(task)
             task.add_done_callback(_closers.discard)
-
-    async def _close_one(self, instance: ToolInstance) -> None:
-        if not await instance.close():
-            self.release_failures += 1
 
 
 class ToolInstance:
@@ -297,7 +293,7 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_creation", "_given_id", "_history", "_initial_response", "_kwargs", "_num_calls", "_session", "closing",
+        "_creation", "_history", "_id", "_initial_response", "_kwargs", "_num_calls", "_session", "closing",
         "executing", "first", "runtime", "tool",
     )  # fmt: skip
 
@@ -309,7 +305,7 @@ class ToolInstance:
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
         self._kwargs: dict[str, Kwargs] = {section: kwargs.get(section) or {} for section in SECTIONS}
-        self._session, self._given_id = session, f"{session.request_id}:{tool.name}"
+        self._session, self._id = session, f"{session.request_id}:{tool.name}"  # until `create` returns another id
         self._num_calls, self._history = 0, ""
         self._initial_response: ToolResponse | None = None
         self._creation = self._create()
@@ -323,9 +319,9 @@ class ToolInstance:
             )
         if overrides(self.tool, "create"):
             whole = {"create_kwargs": dict(kwargs)} if self.runtime.reads_create_kwargs else {}
-            return asyncio.ensure_future(self._invoke(None, "create", self._given_id, **{**whole, **kwargs}))
+            return asyncio.ensure_future(self._invoke(None, "create", self._id, **{**whole, **kwargs}))
         created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        created.set_result(self._given_id)
+        created.set_result(self._id)
         return created
 
     @property
@@ -353,8 +349,10 @@ class ToolInstance:
                 raise InfrastructureError("the call was cancelled from inside")
             returned = self._creation.result()
             with returned_by(self.tool, "create"):
-                found = isinstance(returned, ToolResult)
-                response = returned.response if found else read_creation(returned, self._given_id)[1]
+                if isinstance(returned, ToolResult):  # of a recording
+                    response = returned.response
+                else:
+                    self._id, response = read_creation(returned, self._id)
         except (ConfigError, MissingCall):
             raise
         except Exception as error:
@@ -420,6 +418,7 @@ class ToolInstance:
         value = 0.0
         try:
             if overrides(self.tool, "calc_reward"):
+                await self.ready()
                 work = asyncio.ensure_future(self._invoke(None, "calc_reward", self._id, **kwargs))
                 returned = await result_of(work, self.runtime.policy.timeout)
                 if isinstance(returned, list | tuple):
@@ -449,6 +448,9 @@ class ToolInstance:
         if not self.created or answered or not overrides(self.tool, "release"):
             return True
         try:
+            if self._initial_response is None:  # nobody waited for `create`
+                with suppress(TypeError):
+                    self._id, _ = read_creation(self._creation.result(), self._id)
             kwargs = self._kwargs["release_kwargs"]
             work = asyncio.ensure_future(self._invoke(None, "release", self._id, **kwargs))
             await result_of(work, self.runtime.policy.timeout)
@@ -470,14 +472,6 @@ class ToolInstance:
     def sentence(self, method: str, error: Exception) -> str:
         """Formats a failure: `tool 'search': execute failed: ConnectionError: refused`."""
         return f"tool '{self.tool.name}': {method} failed: {describe_error(error)}"
-
-    @property
-    def _id(self) -> str:
-        """The id that `create` returned, or the one passed to it if its return value is malformed."""
-        try:
-            return read_creation(self._creation.result(), self._given_id)[0]
-        except TypeError:
-            return self._given_id
 
 
 class _Steps:

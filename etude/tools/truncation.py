@@ -40,10 +40,9 @@ class TokenLimit:
 
     def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
         """Truncates `text` to `max_tokens` or the limit's `max_tokens`, whichever is smaller."""
-        limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
-        if not limits:
+        limit = min(filter(None, (max_tokens, self.max_tokens)), default=None)
+        if limit is None:
             return text
-        limit = min(limits)
         return shorten(text, limit=limit, side=side or self.side, tokenizer=self.tokenizer, count=self.count)
 
     def exceeded(self, text: str, max_tokens: int) -> bool:

@@ -51,8 +51,13 @@ def result_to_json(answer: ToolResult) -> dict[str, Any]:
     Raises:
         TypeError: an image, video or metric cannot be represented.
     """
+    response: dict[str, Any] = {} if answer.response.text is None else {"text": answer.response.text}
+    for kind in _MEDIA:
+        media = getattr(answer.response, kind)
+        if media is not None:
+            response[kind] = [_medium_to_json(medium) for medium in media]
     record = {
-        "response": response_to_json(answer.response),
+        "response": response,
         "reward": answer.reward,
         "metrics": dict(answer.metrics),
         "error": answer.error,
@@ -66,46 +71,19 @@ def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
     Raises:
         KeyError, TypeError, ValueError: `record` is not a result, or its reward is not finite.
     """
-    error = record.get("error")
+    error, response = record.get("error"), record.get("response", {})
+    try:
+        reward = as_reward(record.get("reward", 0.0), "the record")
+    except InfrastructureError as invalid:
+        raise ValueError(one_line(invalid)) from invalid
+    media = {kind: [_medium_from_json(each) for each in response[kind]] for kind in _MEDIA if kind in response}
     return ToolResult(
-        response_from_json(record.get("response", {})),
-        reward_from_json(record.get("reward", 0.0)),
+        ToolResponse(text=response.get("text"), **media),
+        reward,
         small_metrics(dict(record.get("metrics", {}))),
         None if error is None else str(error),
         source,
     )
-
-
-def reward_from_json(value: Any) -> float:
-    """Returns a recorded reward; raises ValueError if it is not a finite number."""
-    try:
-        return as_reward(value, "the record")
-    except InfrastructureError as error:
-        raise ValueError(one_line(error)) from error
-
-
-def response_to_json(response: ToolResponse) -> dict[str, Any]:
-    """Converts a response to a mapping for `json.dumps`, without absent fields.
-
-    Raises:
-        TypeError: an image or video cannot be represented.
-    """
-    record: dict[str, Any] = {} if response.text is None else {"text": response.text}
-    for kind in _MEDIA:
-        media = getattr(response, kind)
-        if media is not None:
-            record[kind] = [_medium_to_json(medium) for medium in media]
-    return record
-
-
-def response_from_json(record: Mapping[str, Any]) -> ToolResponse:
-    """Reads the response in `record`.
-
-    Raises:
-        KeyError, TypeError, ValueError: `record` is not a response.
-    """
-    media = {kind: [_medium_from_json(m) for m in record[kind]] for kind in _MEDIA if kind in record}
-    return ToolResponse(text=record.get("text"), **media)
 
 
 def _medium_to_json(medium: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Invariant: spans are exported in the SDK's thread, from a bounded queue; the eve
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from etude.errors import MissingExtraError
 from etude.trace.span import TraceSpan
@@ -52,7 +51,8 @@ class OpenTelemetryBackend:
         handle.set_attribute("etude.trace", span.trace_id)
         for name, value in span.attributes.items():
             if value is not None:
-                handle.set_attribute(f"etude.{name}", _attribute(value))
+                plain = isinstance(value, bool | int | float | str)  # OpenTelemetry takes no other values
+                handle.set_attribute(f"etude.{name}", value if plain else json.dumps(value, ensure_ascii=False))
         if span.error is not None:
             handle.set_status(Status(StatusCode.ERROR, span.error))
         handle.end(end_time=_nanoseconds(span.start + span.seconds))
@@ -75,8 +75,3 @@ def _create_provider(service: str) -> TracerProvider:
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-def _attribute(value: Any) -> Any:
-    """Converts an attribute value: OpenTelemetry accepts numbers and text, everything else is sent as JSON."""
-    return value if isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)

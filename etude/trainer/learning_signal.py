@@ -69,6 +69,12 @@ class JudgeBudget:
             )
 
 
+_READ_THEM = (
+    "read the step's answers (`etude view`, Why is it not learning?), and try the reward on them (`etude check`): if none "
+    "earns more than another, put a worked example in the prompt, take easier rows, or warm up with `etude sft`"
+)
+
+
 class EmptySteps:
     """Consecutive training steps in which nothing could be learned, because no group's rewards differed or no token was left
     to train on. After `_MAX_EMPTY` of them the task is solved, or the run is broken.
@@ -124,7 +130,8 @@ class EmptySteps:
     def check(self) -> None:
         """Raises TrainingStopped if no token was trained on in `_MAX_EMPTY` consecutive steps of an unsolved task."""
         if self._unlearned >= _MAX_EMPTY and not self.solved:
-            raise TrainingStopped(f"no token was trained on in the last {self._unlearned} training steps: {self._why}")
+            why = f"no token was trained on in the last {self._unlearned} training steps: {self._why}"
+            raise TrainingStopped(why, fix=_READ_THEM)
 
     def state(self) -> dict[str, list[Any]]:
         """Returns the state for `restore`: plain numbers."""

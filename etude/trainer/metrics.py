@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,9 @@ DATA_COLUMNS = (  # that `data_metrics` reads
 _OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for how long
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
-_CLEAR_FALL = 0.05  # of success
+_CLEAR_CHANGE = 0.05  # of success, or of the largest mean reward
+_SUCCESS = 0.9  # from which on little is left to gain
+_FEWEST = 6  # steps, for a comparison of their halves
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
@@ -141,7 +144,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     trajectories that were discarded. Latencies are the seconds a trajectory waited, over executed calls (not those with
     invalid arguments, nor those that a gateway's agent ran). `tool/<name>/reward` is the tool's mean reward over
     trajectories that called it or were scored by it;
-    `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>` are means of the numbers that the
+    `retries`, `cache_hits`, `faults`, `blocked_loop` and `cut` are counts, and `metrics/<key>` are means of numbers that the
     tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are over trajectories that were not
     dropped; stop reasons are over all.
     """
@@ -186,6 +189,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
         "cache_hits": sum(call.source in ("cache", "shared") for call in calls),
         "faults": sum(call.source == "fault" for call in calls),
         "blocked_loop": sum(call.blocked_loop for call in calls),
+        "cut": sum(call.cut for call in calls),
     }
     metrics |= {f"tool/{name}/{what}": count for what, count in counts.items() if count}
     waited = [call.seconds for call in calls if call.error != "invalid_arguments" and call.source not in _OF_AGENTS]
@@ -327,17 +331,30 @@ class CostMeter:
         return metrics
 
 
-def fallen_validation(run_dir: Path) -> str | None:
-    """Says that a run's last validation was clearly worse than an earlier one; None without a `metrics.jsonl`."""
+def find_disappointments(run_dir: Path) -> Iterator[str]:
+    """Says that a run's last validation was clearly worse than an earlier one, and that its answers did not become better;
+    nothing without a `metrics.jsonl`."""
+    records = metrics_of(run_dir)
     name = "val/reward/success/mean"
-    found = [(record[name], record["step"]) for record in metrics_of(run_dir) if isinstance(record.get(name), float)]
-    if not found or max(found)[0] - found[-1][0] < _CLEAR_FALL:
-        return None
-    (best, early), (last, late) = max(found), found[-1]
-    return (
-        f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
-        "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; trainer.save_freq keeps more weights"
+    validated = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+    if validated and max(validated)[0] - validated[-1][0] >= _CLEAR_CHANGE:
+        (best, early), (last, late) = max(validated), validated[-1]
+        yield (
+            f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
+            "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
+        )
+    rewards, successes = (
+        [record[name] for record in records if record["step"] > 0 and isinstance(record.get(name), float)]
+        for name in ("reward/total/mean", "reward/success/mean")
     )
+    if (half := len(rewards) // 2) >= _FEWEST // 2:
+        first, last = fmean(rewards[:half]), fmean(rewards[-half:])
+        rose = last - first > _CLEAR_CHANGE * max(map(abs, rewards))
+        if not rose and fmean(successes[-half:] or [0.0]) < _SUCCESS:
+            yield (
+                f"the reward did not rise: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}; "
+                f"`etude report {run_dir} --why` says what stood in the way, with examples"
+            )
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:

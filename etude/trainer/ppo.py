@@ -55,7 +55,7 @@ from etude.trainer.metrics import (
     Metrics,
     SkippedSteps,
     Timings,
-    fallen_validation,
+    find_disappointments,
     gain_costs,
     timing_metrics,
 )
@@ -199,8 +199,8 @@ class PPOTrainer:
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     validated = self._loop(tracking, emit, interrupts)
-                    if fell := fallen_validation(self.run_dir):
-                        emit(Notice(fell))
+                    for line in find_disappointments(self.run_dir):
+                        emit(Notice(line))
                     return validated
             finally:
                 tracking.close()

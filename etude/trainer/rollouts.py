@@ -17,6 +17,7 @@ import torch
 from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
+from etude.checks.findings import place_in
 from etude.checks.hacks import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
@@ -303,7 +304,8 @@ def check_dropped(dropped: int, total: int, min_fraction: float, cause: str) -> 
     if total and 1 - dropped / total < min_fraction:
         raise TrainingStopped(
             f"{dropped} of {total} trajectories were dropped after failures of infrastructure or of the agent, more than "
-            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {cause}"
+            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {cause}",
+            fix=f"mend {place}; `etude check` tries it before a run" if (place := place_in(cause)) else "",
         )
 
 

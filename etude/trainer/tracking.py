@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -309,8 +310,8 @@ class WandbTracker:
 
 @TRACKERS.register("mlflow")
 class MlflowTracker:
-    """MLflow at `MLFLOW_TRACKING_URI`; `@` in a name becomes `_at_`, and a name below another joins it (`mean@1/ci95_low`:
-    `mean_at_1_ci95_low`). A resumed run continues its MLflow run."""
+    """MLflow at `MLFLOW_TRACKING_URI`; `@` in a name becomes `_at_`, what MLflow refuses `_`, and a name below another joins
+    it (`mean@1/ci95_low`: `mean_at_1_ci95_low`). A resumed run continues its MLflow run."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         client_class = _extra("mlflow").tracking.MlflowClient
@@ -329,7 +330,9 @@ class MlflowTracker:
         for name, value in metrics.items():
             # A file store keeps a metric in a file of its name: none can lie below it.
             path = "".join("_" if char == "/" and name[:i] in metrics else char for i, char in enumerate(name))
-            self._client.log_metric(self._run_id, path.replace("@", "_at_"), value, step=step)
+            allowed = re.sub(r"[^/\w.\- :]", "_", path.replace("@", "_at_"))
+            parts = [part if part.strip(".") else "_" for part in allowed.split("/")]  # not as of `ws://host`
+            self._client.log_metric(self._run_id, "/".join(parts), value, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

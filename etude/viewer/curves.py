@@ -161,10 +161,17 @@ def _draw(chart: Chart, records: Records) -> Drawn:
 
 
 def _ends(values: Sequence[float], percent: bool) -> str:
-    window = min(5, len(values))
-    first, last = fmean(values[:window]), fmean(values[-window:])
+    """The first steps beside the last ones: at most five of each, and none counted twice."""
+    window = max(1, min(5, len(values) // 2))
     form = (lambda value: f"{100 * value:.0f} %") if percent else (lambda value: f"{value:.3g}")
-    return f"First {window} steps: {form(first)}; last {window}: {form(last)}."
+    first, last = form(fmean(values[:window])), form(fmean(values[-window:]))
+    if len(values) == 1:
+        return f"One step: {first}."
+    return (
+        f"First {window} steps: {first}; last {window}: {last}."
+        if window > 1
+        else f"First step: {first}; last: {last}."
+    )
 
 
 def _validation_line(key: str, records: Records) -> Drawn:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
 from etude.agents.tool_messages import LEAST_TOKENS, shorten_texts
 from etude.chat import ToolParser
+from etude.checks.step_warnings import find_problems
 from etude.errors import DataError, InfrastructureError
 from etude.tools import TokenLimit, ToolResponse
 from etude.tools.truncation import shorten
+from etude.trainer.metrics import tool_metrics
 from etude.trajectory import Provenance, StopReason
 
 SAMPLED = Provenance.SAMPLED
@@ -452,6 +454,11 @@ def test_of_several_answers_the_longest_are_cut():
     lengths = [len(encode(text)) for text in shown[1:3]]
     assert abs(lengths[0] - lengths[1]) <= 4
     assert [record.response for record in trajectory.tool_calls] == shown
+    assert [record.cut for record in trajectory.tool_calls] == [False, True, True, False]
+    metrics = tool_metrics([trajectory])
+    assert metrics[f"tool/{tool.name}/cut"] == 2
+    [line] = [line for key, line in find_problems(metrics).items() if key.endswith("/cut")]
+    assert line.startswith(f"2 of 3 answers of {tool.name} were cut")
     assert 20 <= engine.asked[1][2].max_tokens <= 26
 
 

@@ -10,7 +10,7 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DRIVERS = BENCHMARKS / "side_by_side" / "drivers"
-PEERS = {"trl_step.py": "trl"}
+PEERS = {"trl_step.py": "trl", "llama.py": "llama_cpp"}
 PROGRAMS = sorted(
     path for folder in (BENCHMARKS, DRIVERS) for path in folder.glob("*.py") if path.name != "__init__.py"
 )

@@ -169,9 +169,11 @@ def test_prompts_are_encoded_as_rendered(name, texts):
 
 def renderings(monkeypatch):
     """The conversations that are rendered from now on."""
-    made, text = [], Renderer.text
+    made, text = [], Renderer.text_as_given
     monkeypatch.setattr(
-        Renderer, "text", lambda self, messages, *a, **k: made.append(messages) or text(self, messages, *a, **k)
+        Renderer,
+        "text_as_given",
+        lambda self, messages, *a, **k: made.append(messages) or text(self, messages, *a, **k),
     )
     return made
 

@@ -11,7 +11,7 @@ import torch
 from house_stage import ACTOR, metrics, one_line_error, same, weights
 
 from etude.cli.main import cli, run
-from etude.run_folder import run_totals, unit_costs
+from etude.run_folder import read_metrics, run_totals, unit_costs
 from etude.trainer.metrics import gain_costs
 from etude.trainer.reproduce import compare_metrics
 from etude.viewer import answers
@@ -161,6 +161,16 @@ def test_what_a_run_took_is_summed(done, capsys):
     shown = output(capsys, "runs", "show", done)[1]
     assert [line.split()[0] for line in shown.splitlines() if "CPU" in line] == ["totals", "per"]
     assert "CPU hours" in output(capsys, "runs", "list", done)[1].splitlines()[1]
+
+
+def test_validations_are_told_apart_and_a_tools_own_metric_is_no_call(done, tmp_path, capsys):
+    copied = shutil.copytree(done, tmp_path / "run")
+    before = run_totals(read_metrics(copied / "metrics.jsonl"))
+    means = {f"val-core/math/{name}/reward/mean@1": value for name, value in (("easy", 1.0), ("hard", 0.25))}
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "tool/search/metrics/calls": 40.0, **means}) + "\n")
+    assert "validation           math/easy 1, math/hard 0.25\n" in output(capsys, "runs", "show", copied)[1]
+    assert run_totals(read_metrics(copied / "metrics.jsonl")) == before | {"steps": 3.0}
 
 
 def test_a_point_of_success_costs_what_was_spent_between_the_validations(tmp_path):

@@ -147,7 +147,7 @@ def test_the_status_tells_how_it_went(config, capsys, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "absent.yaml"], "tool configuration not found: absent.yaml"),
+        (["list", "absent.yaml"], "/absent.yaml"),
         (["list", "calculater"], "no file and no built-in tool 'calculater'"),
         (["schema", "calculator", "calc"], "no tool 'calc'"),
         (["call", "calculator", "calculater"], "no tool 'calculater'; did you mean 'calculator'"),
@@ -157,6 +157,7 @@ def test_the_status_tells_how_it_went(config, capsys, arguments, expected):
         ),
         (["call", "calculator", "calculator", "--create-kwargs", "{"], "--create-kwargs: not valid JSON"),
         (["call", "calculator", "calculator", "@absent.json"], "absent.json: cannot be read"),
+        (["call", "calculator", "calculator", "6 * 7"], "write JSON objects, or key=value, here expression=VALUE"),
         (["list", "calculator", "--plugin", "absent.py"], "file not found"),
         (["serve", "calculator", "--tools-kwargs", '{"calc": {}}'], "'calc', which is not configured"),
         (["serve", "calculator", "--transport", "streamable-http", "--path", "mcp"], "--path must begin with '/'"),
@@ -170,7 +171,9 @@ def test_what_is_wrong_is_one_line(capsys, arguments, message, tmp_path, monkeyp
 
 
 def test_a_built_in_tool_by_name_and_a_python_file(config, capsys):
-    status, out, _ = etude(capsys, "call", "calculator", "calculator", '{"expression": "6 * 7"}')
+    for arguments in ('{"expression": "6 * 7"}', "expression=6 * 7"):
+        status, out, _ = etude(capsys, "call", "calculator", "calculator", arguments)
+        assert (status, out.split()[:2]) == (0, ["call", "42"])
     assert (status, out.splitlines()[0]) == (0, "call       42")
     status, out, _ = etude(capsys, "list", config.with_name("mine.py"))
     assert (status, out.split()[0]) == (0, "cli_doubles")

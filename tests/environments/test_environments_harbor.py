@@ -2,6 +2,7 @@
 
 import asyncio
 import platform
+import random
 
 import pytest
 
@@ -159,6 +160,12 @@ def test_a_sandbox_that_the_models_code_ended_or_spoiled_is_worth_0(write, broke
     assert play(write(), broken)[1] == (0.0, {"sandbox_lost": 1})
 
 
+def test_a_sandbox_that_ends_under_a_cell_of_ours_is_worth_0(write):
+    large = random.Random(0).randbytes(8 << 20).hex()
+    folder = write(settings=SETTINGS + "memory_mb = 48\n", **{"tests/data.bin": large})
+    assert play(folder, "true")[1] == (0.0, {"sandbox_lost": 1})
+
+
 def test_a_sandbox_that_fails_before_the_model_acted_is_infrastructure(write):
     folder = write(settings=SETTINGS + "storage_mb = 1\n", **{"tests/data.bin": "x" * (3 << 20)})
     with pytest.raises(InfrastructureError, match="No space left"):
@@ -171,9 +178,16 @@ def test_a_command_that_cannot_be_run_is_told_to_the_model(write, command):
         play(write(), command)
 
 
+def test_the_reward_is_the_score_whatever_else_the_tests_call_so(write):
+    test = TEST.replace('\\"limit\\": $LIMIT', '\\"score\\": 55')
+    assert play(write(test=test), "echo 55 > sum.txt")[1] == (1.0, {})
+
+
 def test_tests_that_give_no_reward_are_infrastructure(write):
-    with pytest.raises(InfrastructureError, match="its tests gave no reward: finished: no service"):
-        play(write(test="echo no service; exit 1\n"))
+    deep = "python3 -c 'print(\"[\" * 9999)' > /logs/verifier/reward.json\n"
+    for script in ("", deep):
+        with pytest.raises(InfrastructureError, match="its tests gave no reward: finished: no service"):
+            play(write(test=f"echo no service; {script}exit 1\n"))
 
 
 @pytest.mark.parametrize(

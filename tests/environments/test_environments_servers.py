@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
 from peers_stage import NemoGym, OpenEnv, nemo_row
 from wait_stage import until
 
@@ -45,6 +46,33 @@ async def test_an_action_is_read_from_the_text_by_the_schema_of_the_server():
             assert (await session.score(completed=False))[0] == 0.0
             with pytest.raises(InfrastructureError, match="unlucky"):
                 await session.step("13")
+
+
+class Deep(OpenEnv):
+    """Takes any JSON object as an action; answers `mirror` with JSON that no reader follows down."""
+
+    async def _schema(self, request):
+        return web.json_response({"action": {"properties": {"a": {}, "b": {}}}, "observation": {}, "state": {}})
+
+    async def _play(self, request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            asked = json.loads(message.data)
+            kind, data = self._mcp(asked["data"], {}) if asked["type"] == "mcp" else self._reset({"seed": 0}, {})
+            text = json.dumps({"type": kind, "data": data})
+            await socket.send_str("[" * 9999 if "mirror" in message.data else text)
+        return socket
+
+
+async def test_json_that_is_too_deep_is_no_action_and_from_a_server_infrastructure():
+    with Deep() as server:
+        async with session_of(server.url) as session:
+            for nonsense in ('{"a": ' * 9999 + "1" + "}" * 9999, '{"a": NaN}', "[1]"):
+                silent, _ = await session.step(nonsense)
+                assert (silent.reward, silent.observation[:14]) == (None, "Each turn, wri")
+            with pytest.raises(InfrastructureError, match="not JSON"):
+                await session.step('{"a": "mirror"}')
 
 
 async def test_tools_of_a_server_are_called_in_steps_which_reward_them():
@@ -144,6 +172,24 @@ def test_calls_and_answer_are_what_is_verified(rows):
         asyncio.run(play(EnvironmentSession(entry, {**made[0], "group_seed": 0}), server))
         with pytest.raises(InfrastructureError, match="500"):
             asyncio.run(broken(EnvironmentSession(entry, {**made[0], "group_seed": 0})))
+
+
+def test_the_reward_is_that_of_verify_whatever_the_row_and_its_other_numbers_are_called(tmp_path, monkeypatch):
+    async def verify(self, request):
+        return web.json_response({**await request.json(), "reward": 0.25, "score": 1.0, "seen": 2})
+
+    async def play(session):
+        async with session:
+            await session.step("Done.")
+            return await session.score(completed=True)
+
+    monkeypatch.setattr(NemoGym, "_verify", verify)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(nemo_row(1, 2) | {"reward": None}) + "\n")
+    with NemoGym() as server:
+        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": str(tmp_path / "rows.jsonl")})
+        [entry] = load_environments([options]).entries.values()
+        [made] = task_rows(entry, "train", None)
+        assert asyncio.run(play(EnvironmentSession(entry, {**made, "group_seed": 0}))) == (0.25, {"seen": 2})
 
 
 async def broken(session):

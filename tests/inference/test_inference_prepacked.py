@@ -85,12 +85,23 @@ def test_outside_inference_mode_a_step_changes_nothing(model):
     x = torch.randn(3, model.config.hidden_size)
     layer = model.model.layers[0].mlp.up_proj
     before = layer(x)
-    with torch.inference_mode(), used.used(3):
-        torch.testing.assert_close(layer(x), before, atol=1e-5, rtol=1e-5)
-        with torch.inference_mode(False):
-            assert torch.equal(layer(x), before)
-            assert layer(x).requires_grad
+    with torch.inference_mode(), used.used(3), torch.inference_mode(False):
+        assert torch.equal(layer(x), before)
+        assert layer(x).requires_grad
     assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1, 1), (2,), (1, 4), (2, 2), (5,), (1, 70)])
+def test_products_of_any_number_of_tokens_are_right(model, shape):
+    enable_packing(model)
+    for name in ("self_attn.q_proj", "mlp.down_proj"):  # Qwen 2's first one has a bias
+        layer = model.model.layers[0].get_submodule(name)
+        x = torch.randn(*shape, layer.in_features)
+        bias = None if layer.bias is None else layer.bias.double()
+        with torch.inference_mode(), prepacked.PrepackedLinears(model).used(3):
+            found = layer(x)
+            right = torch.nn.functional.linear(x.double(), layer.weight.double(), bias)
+            torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
 
 
 def test_patched_replaced_and_other_layers_are_left_alone(model):

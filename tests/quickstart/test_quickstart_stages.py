@@ -10,7 +10,7 @@ from house_stage import same, weights
 import etude.quickstart
 from etude.cli.main import cli, run
 from etude.dumps import read_rollouts
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.quickstart import stages
 from etude.quickstart.example import CALCULATOR, Rows, find_example
 from etude.quickstart.prepare import TOOLS, prepare
@@ -203,3 +203,12 @@ def test_everything_follows_from_the_seed(tmp_path):
 def test_its_tool_is_the_built_in_calculator():
     [tool] = load_tools(TOOLS)
     assert tool.name == "calculator"
+
+
+def test_a_reward_of_ones_own_that_returns_text_is_refused_before_the_warm_up(tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str):\n    return '1'\n")
+    notes = []
+    run = quickstart(tmp_path / "run", notes, overrides=(*TINY, f"custom_reward_function.path={tmp_path}/mine.py"))
+    with pytest.raises(EtudeError, match=rf"'compute_score' of {tmp_path}/mine\.py .* returned a str"):
+        run.run()
+    assert "supervised warm-up on demonstrations" not in notes

@@ -97,6 +97,12 @@ def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     assert "every tool was called and answered" in rolled_out
 
 
+def test_a_line_of_the_reward_that_fails_is_reported_once_whatever_it_says(agent):
+    agent.write("reward.py", f"{SCORE}{{}}[solution_str]\n")
+    failed = [each for each in inspect(agent).all if "KeyError" in each.message]
+    assert [each.subject for each in failed] == ["reward"]
+
+
 def test_tasks_of_an_environment_are_not_reported_as_rows_of_a_file(agent):
     agent.write("world.py", WORLD)
     own = [
@@ -126,6 +132,12 @@ def one_row_of_both(agent, truth=None):
         row["reward_model"] = row["reward_model"] | {"ground_truth": truth}
     agent.write("val.jsonl", "".join(json.dumps(each) + "\n" for each in (other, row)))
     return [f"data.val_files={agent.folder}/val.jsonl"]
+
+
+def different_lengths(agent):
+    """Each row's prompt has another length, and all are too long."""
+    agent.rows([agent.row(n, prompt=[{"role": "user", "content": "Say it. " * (n + 1)}]) for n in range(4)])
+    return SHORT
 
 
 def two_truths(agent):
@@ -256,7 +268,8 @@ GROUPS = {
             rows(lambda row: row | {"extra_info": {"need_tools_kwargs": True}}),
             "need_tools_kwargs is true",
         ),
-        "prompt over length": (SHORT, "raise data.max_prompt_length"),
+        "prompt over length": (SHORT, "(4 such rows) → raise data.max_prompt_length"),
+        "prompts of different lengths": (different_lengths, "(4 such rows) → raise data.max_prompt_length"),
         "no scorer": ("custom_reward_function.path=null", "no scorer for the data source"),
         "no ground truth": (no_truth, "rows.jsonl:1: reward_model.ground_truth is missing"),
     },
@@ -293,16 +306,17 @@ GROUPS = {
     (ERROR, "reward"): {
         "reward that raises": (source("reward.py", f"{SCORE}1 / 0\n"), "ZeroDivisionError"),
         "reward that is no number": (source("reward.py", f"{SCORE}float('nan')\n"), "etude reward try"),
+        "reward that is text": (source("reward.py", f"{SCORE}'1.0'\n"), "expected as reward: '1.0' → let it return a"),
+        "truth of another type than the scorer compares": (
+            rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
+            "compare with str(ground_truth)",
+        ),
         "reward of another name": ("custom_reward_function.name=score", "did you mean 'compute_score'?"),
     },
     (WARNING, "reward"): {
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
-        "truth of another type than the scorer compares": (
-            rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
-            "the ground truth earns nothing",
-        ),
     },
     (ERROR, "services"): {
         "unreachable sandbox": (

@@ -222,8 +222,8 @@ def test_an_evaluation_with_too_few_survivors_has_no_figures(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        ("extra_info['anser']", "failed: KeyError: 'anser' ({}:2)"),
-        ("'yes'", "returned a str"),
+        ("extra_info['anser']", "failed: KeyError: 'anser' ({0}:2); mend {0}:2"),
+        ("'yes'", "returned a str where a number was expected as reward: 'yes'; let it return a number"),
         ("{}", "returned no score"),
     ],
 )

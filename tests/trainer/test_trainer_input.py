@@ -31,6 +31,7 @@ SETTINGS = {
     "custom_reward_function.name=compute_scores": "'compute_scores'; did you mean 'compute_score'?",
     "trainer.device=cuda": "no GPU is visible",
     "trainer": "cannot read the argument 'trainer'; write key=value",
+    "--example": "no option '--example'; see its --help",
 }
 """What composing refuses is in tests/checks: two of these, and what is known only once rows and scorer are read."""
 

@@ -16,7 +16,7 @@ from etude.protocol import DataProto
 from etude.trainer.estimates import expected_best, validation_metrics, wilson_interval
 from etude.trainer.metrics import (
     data_metrics,
-    fallen_validation,
+    find_disappointments,
     reward_source_metrics,
     timing_metrics,
     tool_metrics,
@@ -29,11 +29,32 @@ def test_a_validation_that_fell_is_told(tmp_path):
     def told(*successes):
         records = [{"step": 8 * n, "val/reward/success/mean": each} for n, each in enumerate(successes)]
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
-        return fallen_validation(tmp_path)
+        return [*find_disappointments(tmp_path)]
 
-    assert fallen_validation(tmp_path) is None
-    assert told(0.0, 0.9, 1.0) is told(0.5) is told(1.0, 0.96) is None
-    assert "1.000 after step 16, 0.906 after step 24" in told(0.0, 1.0, 1.0, 0.906)
+    assert [*find_disappointments(tmp_path)] == []
+    assert told(0.0, 0.9, 1.0) == told(0.5) == told(1.0, 0.96) == []
+    assert "1.000 after step 16, 0.906 after step 24" in told(0.0, 1.0, 1.0, 0.906)[0]
+
+
+def test_a_reward_that_did_not_rise_is_told(tmp_path):
+    def told(rewards, success=0.0):
+        records = [
+            {"step": n, "reward/total/mean": float(each), "reward/success/mean": success}
+            for n, each in enumerate(rewards)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+        return [*find_disappointments(tmp_path)]
+
+    flat = [0, 0.1, 0.2, 0.1, 0.15, 0.1, 0.15]
+    assert "0.133 in the first 3 steps, 0.133 in the last 3; `etude report" in told(flat)[0]
+    assert len(told([0] * 7)) == len(told([0, 8, 8, 8, 8, 8, 8])) == len(told([0, -1, -1, -1, -2, -2, -2])) == 1
+    assert (
+        told(flat, success=0.95)
+        == told(flat[:6])
+        == told([0, 8, 9, 8, 10, 9, 10])
+        == told([0, -5, -5, -4, -4, -4, -4])
+        == []
+    )
 
 
 def batch(padding: int = 0) -> DataProto:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -227,6 +228,8 @@ class FileStore:
 
     def log_metric(self, run_id: str, name: str, value: float, step: int) -> None:
         path = self.folder / name
+        if re.search(r"[^/\w.\- :]", name) or os.path.normpath(name) != name:
+            raise ValueError(f"Invalid value {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(value))
 
@@ -243,12 +246,15 @@ def test_mlflow_keeps_metrics_in_files_and_loses_none(tmp_path: Path, monkeypatc
     found = validation_metrics(["a"] * 4, ["u", "u", "v", "v"], scores) | {
         "reward/spread/a": 1.0,
         "reward/spread/a/b/c": 2.0,
+        "env/openenv:ws://127.0.0.1:8/episodes": 3.0,
+        "val-core/MATH (hard)/reward/mean@1": 4.0,
     }
     tracker = TRACKERS.get("mlflow")(tmp_path, "e", 1)
     tracker.log(found, 1)
     files = {str(path.relative_to(tmp_path / "store")) for path in (tmp_path / "store").rglob("*") if path.is_file()}
     assert len(files) == len(found) >= 6
     assert {"val-core/a/reward/mean_at_2", "val-core/a/reward/mean_at_2_ci95_low", "reward/spread/a_b/c"} <= files
+    assert {"env/openenv:ws:/_/127.0.0.1:8/episodes", "val-core/MATH _hard_/reward/mean_at_1"} <= files
 
 
 @pytest.mark.slow

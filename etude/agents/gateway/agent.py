@@ -390,7 +390,7 @@ def _read_reward(descriptor: int, source: str) -> float | dict[str, Any] | None:
     if not text:
         return None
     number: float | dict[str, Any] | None = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if text.lstrip().startswith(b"{") and len(text) <= _LONGEST_REWARDS:
             number = dict(json.loads(text))
         elif len(text) <= _LONGEST_NUMBER:

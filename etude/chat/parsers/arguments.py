@@ -120,7 +120,7 @@ def function_call(name: str, arguments: Any) -> FunctionCall:
         Unreadable: it is neither, or has values that JSON cannot represent.
     """
     if isinstance(arguments, str):
-        arguments = _decoded_or_none(arguments)
+        arguments = json_or_text(arguments)
     if not isinstance(arguments, dict):
         raise Unreadable('"arguments" must be a JSON object')
     try:
@@ -138,13 +138,6 @@ def function_call(name: str, arguments: Any) -> FunctionCall:
 def to_json(value: Any) -> str:
     """Writes a value as JSON, with characters as they are."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def _decoded_or_none(text: str) -> Any:
-    try:
-        return decode(text)
-    except Unreadable:
-        return None
 
 
 def _refuse(constant: str) -> NoReturn:

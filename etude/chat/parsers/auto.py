@@ -125,17 +125,15 @@ def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase, **option
     encoder, unread = Encoder(tokenizer), None
     for turn, starts in _render_calls(Renderer(tokenizer, options), [PROBE_TOOL], STAND_IN, _ARGUMENTS):
         try:
-            if any(_parses_call(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
+            read = [parser.parse(parser.decode(encoder.ids(turn[start:])), [PROBE_TOOL]).calls for start in starts]
+            if any(
+                (each.name, json.loads(each.arguments)) == (STAND_IN, _ARGUMENTS) for calls in read for each in calls
+            ):
                 return None
         except Exception:  # in a user's parser; the first turn of a rollout will raise it
             return None
         unread = unread or turn[starts[0] :].strip()[:120]
     return unread
-
-
-def _parses_call(parser: ToolParser, text: str) -> bool:
-    calls = parser.parse(text, [PROBE_TOOL]).calls
-    return (STAND_IN, _ARGUMENTS) in [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 async def write_call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from etude.chat.grammar import CallForm
 from etude.chat.parsers.arguments import (
@@ -16,6 +16,7 @@ from etude.chat.parsers.arguments import (
     function_call,
     json_end,
     json_objects,
+    json_or_text,
     to_json,
 )
 from etude.chat.parsers.base import Calls, ToolParser, Tools
@@ -274,7 +275,12 @@ class Llama3JsonToolParser(BareParser):
             if not isinstance(piece, str):
                 pieces.append(piece)
                 waiting = []
-            elif pieces and not isinstance(pieces[-1], str) and _separates(piece):
+            elif (
+                pieces
+                and not isinstance(pieces[-1], str)
+                and not isinstance(piece, Thought)
+                and _SEPARATOR.fullmatch(piece)
+            ):
                 waiting.append(piece)
             else:
                 pieces += [*waiting, piece]
@@ -306,8 +312,10 @@ class Llama3JsonToolParser(BareParser):
                 continue
             value = None  # inside an invalid object, only the head is checked, so that each text is decoded once
             if begin >= outside:
-                value, outside = _object_or_none(text[begin:close]), close
-            if _CALL_HEAD.match(text, begin) is not None if value is None else _is_call(value):
+                decoded, outside = json_or_text(text[begin:close]), close
+                value = decoded if isinstance(decoded, dict) else None
+            is_call = value is not None and "name" in value and ("parameters" in value or "arguments" in value)
+            if is_call or (value is None and _CALL_HEAD.match(text, begin)):
                 pieces += [text[position:begin], attempt(_read_call, text[begin:close])]
                 position = close
             elif value is not None:
@@ -317,22 +325,6 @@ class Llama3JsonToolParser(BareParser):
             return Block(end, [*pieces, text[position:end]])
         _, end = until(text, end, _NEXT, ())
         return Block(end, [*pieces, text[position:cut], attempt(_read_call, text[cut:end])])
-
-
-def _separates(piece: str) -> bool:
-    return not isinstance(piece, Thought) and _SEPARATOR.fullmatch(piece) is not None
-
-
-def _object_or_none(body: str) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] = decode(body)
-    except Unreadable:
-        return None
-    return value
-
-
-def _is_call(value: Mapping[str, Any]) -> bool:
-    return "name" in value and ("parameters" in value or "arguments" in value)
 
 
 def _read_call(body: str) -> FunctionCall:

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from etude.environments.adapters.servers import as_text, fetch_json, openai_schema
+from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema
 from etude.environments.base import Environment, InvalidAction, Step
 from etude.errors import ConfigError
 from etude.jsonl import read_json_lines
@@ -82,10 +82,9 @@ class Session(Environment):
         response = {"id": "resp", "created_at": 0, "model": "policy", "object": "response", "status": "completed"}
         response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": params.get("tools") or []}
         found = await self._post("verify", {**self._row, "response": response | {"output": self._output}})
-        numbers = {
-            key: value for key, value in found.items() if isinstance(value, int | float) and key not in self._row
-        }
-        return {"score": numbers.pop("reward"), **numbers}
+        own = {key: value for key, value in found.items() if isinstance(value, int | float) and key not in self._row}
+        own.pop("reward", None)
+        return own | {"score": found.get("reward")}
 
     async def close(self) -> None:
         """Ends the connections; the server has no way to end a session."""
@@ -98,8 +97,7 @@ class Session(Environment):
             if answer.status in (400, 404, 422) and path not in ("seed_session", "verify"):
                 raise InvalidAction(await answer.text())
             answer.raise_for_status()
-            found: dict[str, Any] = await answer.json()
-        return found
+            return json_object(self._url, await answer.text())
 
     async def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         assert self._mcp is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from etude.environments.adapters.servers import as_text, fetch_json, openai_schema
+from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema
 from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
 from etude.errors import InfrastructureError
 
@@ -76,7 +76,8 @@ class Session(Environment):
         found = re.findall(pattern, text.rpartition("</think>")[2], re.DOTALL)
         try:
             action = read(found[-1].strip())
-        except (IndexError, ValueError):
+            json.dumps(action, allow_nan=False)  # other than a server can read
+        except (IndexError, ValueError, RecursionError):
             raise InvalidAction(self._rule) from None
         return self._acts(await self._ask("step", {self._field: action} if self._field else action))
 
@@ -113,7 +114,7 @@ class Session(Environment):
         message = await self._socket.receive()
         if message.type != aiohttp.WSMsgType.TEXT:
             raise InfrastructureError(f"{self._url}: the connection was lost")
-        answer = json.loads(message.data)
+        answer = json_object(self._url, message.data)
         found: dict[str, Any] = answer["data"]
         if answer["type"] != "error":
             return found

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.tools.base import function_schema
 
 _PATIENCE = 10.0  # seconds
@@ -22,9 +22,24 @@ def fetch_json(package: str, url: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(url, timeout=_PATIENCE) as answer:
             found: dict[str, Any] = json.load(answer)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         line = f"{package}: no such server answers at {url}: {one_line(error)}"
         raise ConfigError(line, fix="start it first") from error
+    return found
+
+
+def json_object(url: str, text: str) -> dict[str, Any]:
+    """The JSON object that the server at `url` answered.
+
+    Raises:
+        InfrastructureError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InfrastructureError(f"{url}: the answer is not JSON: {one_line(error, 80)}") from error
+    if not isinstance(found, dict):
+        raise InfrastructureError(f"{url}: the answer is JSON, but no object: {text[:80]!r}")
     return found
 
 

@@ -99,11 +99,21 @@ class VLLMServerEngine(ServedEngine):
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         route, version, adapter = await self._connect(), self._version, self.adapter
         fields = sampling_fields(params, self._keeps_ids)
-        body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, fields)
-        body |= {"model": adapter} if adapter else {}
+        body: dict[str, Any] = {"request_id": name} | ({"model": adapter} if adapter else {})
+        if route == GENERATE:
+            body |= {"token_ids": prompt, "sampling_params": fields, "stream": False}
+        else:
+            body |= fields | {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
         answer = await self._server.ask(route, body)
         with self._server.reading(route):
-            read = (_read_generate if route == GENERATE else _read_completions)(answer)
+            choice = answer["choices"][0]
+            ids, ending = choice["token_ids"], choice["finish_reason"]
+            if route == GENERATE:
+                log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                spans, kept = version_spans(choice["weight_versions"]), choice.get("sampling_mask")
+                read = Answer(ids, log_probs, ending, spans, kept)
+            else:
+                read = Answer(ids, choice["logprobs"]["token_logprobs"], ending)
         if adapter:  # the server's versions are of the base weights
             read = replace(read, versions=None)
         return validate_answer(read, params, version, self._server.url, self._keeps_ids)
@@ -193,23 +203,3 @@ def check_same(before: Any, after: Any, source: str) -> None:
     for was, now in zip(before, after, strict=True):
         if name := next((name for name, value in was.items() if now.get(name) != value), None):
             raise EngineError(f"{source}: '{name}' is not what it was before the engine's sleep")
-
-
-def _completions_body(name: str, prompt: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {"prompt": prompt, "request_id": name, "return_token_ids": True, "return_tokens_as_token_ids": True}
-
-
-def _read_completions(answer: dict[str, Any]) -> Answer:
-    choice = answer["choices"][0]
-    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-
-
-def _generate_body(name: str, prompt: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-    return {"request_id": name, "token_ids": prompt, "sampling_params": fields, "stream": False}
-
-
-def _read_generate(answer: dict[str, Any]) -> Answer:
-    choice = answer["choices"][0]
-    log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    spans = version_spans(choice["weight_versions"])
-    return Answer(choice["token_ids"], log_probs, choice["finish_reason"], spans, choice.get("sampling_mask"))
