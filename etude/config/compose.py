@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -108,7 +108,8 @@ def compose_with_sources(
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
-    _register_resolvers()
+    for name, resolver in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     package, user = _layers(config_name or root, overrides, config_path, root)
     base = root_layers(*package)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
@@ -162,7 +163,11 @@ def _layers(
     if folder == TREE:
         package, user = (name, tuple(choices)), list[Layer]()
     else:
-        package, user = _user_layers(name, folder, choices, root)
+        lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
+        user = file_layers(name, folder, choices if lists_defaults else ())
+        listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
+        # A root in the YAML's defaults list wins.
+        package = listed[-1] if listed else root, () if lists_defaults else tuple(choices)
     return package, [*user, command_line_layer(values)] if values else user
 
 
@@ -189,16 +194,6 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
     fix = suggestion(name, [*present, *package_roots()]) or "give its folder with --config-path"
     raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())})", fix=fix)
-
-
-def _user_layers(
-    name: str, folder: Path, choices: Sequence[str], root: str
-) -> tuple[tuple[str, tuple[str, ...]], list[Layer]]:
-    """Returns ((package root, its group choices), layers of the user's YAML). A root in the YAML's defaults list wins."""
-    lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
-    user = file_layers(name, folder, choices if lists_defaults else ())
-    listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return (listed[-1] if listed else root, () if lists_defaults else tuple(choices)), user
 
 
 @cache
@@ -392,8 +387,8 @@ def _correction(max_staleness: int, bypass_mode: bool) -> str | None:
     return "token" if max_staleness and not bypass_mode else None
 
 
-def _register_resolvers() -> None:
-    """Registers `${etude.…}` with OmegaConf; idempotent."""
-    OmegaConf.register_new_resolver("etude.builtin_tools", _builtin_tools, replace=True)
-    OmegaConf.register_new_resolver("etude.experiment", _experiment, replace=True)
-    OmegaConf.register_new_resolver("etude.correction", _correction, replace=True)
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "etude.builtin_tools": _builtin_tools,
+    "etude.experiment": _experiment,
+    "etude.correction": _correction,
+}

@@ -100,7 +100,9 @@ def _translate_layer(
             _remove(values, key)
         if table.knows(key):
             continue
-        ours, rule = _our_name(key), _rule(key)
+        renamed = (each for each in ALIASES if key == each or key.startswith(f"{each}."))
+        theirs, rule = next(renamed, None), _rule(key)
+        ours = None if theirs is None else ALIASES[theirs] + key.removeprefix(theirs)
         if ours and not table.knows(ours):  # a section has another name here, and not all of its keys
             ours = None
         if switch := next((off[section] for section in off if key.startswith(f"{section}.")), None):
@@ -132,14 +134,6 @@ def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> s
     advice, harmless = rule
     is_filled_in = isinstance(value, str) and value.startswith("${") and bool(harmless)  # a default copied from a file
     return None if is_filled_in or value in harmless else advice
-
-
-def _our_name(key: str) -> str | None:
-    """Our name for a key, if the key or a section above it is in `ALIASES`."""
-    for theirs, ours in ALIASES.items():
-        if key == theirs or key.startswith(f"{theirs}."):
-            return ours + key.removeprefix(theirs)
-    return None
 
 
 def _rule(key: str) -> _Rule | None:
@@ -183,13 +177,10 @@ class KeyTable:
     def __iter__(self) -> Iterator[str]:
         return iter([*self._values, *self._free])
 
-    def free_form(self, key: str) -> str | None:
-        """The free-form section that `key` is or belongs to, if any."""
-        return next((free for free in self._free if key == free or key.startswith(free + ".")), None)
-
     def knows(self, key: str) -> bool:
         """Whether `key` is one of ours: a key, a section, or within a free-form section."""
-        return key in self._values or key in self._sections or self.free_form(key) is not None
+        is_free = any(key == free or key.startswith(f"{free}.") for free in self._free)
+        return is_free or key in self._values or key in self._sections
 
     def faults(self, layer: Layer) -> dict[str, ConfigError]:
         """Keys of `layer` that do not exist, or have a value where a section belongs, each with what is wrong."""

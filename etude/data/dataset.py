@@ -100,7 +100,11 @@ class RLDataset:
         self._image_tokens: list[tuple[int, ...]] = []
         self._indices: list[object] = []
         self.locations: list[str] = []
-        self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples, problems)
+        located = ((file, where, row) for file in self.files for where, row in located_rows(file))
+        if rows is not None:
+            first = self.files[0] if self.files else "."
+            located = ((first, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))
+        self._read(located, max_samples, problems)
 
     def _read(self, rows: Iterable[tuple[str, str, Row]], max_samples: int, problems: list[DataError] | None) -> None:
         if not self.files:
@@ -139,8 +143,10 @@ class RLDataset:
         row = check_row(raw, where, names, key, self._interactions, self._agent_loops, self._environments)
         if self._scored:
             check_ground_truth(row, where)
-        image_tokens = self._place_images(row, folder, where)
-        return row, image_tokens, self._fits(row, image_tokens, where)
+        refuse_other_media(row, where)
+        pictures = place_images(row, self.options.image_key, key, folder, where)
+        tokens = image_tokens(self._images, pictures, where)
+        return row, tokens, self._fits(row, tokens, where)
 
     @property
     def sources(self) -> list[str]:
@@ -155,12 +161,6 @@ class RLDataset:
     @property
     def _tool_names(self) -> list[str] | None:
         return None if self.tool_schemas is None else list(self.tool_schemas)
-
-    def _place_images(self, row: Row, folder: Path, where: str) -> tuple[int, ...]:
-        """Gives the prompt of `row` an image part for each of its images; returns the tokens of each image."""
-        refuse_other_media(row, where)
-        pictures = place_images(row, self.options.image_key, self.options.prompt_key, folder, where)
-        return image_tokens(self._images, pictures, where)
 
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length
@@ -219,12 +219,3 @@ class RLDataset:
 
     def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
-
-
-def _all_rows(files: Iterable[str]) -> Iterator[tuple[str, str, Row]]:
-    return ((file, where, row) for file in files for where, row in located_rows(file))
-
-
-def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[str, str, Row]]:
-    file = files[0] if files else "."
-    return ((file, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))

@@ -54,7 +54,9 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
         DataError: the column is not a list of images, or the prompt has positions for more or fewer.
     """
     column = None if key is None else row.pop(key, None)
-    inline = _take_inline_images(row[prompt_key])
+    contents = [message["content"] for message in row[prompt_key] if isinstance(message["content"], list)]
+    parts = (part for content in contents for part in content)
+    inline = [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
     if inline and column:
         raise DataError(
             f"{where}: image parts of the prompt name pictures, and so does {key}", fix="give them in one place"
@@ -73,12 +75,6 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
     if pictures:
         row[prompt_key], row["images"] = messages, pictures
     return pictures
-
-
-def _take_inline_images(messages: list[Message]) -> list[Any]:
-    """Removes and returns the images inside `messages`' image parts."""
-    parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
-    return [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
 
 
 def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str) -> tuple[int, ...]:

@@ -40,7 +40,10 @@ def _check_message(value: object, where: str, images: bool) -> Message:
     if role not in ROLES:
         raise DataError(f"{where} has the unknown role {role!r}{did_you_mean(str(role), ROLES)}")
     if message.get("tool_calls"):
-        message["tool_calls"] = _check_calls(message["tool_calls"], where)
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise DataError(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
+        message["tool_calls"] = [_check_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
         message.setdefault("content", "")
     else:
         message.pop("tool_calls", None)
@@ -62,12 +65,6 @@ def _check_part(value: object, where: str, images: bool) -> dict[str, Any]:
         return value
     allowed = "{type: text, text} or {type: image, image?}" if images else "{type: text, text}"
     raise DataError(f"{where}: a part of 'content' must be {allowed}, got {kind or type(value).__name__}")
-
-
-def _check_calls(value: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}.tool_calls must be a list, got {type(value).__name__}")
-    return [_check_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(value)]
 
 
 def _check_call(value: object, where: str) -> dict[str, Any]:

@@ -58,7 +58,10 @@ def check_row(
         raise unknown_name(DataError, problem, prompt_key, checked, f"(columns: {', '.join(checked)})")
     checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
-    _check_agent(checked.get("agent_name"), where, agent_loops)
+    name = checked.get("agent_name")
+    if agent_loops is not None and name is not None and name not in agent_loops:
+        problem = f"{where}: agent_name: unknown agent loop '{name}'"
+        raise unknown_name(DataError, problem, name, agent_loops, f"(known: {', '.join(agent_loops)})")
     for key in ("reward_model", "extra_info"):
         checked[key] = _object(checked.get(key), f"{where}: {key}")
     extra_info = checked["extra_info"]
@@ -131,12 +134,6 @@ def _check_texts(row: Row, where: str) -> None:
         row.pop("agent_name", None)
     elif not isinstance(row["agent_name"], str):
         raise DataError(f"{where}: agent_name must be text, got {type(row['agent_name']).__name__}")
-
-
-def _check_agent(name: str | None, where: str, known: Sequence[str] | None) -> None:
-    if known is not None and name is not None and name not in known:
-        problem = f"{where}: agent_name: unknown agent loop '{name}'"
-        raise unknown_name(DataError, problem, name, known, f"(known: {', '.join(known)})")
 
 
 def _check_environment(name: object, where: str, environments: Sequence[str]) -> None:

@@ -263,7 +263,8 @@ def validate_answer(
             raise EngineError(f"{source}: the log-prob of token {place} is not a finite number: {value!r:.40}")
         if value > _ROUNDING:
             raise EngineError(f"{source}: the log-prob of token {place} is positive: {value}")
-    check_count(ids, params, source)
+    if len(ids) > params.max_tokens:
+        raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
     return TokenOutput(
         ids,
         [float(value) for value in log_probs],
@@ -289,12 +290,6 @@ def _kept_ids(answer: Answer, ids: list[int], source: str) -> list[Kept | None]:
         if not isinstance(each, list) or not all(type(one) is int and one >= 0 for one in each) or token not in each:
             raise EngineError(f"{source}: token {place} is not among those that top-k and top-p kept: {each!r:.40}")
     return [array("i", sorted(each)) for each in kept]
-
-
-def check_count(ids: Sequence[int], params: SamplingParams, source: str) -> None:
-    """Raises EngineError if there are more `ids` than `max_tokens`; streams are checked as they arrive."""
-    if len(ids) > params.max_tokens:
-        raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
 
 
 def _reason(ending: Any, ids: list[int], params: SamplingParams, source: str) -> str:

@@ -53,10 +53,6 @@ WALLED = When("with openai_agent.sandbox.enable=true", lambda own, run: own.enab
 COMPACTS = When("with compact.at_tokens", lambda own, run: own.at_tokens is not None)
 
 
-def _goes_on_after_malformed(own: MultiTurnOptions, run: Any) -> bool:
-    return has_tools(own, run) and own.malformed_calls != "end"
-
-
 @options
 class CompactOptions:
     """Compaction: a conversation that has grown long goes on from a summary that the model writes, and learns to write."""
@@ -169,7 +165,10 @@ class MultiTurnOptions:
         "Ends a trajectory after that many malformed calls in a row, without one that could be run between them. Null: no "
         "limit.",
         default=None,
-        when=When("with tools and malformed_calls other than end", _goes_on_after_malformed),
+        when=When(
+            "with tools and malformed_calls other than end",
+            lambda own, run: has_tools(own, run) and own.malformed_calls != "end",
+        ),
     )
     max_parallel_calls: Count = key(
         "Max calls executed per turn; each further one is answered with a line that says so (rollout/calls_not_executed).",

@@ -117,7 +117,8 @@ def allowed(hint: Any) -> str:
         return ("one of " if len(members) > 1 else "") + ", ".join(str(member) for member in members)
     if origin is tuple:
         return "a list" if members[-1] is Ellipsis else f"a list of {len(members)} values, each {allowed(members[0])}"
-    if dataclasses.is_dataclass(base) or _is_mapping(base):
+    kind = origin or base
+    if dataclasses.is_dataclass(base) or (isinstance(kind, type) and issubclass(kind, Mapping)):
         return "a section of key: value"
     words = _WORDS.get(base, str(base))
     return f"{words} {_bounds_in_words(bounds)}".strip() if bounds else words
@@ -172,11 +173,6 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _is_union(hint: Any) -> bool:
     return type(None) is not hint and str(typing.get_origin(hint)) in ("typing.Union", "<class 'types.UnionType'>")
-
-
-def _is_mapping(hint: Any) -> bool:
-    origin = typing.get_origin(hint) or hint
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 Limit = tuple[Literal["from", "above", "to", "below"], str]

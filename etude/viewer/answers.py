@@ -106,10 +106,8 @@ def why(run: RunView, step: int | None = None) -> Answer:
     if step is None and not steps:
         chosen = max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
-    found, problems = (
-        find_causes(rows, metrics),
-        find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}),
-    )
+    found = [*find_causes(rows, metrics)]
+    problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)})
     causes = [
         {
             "what": cause.what,
@@ -264,6 +262,7 @@ def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answ
     """Returns a record's sequences (the main one last) as conversations by provenance with facts, and its tool calls; texts
     have at most `max_text` characters."""
     calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    advantages = [value for value in token_values(record).get("advantages", ()) if is_number(value)]
     conversations = [parse_conversation(each, max_text) for each in sequences_of(record)[-_MAX_SEQUENCES:]]
     return {
         "sequences": [
@@ -274,16 +273,10 @@ def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answ
             }
             for each in conversations
         ],
-        "advantage": _advantage(record),
+        "advantage": fmean(advantages) if advantages else None,
         "calls": [_call(call, max_text) for call in calls[:MAX_CALLS]],
         "calls_omitted": max(len(calls) - MAX_CALLS, 0),
     }
-
-
-def _advantage(record: Mapping[str, Any]) -> float | None:
-    """The mean advantage of the tokens that the policy sampled, if the dump has it."""
-    values = [value for value in token_values(record).get("advantages", ()) if is_number(value)]
-    return fmean(values) if values else None
 
 
 def _call(call: Mapping[str, Any], max_text: int) -> Answer:
@@ -394,23 +387,19 @@ def compare(run: RunView, other: RunView) -> Answer:
     except DataError as error:
         differences, reason = [], one_line(error)
     shown = [{"key": d.key, "left": str(d.left)[:_EXCERPT], "right": str(d.right)[:_EXCERPT]} for d in differences]
+    branches = [(each.title, read_run(each.folder).branch) for each in (run, other) if is_run(each.folder)]
     left, right = _last_rows(run.index), _last_rows(other.index)
     prompts = [_pair(left[prompt], right[prompt]) for prompt in left.keys() & right.keys()]
     prompts.sort(key=lambda pair: (-abs(pair["right"]["mean"] - pair["left"]["mean"]), pair["left"]["place"]))
     return {
         "titles": [run.title, other.title],
-        "branches": [f"{each.title} is a branch of {branch}" for each in (run, other) if (branch := _branch_of(each))],
+        "branches": [f"{title} is a branch of {branch}" for title, branch in branches if branch],
         "differences": shown[:MAX_DIFFERENCES],
         "omitted": len(shown[MAX_DIFFERENCES:]),
         "reason": reason,
         "shared": len(prompts),
         "prompts": prompts[:MAX_PROMPTS],
     }
-
-
-def _branch_of(run: RunView) -> str:
-    """The run and step that `run` branched from; empty for folders of dumps and for what is no branch."""
-    return read_run(run.folder).branch if is_run(run.folder) else ""
 
 
 def _last_rows(index: RolloutIndex) -> dict[str, list[Row]]:

@@ -105,7 +105,15 @@ def choose_trajectories(rows: Sequence[Row]) -> dict[str, Any]:
         (steps[min(steps)], steps[max(steps)] if len(steps) > 1 else []) for steps in map(by_split.get, order) if steps
     ]
     changes = (_change(first, last) for first, last in ends)
-    failed = ([row.place for row in last or first if _has_failed(row)][:_SHOWN] for first, last in ends)
+    whole = ("", StopReason.COMPLETED.value)
+    failed = (
+        [
+            row.place
+            for row in last or first
+            if row.stop_reason not in whole or row.call_errors > 0 or (row.score is not None and row.score <= 0)
+        ][:_SHOWN]
+        for first, last in ends
+    )
     return {
         "change": next(filter(None, changes), None),
         "samples": _samples(*ends[0]) if ends else None,
@@ -136,8 +144,3 @@ def _samples(first: Sequence[Row], last: Sequence[Row]) -> dict[str, Any]:
 def _by_prompt(rows: Sequence[Row]) -> dict[str, Row]:
     """Prompt → its first rollout."""
     return {row.prompt: row for row in reversed(rows)}
-
-
-def _has_failed(row: Row) -> bool:
-    cut = row.stop_reason not in ("", StopReason.COMPLETED.value)
-    return cut or row.call_errors > 0 or (row.score is not None and row.score <= 0)

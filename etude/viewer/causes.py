@@ -41,12 +41,8 @@ class Cause:
         return [(row.uid if self.by_group else row.request_id or row.uid, row) for row in self.examples]
 
 
-def find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> list[Cause]:
+def find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> Iterator[Cause]:
     """Finds the causes in the `rows` and the `metrics` of one step."""
-    return list(_find_causes(rows, metrics))
-
-
-def _find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> Iterator[Cause]:
     scored = group_rows(row for row in rows if row.score is not None).values()
     compared = [group for group in scored if len(group) > 1]
     if compared:

@@ -31,11 +31,8 @@ _CONTROL = dict.fromkeys(HIDDEN, "\N{REPLACEMENT CHARACTER}")
 def sanitize_text(text: str) -> str:
     """Replaces control characters and bidirectional overrides in `text`; collapses a repeated special token, such as an
     image placeholder, into one with its count."""
-    return _REPEATED.sub(_counted, text).translate(_CONTROL)
-
-
-def _counted(found: re.Match[str]) -> str:
-    return f"{found[1]}×{len(found[0]) // len(found[1])}"
+    counted = _REPEATED.sub(lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}", text)
+    return counted.translate(_CONTROL)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,10 @@ class Conversation:
 
 def parse_conversation(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Conversation:
     """Turns a dumped record into readable blocks of at most `max_text` characters each."""
-    blocks = _segment_blocks(record, max_text) or _flat_blocks(record, max_text)
+    blocks = _segment_blocks(record, max_text)
+    if not blocks:
+        response = _block("template", record.get("output", ""), "response", max_text)
+        blocks = [_block("prompt", record.get("input", ""), max_text=max_text), response]
     return Conversation(_bounded(blocks), _bounded(_messages(record, max_text)), tuple(_facts(record)))
 
 
@@ -122,11 +122,6 @@ def _step_rewards(record: Mapping[str, Any]) -> dict[str, list[Block]]:
         if isinstance(entry, list) and len(entry) == 3 and is_number(entry[2]) and entry[2] != 0:
             groups[str(entry[0])].append(_block("reward", f"{entry[2]:+.3g}", f"reward of {str(entry[1])[:60]}"))
     return groups
-
-
-def _flat_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
-    response = _block("template", record.get("output", ""), "response", max_text)
-    return [_block("prompt", record.get("input", ""), max_text=max_text), response]
 
 
 def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

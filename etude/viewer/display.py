@@ -109,7 +109,10 @@ class Display:
             case StepFinished():
                 self._step(event)
             case Notice(text):
-                self._note(" ".join(text.split())[:300])
+                with self._lock:
+                    self._state.notice = line = " ".join(text.split())[:300]
+                if self._live is None and self._enabled:
+                    self._print(line)
             case RunEnded():
                 self._close()
 
@@ -135,12 +138,6 @@ class Display:
         elif self._enabled and (_is_always_printed(event) or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
             self._print(format_line(self._state))
-
-    def _note(self, line: str) -> None:
-        with self._lock:
-            self._state.notice = line
-        if self._live is None and self._enabled:
-            self._print(line)
 
     def __rich__(self) -> RenderableType:
         try:
@@ -220,8 +217,10 @@ class RolloutBar:
             match event:
                 case RunStarted():
                     self._open(event)
-                case RolloutProgress():
-                    self._update(event)
+                case RolloutProgress() if self._live is not None:
+                    self._live.update(self._task, completed=event.done, total=event.total)
+                case RolloutProgress() if self._enabled and (line := self._lines.line(event)):
+                    self._console.print(f"{self._title}: {line}", soft_wrap=True, highlight=False)
                 case RunEnded() if self._live is not None:
                     self._live.stop()
 
@@ -233,9 +232,3 @@ class RolloutBar:
             self._live = Progress(*columns, console=self._console, transient=True)
             self._task = self._live.add_task(self._title, total=None)
             self._live.start()
-
-    def _update(self, event: RolloutProgress) -> None:
-        if self._live is not None:
-            self._live.update(self._task, completed=event.done, total=event.total)
-        elif self._enabled and (line := self._lines.line(event)):
-            self._console.print(f"{self._title}: {line}", soft_wrap=True, highlight=False)

@@ -134,9 +134,13 @@ def check_sequence(
         ConfigError: the model cannot be loaded.
     """
     trajectory = trajectory_from_record(record)
+    ids, mask = trajectory.response_ids, trajectory.response_mask
+    other_ids = _first_difference("response_ids", ids, record.get("response_ids") or [])
+    other_mask = _first_difference("response_mask", mask, record.get("response_mask") or [])
+    sampled = f"{sum(mask)} of {len(mask)} tokens sampled"
     return [
-        _same_ids(record, trajectory),
-        _mask_is_provenance(record, trajectory),
+        _check("the ids trained on are the ids in the model's context", other_ids, f"{len(ids)} response tokens"),
+        _check("the mask is 1 exactly where the policy sampled", other_mask, sampled),
         _log_probs_where_sampled(record, trajectory),
         *([_rewards_add_up(record, trajectory)] if "score" in record else []),
         _log_probs_match(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
@@ -193,18 +197,6 @@ def _first_difference(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> 
         return f"{len(ours)} segment tokens, {len(theirs)} in {name}"
     where = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
     return None if where is None else f"token {where}: {ours[where]} in the segments, {theirs[where]} in {name}"
-
-
-def _same_ids(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
-    ids = trajectory.response_ids
-    wrong = _first_difference("response_ids", ids, record.get("response_ids") or [])
-    return _check("the ids trained on are the ids in the model's context", wrong, f"{len(ids)} response tokens")
-
-
-def _mask_is_provenance(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
-    mask = trajectory.response_mask
-    wrong = _first_difference("response_mask", mask, record.get("response_mask") or [])
-    return _check("the mask is 1 exactly where the policy sampled", wrong, f"{sum(mask)} of {len(mask)} tokens sampled")
 
 
 def _log_probs_where_sampled(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
@@ -280,7 +272,9 @@ def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], mode
     params = SamplingParams(**{k: sampling[k] for k in ("temperature", "top_p", "top_k") if k in sampling})
     network = model.network
     ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
-    _check_vocabulary(ids, network.get_input_embeddings().weight.shape[0], model.folder)
+    largest, size = int(ids.max()), network.get_input_embeddings().weight.shape[0]
+    if largest >= size or int(ids.min()) < 0:
+        raise DataError(f"the trajectory holds token {largest}, but {model.folder} has {size}: it is another model's")
     with torch.no_grad():
         logits = network(input_ids=ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].float()
     if params.temperature == 0:
@@ -293,8 +287,3 @@ def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], mode
     difference = torch.where(sampled, (engine - again).abs().nan_to_num(math.inf), 0.0)
     where = int(difference.argmax())
     return float(difference[where]), where
-
-
-def _check_vocabulary(ids: Any, size: int, model: Path) -> None:
-    if int(ids.max()) >= size or int(ids.min()) < 0:
-        raise DataError(f"the trajectory holds token {int(ids.max())}, but {model} has {size}: it is another model's")

@@ -304,7 +304,9 @@ def _list_dumps(path: Path, named: Mapping[str, Path], ends: bool) -> Iterator[t
 
 def _run_folders(path: Path, named: Mapping[str, Path]) -> dict[Path, str]:
     """Dump folder → split: the `named` ones, else the run's own, else those of its configuration; and evaluations."""
-    configured = dict(zip(_SPLITS.values(), _configured_folders(path / CONFIG_FILE)))
+    config = path / CONFIG_FILE
+    listed = _parse_folders(config, config.stat().st_mtime_ns) if config.is_file() else (None, None)
+    configured = dict(zip(_SPLITS.values(), listed))
     folders = {}
     for name, split in _SPLITS.items():
         own = path / name
@@ -313,13 +315,9 @@ def _run_folders(path: Path, named: Mapping[str, Path]) -> dict[Path, str]:
     return folders | {each: str(each.relative_to(path)) for each in evaluations if each not in folders}
 
 
-def _configured_folders(config: Path) -> tuple[str | None, str | None]:
-    """(rollout dump folder, validation dump folder) as the configuration sets them."""
-    return _parse_folders(config, config.stat().st_mtime_ns) if config.is_file() else (None, None)
-
-
 @lru_cache(maxsize=8)
 def _parse_folders(config: Path, _modified: int) -> tuple[str | None, str | None]:
+    """(rollout dump folder, validation dump folder) as the configuration sets them."""
     try:
         trainer = read_config(config.parent).get("trainer")
     except DataError:

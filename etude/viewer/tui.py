@@ -134,7 +134,10 @@ class ViewApp(App[None]):
         self._excerpts.clear()
         lines, current = list_steps(self.index.rows), self._steps.current
         at = next((n for n, line in enumerate(lines) if current and line.place == current.place), 0)
-        self._steps.show(lines, _newest(lines) if self._follows else at)
+        if self._follows:  # the last step of the first split, which is training if there is any
+            first = next((line.split for line in lines if line.step is not None), None)
+            at = max((n for n, line in enumerate(lines) if line.split == first), default=0)
+        self._steps.show(lines, at)
         self._select()
 
     def _select(self) -> None:
@@ -344,12 +347,6 @@ def list_steps(rows: Sequence[Row]) -> list[StepLine]:
             lines.append(StepLine(split, None, [score for of in steps.values() for score in of]))
         lines += [StepLine(split, step, steps[step]) for step in sorted(steps)]
     return lines
-
-
-def _newest(lines: Sequence[StepLine]) -> int:
-    """Index of the last step of the first split, which is training if there is any."""
-    first = next((line.split for line in lines if line.step is not None), None)
-    return max((n for n, line in enumerate(lines) if line.split == first), default=0)
 
 
 def _step_text(line: StepLine, width: int) -> Text:

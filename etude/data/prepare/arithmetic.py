@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any
 
 from etude.data.files import Row
 from etude.data.prepare.sources import training_row, write_tables
@@ -103,17 +102,14 @@ def make_problems(n: int, seed: int, split: str) -> list[Problem]:
     rng = random.Random(f"{DATA_SOURCE}/{split}/{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < n:
-        problem = _draw(rng)
+        a, b, c = (rng.randint(_SMALLEST, _LARGEST) for _ in range(3))
+        first, second = (rng.choice("+-*") for _ in range(2))
+        expression = f"{a} {first} {b} {second} {c}"
+        question = rng.choice(QUESTIONS).format(expression)
+        problem = Problem(expression, question, evaluate((a, b, c), (first, second)))
         if split_of(problem.expression) == split:
             problems.setdefault(problem.expression, problem)
     return list(problems.values())
-
-
-def _draw(rng: random.Random) -> Problem:
-    a, b, c = (rng.randint(_SMALLEST, _LARGEST) for _ in range(3))
-    first, second = (rng.choice("+-*") for _ in range(2))
-    expression = f"{a} {first} {b} {second} {c}"
-    return Problem(expression, rng.choice(QUESTIONS).format(expression), evaluate((a, b, c), (first, second)))
 
 
 def make_rows(n: int, seed: int, split: str) -> list[Row]:
@@ -156,12 +152,9 @@ def _conversation(rng: random.Random, problem: Problem, habit: str) -> list[Row]
         return [*_prompt(problem), _answer(guess(problem))]
     result = str(problem.answer)
     said = result if habit == "good" else misread(rng, result)
-    return [*_prompt(problem), *_tool_use(problem.expression, result), _answer(said)]
-
-
-def _tool_use(expression: str, result: str) -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": TOOL, "arguments": {"expression": expression}}}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": result}]
+    call = {"type": "function", "function": {"name": TOOL, "arguments": {"expression": problem.expression}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*_prompt(problem), calls, {"role": "tool", "content": result}, _answer(said)]
 
 
 def _answer(number: str) -> Row:

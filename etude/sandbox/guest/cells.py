@@ -80,10 +80,17 @@ class _Notebook:
         answer: list[tuple[str, str | bytes]] = []
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            value = self._execute(code, name)
+            tree = _parse(code, name)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            value = self._evaluate(tree, name, "exec")
+            if isinstance(last, ast.Expr):
+                value = self._evaluate(ast.Expression(last.value), name, "eval")
             if value is not None:
                 self._main.__dict__["_"] = value
-                answer.append(("text", self._render(value)))
+                self._keep_png(value)
+                text = repr(value)
+                cut = f"{text[:MAX_TEXT]}… [{len(text) - MAX_TEXT} more characters]"
+                answer.append(("text", text if len(text) <= MAX_TEXT else cut))
             self._collect_figures()
         except BaseException as raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,13 +100,6 @@ class _Notebook:
             with contextlib.suppress(BaseException):
                 stream.flush()
         return answer + [("image", image) for image in self._images]
-
-    def _execute(self, code: str, name: str) -> object:
-        """Executes a cell and returns the value of its last expression, or None."""
-        tree = _parse(code, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        self._evaluate(tree, name, "exec")
-        return self._evaluate(ast.Expression(last.value), name, "eval") if isinstance(last, ast.Expr) else None
 
     def _evaluate(self, tree: ast.AST, name: str, mode: str) -> object:
         compiled = compile(tree, name, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)  # type: ignore[call-overload]
@@ -118,12 +118,6 @@ class _Notebook:
         sys.stdout.flush()
         done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, check=False)
         self._main.__dict__["_exit_code"] = done.returncode
-
-    def _render(self, value: object) -> str:
-        """Returns the text of a value, and keeps its PNG image if it has one."""
-        self._keep_png(value)
-        text = repr(value)
-        return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… [{len(text) - MAX_TEXT} more characters]"
 
     def _display(self, *values: object) -> None:
         """Displays values: the builtin `display` of notebooks."""

@@ -54,9 +54,13 @@ def enter_namespaces(settings: Settings, disk_mb: int, memory_mb: int) -> Folder
         source = f"{FILES}/{os.path.basename(target)}"
         os.mkdir(source, 0o700)
         kernel.mount(source, target, "", kernel.MS_BIND)
-    _limit_tcp_buffers()
+    # Both buffers of a TCP connection together get the size of other sockets'; the default is dozens of MiB.
+    for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
+        with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
+            file.write(f"4096 {start} {_TCP_BUFFER}")
     _mount_proc(memory_mb)
-    _raise_loopback()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
     socket.sethostname("sandbox")
     return Folders(WORK, TMP, "")
 
@@ -95,15 +99,3 @@ def _proc_files(memory_mb: int) -> dict[str, str]:
         "meminfo": "".join(f"{name + ':':<16}{amount << 10:>8} kB\n" for name, amount in amounts.items()),
         "stat": "".join(f"{cpu} 0 0 0 0 0 0 0 0 0 0\n" for cpu in cpus) + f"btime {booted}\n",
     }
-
-
-def _limit_tcp_buffers() -> None:
-    """Limits both buffers of a TCP connection together to the size of other sockets'; the default is dozens of MiB."""
-    for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
-        with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
-            file.write(f"4096 {start} {_TCP_BUFFER}")
-
-
-def _raise_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))

@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
-from etude.timeouts import background_loop, run_on, settle
+from etude.timeouts import background_loop, settle
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
 
@@ -141,15 +141,9 @@ class McpConnection:
             return self._session
         if self._session is not None:
             self._drop(self._session)
-        if self._opening is None:
+        if self._opening is None or self._opening.done():
             self._opening = asyncio.ensure_future(self._open())
-            self._opening.add_done_callback(self._opened)
         return await asyncio.shield(self._opening)
-
-    def _opened(self, opening: asyncio.Task[McpSession]) -> None:
-        self._opening = None
-        if not opening.cancelled() and opening.exception() is None:
-            self._session = opening.result()
 
     async def _open(self) -> McpSession:
         pause = _FIRST_PAUSE
@@ -158,6 +152,7 @@ class McpConnection:
             try:
                 await session.opened()
                 await self._list(session)
+                self._session = session
                 return session
             except EtudeError:
                 raise
@@ -165,7 +160,8 @@ class McpConnection:
                 await session.close()
                 cause = root_cause(error)
                 if not left or isinstance(cause, _NOT_RETRIED):
-                    raise InfrastructureError(f"{self.server}: {_connect_error(cause)}{session.hint()}") from error
+                    why = f"cannot connect: {type(cause).__name__}: {one_line(cause)}{session.hint()}"
+                    raise InfrastructureError(f"{self.server}: {why}") from error
             except BaseException:
                 await session.close()
                 raise
@@ -176,18 +172,14 @@ class McpConnection:
     def _probe(self, session: McpSession) -> None:
         """Probes a connection on which a call timed out or was cancelled by listing its tools, and drops it if there is no
         response within the timeout for connecting: the server may be busy with another call."""
-        if self._probing is None and not session.lost.done():
+        if (self._probing is None or self._probing.done()) and not session.lost.done():
             self._probing = asyncio.ensure_future(self._probe_or_drop(session))
-            self._probing.add_done_callback(self._probed)
 
     async def _probe_or_drop(self, session: McpSession) -> None:
         try:
             await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
         except Exception:
             self._drop(session)
-
-    def _probed(self, task: asyncio.Task[None]) -> None:
-        self._probing = None
 
     def _drop(self, session: McpSession) -> None:
         if self._session is session:
@@ -206,10 +198,10 @@ class McpConnection:
 
 
 class McpPool:
-    """`num_instances` connections to one server; each call goes to the least busy one."""
+    """`num_instances` connections to one server, in the event loop `loop`; each call goes to the least busy one."""
 
-    def __init__(self, server: McpServer) -> None:
-        self.server = server
+    def __init__(self, server: McpServer, loop: asyncio.AbstractEventLoop) -> None:
+        self.server, self.loop = server, loop
         self._first_listed: dict[str, Any] = {}
         self.connections = [McpConnection(server, self._first_listed) for _ in range(server.num_instances)]
 
@@ -241,19 +233,14 @@ def pool_of(server: McpServer) -> McpPool:
     has its own loop, and thus its own connections."""
     key = (_loop(), server)
     if key not in _pools:
-        _pools.setdefault(key, McpPool(server))  # atomic: only one of two threads creates the pool
+        _pools.setdefault(key, McpPool(server, key[0]))  # atomic: only one of two threads creates the pool
         atexit.unregister(_close_at_exit)
         atexit.register(_close_at_exit)
     return _pools[key]
 
 
-async def in_loop(work: Coroutine[Any, Any, R]) -> R:
-    """Runs `work` in the connections' event loop; cancelling the caller cancels `work`."""
-    return await run_on(_loop(), work)
-
-
 def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
-    """Like `in_loop`, but blocks the calling thread, which may run another event loop.
+    """Runs `work` in the connections' event loop; blocks the calling thread, which may run another one.
 
     Raises:
         TimeoutError: `work` took longer than `timeout` seconds and was cancelled.
@@ -267,7 +254,7 @@ def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
 
 def close_connections(seconds: float = 30.0) -> None:
     """Closes every MCP connection of this process; later calls reopen them."""
-    pools = [pool for (loop, _), pool in list(_pools.items()) if loop is _loop()]
+    pools = [pool for pool in list(_pools.values()) if pool.loop is _loop()]
     if pools:
         run_in_loop(_close_all(pools), seconds)
 
@@ -304,7 +291,3 @@ def _never_ran(error: Exception) -> bool:
     from mcp_types import INVALID_REQUEST
 
     return getattr(error, "code", None) == INVALID_REQUEST and "session" in str(error).lower()
-
-
-def _connect_error(cause: BaseException) -> str:
-    return f"cannot connect: {type(cause).__name__}: {one_line(cause)}"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import ConfigError, DataError, ToolError, one_line
 from etude.options.types import Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.timeouts import BlockingCalls
+from etude.timeouts import BlockingCalls, run_on
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import AnswerImages
-from etude.tools.mcp.connection import in_loop, pool_of
+from etude.tools.mcp.connection import pool_of
 from etude.tools.mcp.options import McpServer
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -68,8 +68,8 @@ class MCPBaseTool(BaseTool):
         if self._server is None:
             raise ConfigError(f"tool '{self.name}' belongs to no server: load it with load_tools")
         arguments = {**parameters, **execute_kwargs}
-        work = pool_of(self._server).call(self._remote_name, arguments, self._timeout)
-        result = await in_loop(work)
+        pool = pool_of(self._server)
+        result = await run_on(pool.loop, pool.call(self._remote_name, arguments, self._timeout))
         content = result.content
         if not content and result.structured_content is not None:
             answer: Any = ToolResponse(text=json.dumps(result.structured_content, ensure_ascii=False))

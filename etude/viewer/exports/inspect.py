@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import MissingExtraError
 from etude.jsonl import json_safe
-from etude.viewer.exports.turns import Call, ExportedRollout, Turn, valid
+from etude.viewer.exports.turns import ExportedRollout, Turn, valid
 from etude.viewer.rows import as_dict
 
 try:
@@ -110,11 +110,9 @@ def _messages(place: str, number: int, turn: Turn) -> Iterator[dict[str, Any]]:
     said = {"role": "assistant", "content": turn.text, "tool_calls": calls or None, "model": _MODEL}
     yield said | {"id": f"{place}#{number}"}
     for call in turn.calls:
+        kind = _ERRORS.get(call.error or "", "unknown")
+        error = None if call.error is None else {"type": kind, "message": call.error}
         answer = {"role": "tool", "content": call.response, "tool_call_id": call.id, "function": call.name}
-        yield answer | {"error": _error(call), "id": f"{place}#{call.id}"}
+        yield answer | {"error": error, "id": f"{place}#{call.id}"}
     if turn.said:
         yield {"role": "user", "content": turn.said, "id": f"{place}#u{number}"}
-
-
-def _error(call: Call) -> dict[str, str] | None:
-    return None if call.error is None else {"type": _ERRORS.get(call.error, "unknown"), "message": call.error}

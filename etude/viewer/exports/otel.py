@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from etude import __version__
 from etude.jsonl import json_line, json_safe
-from etude.viewer.exports.turns import Call, ExportedRollout, Turn, apportion, valid
+from etude.viewer.exports.turns import Call, ExportedRollout, Turn, valid
 from etude.viewer.rows import as_dict, as_list
 
 PROVIDER = "etude"
@@ -76,7 +76,9 @@ def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
     # No usable timeline: lay the durations out one after another, ending when the dump was written.
     whole = _nanoseconds(as_dict(rollout.record.get("timings")).get("generate_sequences"))
     now = rollout.modified - whole - sum(map(sum, calls))
-    for share, lengths in zip(apportion(whole, [len(turn.token_ids) for turn in turns]), calls):
+    sampled = sum(len(turn.token_ids) for turn in turns)
+    for turn, lengths in zip(turns, calls):
+        share = whole * len(turn.token_ids) / sampled if sampled else whole / len(turns)
         for length in (int(share), *lengths):
             times.append((now, now + length))
             now += length

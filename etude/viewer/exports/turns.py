@@ -7,7 +7,7 @@ the messages look like. A record without segments (from verl) becomes one turn o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -167,9 +167,3 @@ def message_text(message: Mapping[str, Any]) -> str:
 def valid(text: object) -> str:
     """Converts to a string without lone surrogates, which UTF-8 cannot encode; empty for None."""
     return "" if text is None else str(text).encode("utf-8", "replace").decode()
-
-
-def apportion(total: float, weights: Sequence[int]) -> list[float]:
-    """Divides `total` in proportion to `weights`; evenly if all of them are 0."""
-    whole = sum(weights)
-    return [total * weight / whole if whole else total / len(weights) for weight in weights]
