@@ -59,6 +59,7 @@ from etude.agents.tool_messages import (
     with_result_tag,
 )
 from etude.chat import ToolParser
+from etude.chat.parsers import find_other_format
 from etude.chat.placeholders import append_to_last_user
 from etude.chat.provenance import Run
 from etude.environments import EnvironmentEntry, EnvironmentSession
@@ -283,7 +284,18 @@ class ToolAgentLoop(AgentLoopBase):
             return end(data, StopReason.MALFORMED_CALL)
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
+        self._note_other_format(data)
         return end(data, StopReason.COMPLETED) if data.environment is None else AgentState.INTERACTING
+
+    def _note_other_format(self, data: Conversation) -> None:
+        """Counts a turn of a trajectory without calls that calls a tool in a format that the parser does not read."""
+        trajectory, names = data.trajectory, [schema["function"]["name"] for schema in data.tool_schemas]
+        text = trajectory.messages[-1]["content"]
+        if trajectory.tool_calls or not isinstance(text, str):
+            return
+        if (other := find_other_format(text, self.tool_parser, names)) is not None:
+            trajectory.metrics["unread_calls"] = trajectory.metrics.get("unread_calls", 0.0) + 1
+            _warn_of_other_format(other, self.context.options.multi_turn.format)
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
         """Applies the arguments of a generation handler, which a subclass may have changed.
@@ -581,6 +593,16 @@ class EnvAgentLoop(ToolAgentLoop):
         if self.context.environment is None:
             raise EtudeError("the agent loop 'env_agent' needs an environment: set env, or actor_rollout_ref.env.name")
         return self.context.environment.pick(row)
+
+
+@cache
+def _warn_of_other_format(other: str, chosen: str) -> None:
+    logger.warning(
+        "an answer calls a tool in the format %s, which multi_turn.format=%s does not read: it stays text (set the format, "
+        "or show the model calls of the other form)",
+        other,
+        chosen,
+    )
 
 
 @cache

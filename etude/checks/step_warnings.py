@@ -35,6 +35,7 @@ _SHARES = {  # metric → (threshold, sentence)
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
 _COUNTS = {  # metric → sentence, where it is above 0
+    "rollout/unread_calls": "{:,.0f} answers call a tool in a format that multi_turn.format does not read",
     "actor/skipped_steps": "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": "critic update skipped: its gradient is not finite",
     "sft/skipped_steps": "update skipped: its gradient is not finite",

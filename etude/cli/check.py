@@ -53,11 +53,13 @@ def check(
       etude check --config-path guess --config-name agent
       etude check --config-name sft data.train_files=demonstrations.parquet model.path=models/mine
     """
+    from etude.quickstart.prepare import example_inputs
     from etude.testing import inspect_run
 
-    findings = inspect_run(
-        config_name, overrides, config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft
-    )
+    with example_inputs(config_path, config_name, overrides) as made:
+        findings = inspect_run(
+            config_name, (*made, *overrides), config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft
+        )
     return print_findings(findings, as_json)
 
 

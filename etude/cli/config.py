@@ -142,7 +142,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
 
 
 def _matches(declared: Collection[str], name: str) -> list[str]:
-    from etude.config.other_frameworks import TRL_NAMES
+    from etude.config.other_frameworks import ALIASES, TRL_NAMES
     from etude.errors import ConfigError
     from etude.registry import did_you_mean
 
@@ -155,6 +155,8 @@ def _matches(declared: Collection[str], name: str) -> list[str]:
     if not found:
         if name in TRL_NAMES:
             raise ConfigError(f"unknown key {name}: TRL's {name} is {TRL_NAMES[name]} here (docs/from-trl.md)")
+        if other := next((key for key in ALIASES if key == name or key.endswith(f".{name}")), None):
+            return [key for key in declared if key == ALIASES[other] or key.startswith(f"{ALIASES[other]}.")]
         sections = {key.rpartition(".")[0] for key in declared} - {""}
         raise ConfigError(f"unknown key {name}{did_you_mean(name, [*declared, *sections])}")
     return found

@@ -29,7 +29,8 @@ def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | 
     run = RunView("", run_dir, named={} if rollouts is None else {"train": rollouts}, ends=True)
     run.index.refresh()
     found = answers.why(run)
-    click.echo(sanitize_text(f"step {found['step']}: {found['verdict']['text']}"))
+    for line in filter(None, (found["verdict"]["trend"], f"step {found['step']}: {found['verdict']['text']}")):
+        click.echo(sanitize_text(line))
     for cause in found["causes"]:
         examples = ", ".join(example["name"] for example in cause["examples"])
         click.echo(sanitize_text(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}"))

@@ -90,7 +90,14 @@ class Rollout:
 
 NO_FAULTS = [
     f"rollout/{name}"
-    for name in ("prompt_too_long", "unwritable_answers", "context_refused", "release_failures", "agent_errors")
+    for name in (
+        "prompt_too_long",
+        "unread_calls",
+        "unwritable_answers",
+        "context_refused",
+        "release_failures",
+        "agent_errors",
+    )
 ]
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import yaml
 
 from etude.errors import ConfigError, one_line
+from etude.model_folder import NAMED_MODELS
 from etude.options.declare import key, options
 from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
@@ -39,7 +40,7 @@ class Rows:
     train: int = key("Questions to train on.", default=1024)
     val: int = key("Questions that the warm-up and the run are watched on.", default=64)
     test: int = key("Questions of the evaluations before and after.", default=256)
-    demonstrations: int = key("Conversations of the warm-up; 0: none, for a pretrained model.", default=8000)
+    demonstrations: int = key("Conversations of the warm-up; with a model, default 0: none.", default=8000)
 
 
 @options
@@ -88,6 +89,13 @@ class Example:
             raise ConfigError(f"cannot read {path}: {one_line(error)}") from error
         if not isinstance(given, dict):
             raise ConfigError(f"{path} must be a mapping")
+        if (model := given.get("model")) is not None:
+            rows = given.get("rows")
+            given["rows"] = {"demonstrations": 0, **rows} if isinstance(rows, dict) else rows or {"demonstrations": 0}
+            if isinstance(model, str) and model not in NAMED_MODELS and "/" not in model and not Path(model).is_dir():
+                raise ConfigError(
+                    f"{path}: model '{model}' is no folder and not known{did_you_mean(model, NAMED_MODELS)}"
+                )
         try:
             return cls(folder.resolve(), to_options(ExampleOptions, given))
         except ConfigError as error:
@@ -136,6 +144,8 @@ def find_example(given: str) -> Example:
             return Example.read(folder)
     if Path(given).is_dir():
         raise ConfigError(f"{given} holds no example.yaml")
-    known = [STORIES, CALCULATOR, *names]
+    if given == Path.cwd().name and Path("example.yaml").is_file():
+        raise ConfigError(f"no folder '{given}' here: it is the working directory itself", fix="name it --example .")
+    known = [*(path.parent.name for path in Path().glob("*/example.yaml")), STORIES, CALCULATOR, *names]
     where = "" if names else "; the others are in the folder examples/ of the repository: name one of its folders"
     raise ConfigError(f"no example '{given}'{did_you_mean(given, known)} (known: {', '.join(known)}){where}")

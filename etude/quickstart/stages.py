@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import json
 import os
 import time
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from etude.dumps import read_rollouts
-from etude.errors import ConfigError
+from etude.errors import ConfigError, user_file
 from etude.jsonl import json_safe, write_json
 from etude.model_folder import NAMED_MODELS, named_folder
 from etude.quickstart.example import Example, Rows, find_example
 from etude.quickstart.prepare import write_model, write_tables
+from etude.registry import digest_code
 
 Note = Callable[[str], None]
 _LEDGER = "quickstart.json"
@@ -51,6 +53,7 @@ class Quickstart:
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / _LEDGER
         self._got: dict[str, dict[str, float]] = {}
+        self._code, self._settings = "", ""
         self._times = self._read_ledger()
 
     def _find_other(self, name: str | None) -> Quickstart | None:
@@ -111,9 +114,19 @@ class Quickstart:
         self.check_keys()  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "quickstart.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._note(f"waiting: another process works in {self.folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             self._times = self._read_ledger() | self._got
-            if self.example.prepare is not None:
+            files = [self.example.folder / name for name in ("agent.yaml", "example.yaml")]
+            given = [*(each.read_text(encoding="utf-8") for each in files), *self.overrides, *self.warm_up_overrides]
+            self._settings = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+            prepare = self.example.prepare
+            self._code = "" if prepare is None else digest_code(prepare)
+            self._refuse_changes()
+            if prepare is not None:
                 text = "making tasks and demonstrations" if self.rows.demonstrations else "making tasks"
                 self._stage("data", text, self._make_data)
             yield
@@ -163,7 +176,22 @@ class Quickstart:
         return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
     def _write_ledger(self) -> None:
-        write_json(self._ledger, {"example": self.example.root, "seed": self.seed, "stages": self._times})
+        own = {"example": self.example.root, "seed": self.seed, "code": self._code, "settings": self._settings}
+        write_json(self._ledger, own | {"stages": self._times})
+
+    def _refuse_changes(self) -> None:
+        """Raises ConfigError if rows would be kept that other code has made, or the result of other settings."""
+        ledger = json.loads(self._ledger.read_text()) if self._ledger.exists() else {}
+        now = {"code": self._code, "settings": self._settings}
+        code, settings = (ledger.get(name, now[name]) != now[name] for name in now)
+        fix = "give another --output-dir, or delete that folder and start anew"
+        if code and "data" in self._times:
+            made = f"changed since it made the rows in {self.folder}"
+            raise ConfigError(f"{self.example.folder / 'agent.py'}, or what it imports, {made}", fix=fix)
+        if settings and "train" in self._times:
+            raise ConfigError(
+                f"{self.folder} is finished, with another agent.yaml, example.yaml or command line", fix=fix
+            )
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -186,7 +214,9 @@ class Quickstart:
         setup, groups = checked(self._config(f"actor_rollout_ref.model.path={model}", "trainer.resume_mode=disable"))
         with closing(groups):
             PPOTrainer(setup, groups)
-        if any(each.startswith("custom_reward_function") for each in self.overrides):  # an example's own is tested
+        if user_file(str(self.example.folder / "example.yaml")) or any(
+            each.startswith("custom_reward_function") for each in self.overrides
+        ):  # the package's own are tested
             require_score(setup.options)
 
     @property

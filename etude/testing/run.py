@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from etude.chat import ToolParser
-from etude.chat.parsers.auto import format_of
+from etude.chat.parsers import find_other_format, format_of
 from etude.checks.findings import Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
@@ -44,6 +44,7 @@ _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistak
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
+_EXAMPLES_READ = 100  # rows, for worked examples
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
 _EXAMPLE_MAKES = ("data.train_files", "actor_rollout_ref.model.path")
@@ -220,6 +221,25 @@ def _other_format(run: Inspection) -> Result:
             yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
 
 
+def _other_format_of_rows(run: Inspection) -> Result:
+    """A worked example in the prompts whose call the parser does not read: the model copies its form."""
+    if not run.schemas:
+        return
+    parser = ToolParser.get_tool_parser(run.talks.format, run.tokenizer)
+    for number in range(min(len(run.train), _EXAMPLES_READ)):
+        for message in run.train[number]["raw_prompt"]:
+            text = message.get("content")
+            if message.get("role") != "assistant" or not isinstance(text, str) or parser.parse(text).calls:
+                continue
+            if (other := find_other_format(text, parser, run.schemas)) is not None:
+                where, name = run.train.locations[number], next(iter(run.schemas))
+                own = parser.write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
+                line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
+                fix = f"write calls as {own.strip()!r}, or set {_ROLLOUT}.multi_turn.format={other}"
+                yield warning(f"{line}{run.talks.format} does not read: the model would copy it", fix)
+                return
+
+
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files))
 def _read_rows(run: Inspection) -> Result:
     data, said, trained = run.options.data, [], dict[str, str]()
@@ -257,6 +277,7 @@ def _read_rows(run: Inspection) -> Result:
                 run.train = dataset
                 warn_of_tools(dataset)
                 warn_of_rewards(run, dataset)
+                yield from _other_format_of_rows(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
                 line = f"{key}: {both}, so they measure memory: {_some(shared)}"

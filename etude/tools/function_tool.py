@@ -24,8 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from etude.errors import ConfigError, ToolError, one_line
-from etude.registry import Registry, did_you_mean, import_module, one_edit_from
+from etude.errors import ConfigError, ToolError, one_line, user_file
+from etude.registry import USER_MODULE, Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool, function_schema
@@ -358,7 +358,10 @@ def _written(function: Callable[..., object]) -> Callable[..., object]:
 def _label(function: Callable[..., object]) -> str:
     written = _written(function)
     name = getattr(written, "__qualname__", type(function).__name__)
-    return f"{getattr(written, '__module__', None) or 'builtins'}.{name}"
+    module, code = getattr(written, "__module__", None) or "builtins", getattr(written, "__code__", None)
+    if module.startswith(USER_MODULE) and code is not None and (file := user_file(code.co_filename)):
+        return f"{name} ({file}:{code.co_firstlineno})"
+    return f"{module}.{name}"
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:

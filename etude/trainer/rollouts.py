@@ -257,6 +257,7 @@ def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
         "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in kept)),
         "rollout/release_failures": float(sum(t.metrics.get("release_failures", 0.0) for t in kept)),
+        "rollout/unread_calls": float(sum(t.metrics.get("unread_calls", 0.0) for t in kept)),
         "rollout/unwritable_answers": float(sum(t.metrics.get("unwritable_answers", 0.0) for t in kept)),
         "rollout/context_refused": float(sum(r.dropped is StopReason.CONTEXT_REFUSED for r in results)),
     }

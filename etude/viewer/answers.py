@@ -95,6 +95,7 @@ def curves(run: RunView, version: str = "") -> Answer:
 
 
 _READ = 256
+_LARGE = 0.25  # share of a step's rollouts
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
@@ -118,7 +119,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         for cause in found
     ]
     return {
-        "verdict": _verdict(run, rows, found, list(problems.values())),
+        "verdict": _verdict(run, rows, found, list(problems.values())) | {"trend": _trend(records)},
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
@@ -128,6 +129,18 @@ def why(run: RunView, step: int | None = None) -> Answer:
         "spread": _group_spread(rows),
         "charts": draw_charts(records, _WHY_CHARTS),
     }
+
+
+def _trend(records: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the reward rose over the run, as a sentence; empty for fewer than four steps."""
+    rewards = [
+        float(r["reward/total/mean"]) for r in records if r["step"] > 0 and is_number(r.get("reward/total/mean"))
+    ]
+    if (half := len(rewards) // 2) < 2:
+        return ""
+    first, last = fmean(rewards[:half]), fmean(rewards[-half:])
+    rose = "rose" if last - first > 0.05 * max(map(abs, rewards)) else "did not rise"
+    return f"The reward {rose}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
 
 
 def _example(name: str, row: Row) -> Answer:
@@ -143,7 +156,10 @@ def _verdict(run: RunView, rows: Sequence[Row], causes: Sequence[Cause], problem
         places = {row.request_id or row.uid: row.place for row in read}
         examples = [{"name": name, "place": places.get(name, "")} for name in hacks[0].examples]
         return {"text": hacks[0].sentence, "examples": examples}
-    worst = max(causes, key=lambda cause: cause.share, default=None)
+    behind = [
+        cause for cause in causes if not cause.by_group and cause.share >= _LARGE
+    ]  # equal rewards come of the others
+    worst = max(behind or causes, key=lambda cause: cause.share, default=None)
     if worst is not None and worst.share >= ALARM:
         examples = [_example(name, row) for name, row in worst.named_examples]
         return {"text": f"{worst.text} of {worst.what}", "examples": examples}

@@ -55,6 +55,11 @@ def find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> Iterator[Cau
     if read := [row for row in rows if row.found_answer is not None]:
         missed = [row for row in read if not row.found_answer]
         yield _cause("answers that the scorer did not find", missed, len(read))
+    if any(row.calls for row in rows):
+        yield _cause("rollouts without a tool call", [row for row in rows if not row.calls], len(rows))
+        yield _cause("rollouts in which a tool call failed", [row for row in rows if row.call_errors], len(rows))
+    if unread := [row for row in rows if "unread" in row.flags]:
+        yield _cause("rollouts with a tool call in a format that multi_turn.format does not read", unread, len(rows))
     if rows:
         yield _cause("rollouts cut for length", [row for row in rows if "truncated" in row.flags], len(rows))
     if is_number(share := metrics.get("rollout/infrastructure_failure_share")):

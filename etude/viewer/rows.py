@@ -85,6 +85,7 @@ FLAGS = {
     "truncated": "cut for length",
     "tool_error": "a tool call failed",
     "malformed": "a tool call could not be parsed",
+    "unread": "a tool call in a format that multi_turn.format does not read",
     "no_answer": "the scorer found no answer",
     "retried": "retried after an infrastructure failure",
 }
@@ -158,19 +159,22 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         sequences=1 + len(as_list(record.get("earlier"))),
         seconds=_finite(sum(max(_finite(value) or 0.0, 0.0) for value in as_dict(record.get("timings")).values()))
         or 0.0,
-        flags=_flags(stop_reason, errors, found, record.get("attempt")),
+        flags=_flags(stop_reason, errors, found, record),
         found_answer=found,
     )
 
 
-def _flags(stop_reason: object, errors: set[str], found_answer: bool | None, attempt: object) -> tuple[str, ...]:
+def _flags(
+    stop_reason: object, errors: set[str], found_answer: bool | None, record: Mapping[str, Any]
+) -> tuple[str, ...]:
     signs = {
         "truncated": stop_reason in TRUNCATED,
         "tool_error": bool(errors),
         "malformed": "malformed" in errors
         or stop_reason in (StopReason.MALFORMED_CALL, StopReason.MAX_MALFORMED_CALLS),
+        "unread": bool(as_dict(record.get("metrics")).get("unread_calls")),
         "no_answer": found_answer is False,
-        "retried": _whole(attempt, 0) > 0,
+        "retried": _whole(record.get("attempt"), 0) > 0,
     }
     return tuple(name for name, is_set in signs.items() if is_set)
 

@@ -15,7 +15,8 @@ from etude.errors import DataError, InfrastructureError
 from etude.tools import TokenLimit, ToolResponse
 from etude.tools.truncation import shorten
 from etude.trainer.metrics import tool_metrics
-from etude.trajectory import Provenance, StopReason
+from etude.trainer.rollouts import failure_metrics
+from etude.trajectory import Provenance, Rollout, StopReason
 
 SAMPLED = Provenance.SAMPLED
 
@@ -198,6 +199,19 @@ def test_malformed_and_unknown_calls_are_answered_and_counted():
     assert "Unknown tool 'ehco'. Available tools: echo." in asked
     assert "tool call 1 was not read: invalid JSON" in asked
     assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [('[echo(text="a")]', 1), ("echo says [a]", 0), ('[other(text="a")]', 0), ("5", 0)],
+)
+def test_a_call_in_another_format_is_text_and_told_as_such(text, unread):
+    trajectory, _ = roll([says(text)], [Echo()])
+    assert (trajectory.stop_reason, trajectory.tool_calls) == (StopReason.COMPLETED, [])
+    assert trajectory.metrics.get("unread_calls", 0) == unread
+    figures = failure_metrics([Rollout([trajectory])])
+    assert figures["rollout/unread_calls"] == unread
+    assert ("rollout/unread_calls" in find_problems(figures)) == bool(unread)
 
 
 def test_a_turn_of_nothing_but_a_malformed_call_is_answered():

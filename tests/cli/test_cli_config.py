@@ -68,6 +68,11 @@ def test_the_end_of_a_name_and_a_section_are_explained(capsys):
     assert "in verl     default null; turns on a reward model" in shown(capsys, "reward_model.enable")
 
 
+def test_a_key_of_verl_is_explained_under_its_name_here(capsys):
+    assert "max_assistant_turns" in shown(capsys, "actor_rollout_ref.rollout.multi_turn.max_turns")
+    assert "clip_grad" in shown(capsys, "critic.grad_clip")
+
+
 def test_an_unknown_or_ambiguous_key_is_one_line(capsys):
     assert run(cli, ["config", "trainer.sed"]) == 2
     assert capsys.readouterr().err == "error: unknown key trainer.sed; did you mean 'trainer.seed'?\n"

@@ -63,6 +63,7 @@ def test_a_readme_says_what_its_example_claims():
         ("shows: x\nmagrin: 0.3\n", "did you mean 'margin'"),
         ("shows: x\nmargin: 0\n", "margin must not be 0"),
         ("[1]", "must be a mapping"),
+        ("shows: x\nmodel: smollm\n", "model 'smollm' is no folder and not known; did you mean 'smollm2'"),
     ],
 )
 def test_a_faulty_example_is_named(tmp_path, text, wanted):
@@ -72,8 +73,17 @@ def test_a_faulty_example_is_named(tmp_path, text, wanted):
     assert "example.yaml" in str(caught.value)
 
 
-def test_an_unknown_example_is_told_what_there_is(tmp_path):
+def test_an_unknown_example_is_told_what_there_is(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no example 'phone_bok'; did you mean 'phone_book'"):
         find_example("phone_bok")
     with pytest.raises(ConfigError, match=r"holds no example\.yaml"):
         find_example(str(tmp_path))
+    (tmp_path / "parcels").mkdir()
+    (tmp_path / "parcels/example.yaml").write_text("shows: x\nmodel: smollm2\nrows: {train: 8}\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_example("parcels").options.rows.demonstrations == 0  # a pretrained model needs none
+    with pytest.raises(ConfigError, match="no example 'parcel'; did you mean 'parcels'"):
+        find_example("parcel")
+    monkeypatch.chdir("parcels")
+    with pytest.raises(ConfigError, match=r"it is the working directory itself; name it --example \."):
+        find_example("parcels")

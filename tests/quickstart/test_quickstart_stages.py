@@ -2,6 +2,7 @@
 
 import ast
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from etude.dumps import read_rollouts
 from etude.errors import ConfigError, EtudeError
 from etude.quickstart import stages
 from etude.quickstart.example import CALCULATOR, Rows, find_example
-from etude.quickstart.prepare import TOOLS, prepare
+from etude.quickstart.prepare import TOOLS, example_inputs, prepare
 from etude.quickstart.stages import Quickstart
 from etude.tools import load_tools
 from etude.trainer import run as runs
@@ -212,3 +213,75 @@ def test_a_reward_of_ones_own_that_returns_text_is_refused_before_the_warm_up(tm
     with pytest.raises(EtudeError, match=rf"'compute_score' of {tmp_path}/mine\.py .* returned a str"):
         run.run()
     assert "supervised warm-up on demonstrations" not in notes
+
+
+def own_example(folder, code="", **settings):
+    """An example of the user's: the calculator's, with code of its own."""
+    folder.mkdir(exist_ok=True)
+    source = Path(etude.quickstart.__file__).parent / "calculator"
+    for name in ("agent.yaml", "example.yaml"):
+        (folder / name).write_text((source / name).read_text() + "".join(f"{k}: {v}\n" for k, v in settings.items()))
+    (folder / "agent.py").write_text(
+        f"from etude.quickstart.calculator.agent import prepare as made\n{code}\n{PREPARE}"
+    )
+    return find_example(str(folder))
+
+
+PREPARE = "def prepare(folder, seed, rows):\n    return made(folder, seed, rows)\n"
+
+
+def test_rows_of_other_code_and_results_of_other_settings_are_not_kept(tmp_path, capsys):
+    def start(overrides=()):
+        example = own_example(tmp_path / "mine", code)
+        return Quickstart(example, tmp_path / "run", 1, overrides, lambda text: None, rows=ROWS)
+
+    code = ""
+    with start()._open():
+        pass
+    with start(("trainer.total_training_steps=3",))._open():
+        pass  # nothing but rows is there, which settings do not change
+    ledger = tmp_path / "run/quickstart.json"
+    held = json.loads(ledger.read_text())
+    ledger.write_text(json.dumps(held | {"stages": held["stages"] | {"train": {"seconds": 1.0, "cpu_seconds": 1.0}}}))
+    with pytest.raises(
+        ConfigError, match=r"is finished, with another agent\.yaml, example\.yaml or command line; give"
+    ):
+        start(("trainer.total_training_steps=3",)).run()
+    with start()._open():
+        pass
+    code = "# edited"
+    with pytest.raises(
+        ConfigError, match=r"agent\.py, or what it imports, changed since it made the rows in .*; give an"
+    ):
+        start().run()
+
+
+def test_check_makes_the_rows_of_an_example_for_itself(tmp_path, capsys):
+    own_example(tmp_path / "mine")
+    with example_inputs(str(tmp_path / "mine"), "agent", ("data.val_files=x",)) as made:
+        [train] = made
+        assert Path(train.removeprefix("data.train_files=")).is_file()
+    assert not Path(train.removeprefix("data.train_files=")).exists()
+    for folder, name in ((str(tmp_path / "mine"), "other"), (str(tmp_path), None), (None, None)):
+        with example_inputs(folder, name, ()) as made:
+            assert made == []
+
+
+def test_a_second_process_says_that_it_waits(tmp_path):
+    notes, waits = [], threading.Event()
+
+    def note(text):
+        notes.append(text)
+        waits.set()
+
+    def open_too():
+        with Quickstart(find_example(CALCULATOR), tmp_path, 1, TINY, note, rows=ROWS)._open():
+            pass
+
+    second = threading.Thread(target=open_too)
+    with quickstart(tmp_path)._open():
+        second.start()
+        assert waits.wait(60)
+        assert notes == [f"waiting: another process works in {tmp_path}"]
+    second.join(60)
+    assert notes[-1].endswith("done before")

@@ -22,6 +22,11 @@ CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
 SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
+FOREIGN_TURNS = [
+    {"role": "user", "content": "Is it 3?"},
+    {"role": "assistant", "content": "[guess(number=3)]"},
+    {"role": "user", "content": "higher"},
+]
 WORLD = """
 from etude.environments import Environment, environment
 
@@ -278,6 +283,10 @@ GROUPS = {
         "validation rows that are trained on": (
             lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
             "4 of 4 rows are also in",
+        ),
+        "worked example in a format that is not read": (
+            rows(lambda row: row | {"prompt": [*FOREIGN_TURNS, *row["prompt"]]}),
+            "rows.jsonl:1: an assistant's turn calls a tool in the format pythonic, which multi_turn.format=hermes does not",
         ),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),

@@ -522,6 +522,13 @@ if sys.version_info < (3, 12):
     )
 
 
+def test_a_function_of_the_users_file_is_named_by_file_and_line(tmp_path):
+    code = 'from etude.tools import function_tool\n\n\n@function_tool\ndef track(parcel):\n    "Finds it."\n'
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"function tool track \(.*mine\.py:4\): parameter 'parcel' has no type hint"):
+        load_function_tools(str(tmp_path / "mine.py"))
+
+
 @pytest.mark.parametrize("case", UNEXPRESSIBLE)
 def test_what_cannot_be_a_tool_says_so_when_it_is_decorated(case):
     function, message = UNEXPRESSIBLE[case]

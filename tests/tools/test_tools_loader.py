@@ -144,7 +144,7 @@ WRONG = {
     "mcp with a schema": ("tools: [{config: {type: mcp}, mcp: {}, tool_schema: {}}]", "remove tool_schema"),
     "mcp with no source": ("tools: [{config: {type: mcp}, mcp: {}}]", "needs either mcp_servers_config_path or"),
     "mcp without its file": (
-        "tools: [{config: {type: mcp}, mcp: {mcp_servers_config_path: absent.json}}]", "not found: absent.json"
+        "tools: [{config: {type: mcp}, mcp: {mcp_servers_config_path: absent.json}}]", "/absent.json"
     ),
     "mcp key": ("tools:\n" + entry(extra="    mcp: {}\n"), "the key 'mcp' belongs to an entry with config.type 'mcp'"),
     "mcp with an unknown option": (

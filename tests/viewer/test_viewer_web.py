@@ -403,6 +403,8 @@ def test_why_it_does_not_learn_is_one_screen_with_examples(tab):
     assert causes == {
         "groups whose rewards are all equal": "0 %",
         "answers that the scorer did not find": "0 %",
+        "rollouts without a tool call": "0 %",
+        "rollouts in which a tool call failed": "0 %",
         "rollouts cut for length": "0 %",
         "rollouts that met an infrastructure failure": "2 %",
     }

@@ -1,6 +1,6 @@
 """Tool-call parsers; importing this package registers them."""
 
-from etude.chat.parsers.auto import AutoToolParser, format_of
+from etude.chat.parsers.auto import AutoToolParser, find_other_format, format_of
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser
 from etude.chat.parsers.element_formats import (
     DeepseekV32ToolParser,
@@ -58,5 +58,6 @@ __all__ = [
     "SeedOssToolParser",
     "ToolParser",
     "XlamToolParser",
+    "find_other_format",
     "format_of",
 ]

@@ -10,7 +10,7 @@ calls proves nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,20 @@ def format_of(template: str) -> str:
         "multi_turn.format=auto: the chat template shows no known tool-call format; set one of "
         f"{', '.join(name for name in TOOL_PARSERS.names() if name != 'auto')}"
     )
+
+
+def find_other_format(text: str, chosen: ToolParser, tools: Iterable[str]) -> str | None:
+    """Returns the name of a format, not that of `chosen`, in which `text` calls one of `tools`; None if there is none."""
+    mentioned = {name for name in tools if name in text}
+    kind = type(chosen.parser) if isinstance(chosen, AutoToolParser) else type(chosen)
+    usual_first = sorted(TOOL_PARSERS.names(), key=lambda name: name not in ("hermes", "pythonic"))
+    for name in usual_first if mentioned else ():
+        if name == "auto" or TOOL_PARSERS.get(name) is kind:
+            continue
+        with suppress(Exception):  # a format that needs a tokenizer, or one of the user's own
+            if any(call.name in mentioned for call in ToolParser.get_tool_parser(name).parse(text).calls):
+                return name
+    return None
 
 
 @ToolParser.register("auto")

@@ -30,7 +30,7 @@ export const why = async ({ params, go, follow }) => {
   const withStep = { ...params, step: String(found.step) };
   return [
     h("h1", null, "Why is it not learning?"),
-    h("section", { class: "card verdict" }, h("p", { class: "big" }, found.verdict.text), examples(found.verdict, params)),
+    h("section", { class: "card verdict" }, h("p", null, found.verdict.trend), h("p", { class: "big" }, found.verdict.text), examples(found.verdict, params)),
     found.steps.length ? select("step", found.steps.map((step) => [step, step]).reverse(), found.step, (step) => go("why", { step })) : h("p", null, `step ${found.step}`),
     found.problems.length ? h("ul", { class: "problems" }, found.problems.map((text) => h("li", null, text))) : null,
     found.causes.length ? h("div", { class: "cards" }, found.causes.map((each) => cause(each, params)))

@@ -284,7 +284,6 @@ def test_a_command_in_the_sandbox_reaches_its_policy_and_nothing_else(loop_of, t
 @pytest.mark.parametrize(
     ("limit", "program", "status"),
     [
-        ({"folders": (str(Path(__file__).parent),)}, f"cat {__file__} >/dev/null && exit 7", "status 7"),
         ({"disk_mb": 20}, "head -c 30M /dev/zero >big || exit 8", "status 8"),
         ({"memory_mb": 50}, "x=$(head -c 100M /dev/zero | tr '\\0' x); exit 9", "cannot allocate"),
     ],
@@ -292,6 +291,18 @@ def test_a_command_in_the_sandbox_reaches_its_policy_and_nothing_else(loop_of, t
 def test_the_sandboxs_folders_and_limits(loop_of, limit, program, status):
     [result], _ = roll(loop_of(command=["bash", "-c", program], sandbox={"enable": True, **limit}), scored=False)
     assert (result.dropped, status in result.cause) == (StopReason.AGENT_ERROR, True), result.cause
+
+
+def test_the_sandboxs_folders_are_readable(loop_of):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # each rollout has a /tmp of its own
+        (Path(folder) / "note").write_text("here")
+        program = f"cat {folder}/note >/dev/null && exit 7"
+        for folders, status in (((folder,), "status 7"), ((), "No such file")):
+            [result], _ = roll(
+                loop_of(command=["bash", "-c", program], sandbox={"enable": True, "folders": folders}), scored=False
+            )
+            assert (result.dropped, status in result.cause) == (StopReason.AGENT_ERROR, True), result.cause
+            AGENT_LOOPS._items.pop("an_agent")
 
 
 def test_a_command_that_is_not_in_the_sandbox(loop_of):
