@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -173,6 +174,17 @@ def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         hours = name.endswith("seconds")
         sums[name.replace("seconds", "hours")] = round(value / 3600 if hours else value, 6)
     return sums
+
+
+def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, float, int] | None:
+    """Whether a run's mean reward rose by a twentieth of its largest or more, and its means over the first and the last half
+    of the steps, and their number in a half; None for fewer than six steps."""
+    steps = [each for each in records if each.get("step", 0) > 0]
+    rewards = [float(each["reward/total/mean"]) for each in steps if isinstance(each.get("reward/total/mean"), float)]
+    if (half := len(rewards) // 2) < 3:
+        return None
+    first, last = fmean(rewards[:half]), fmean(rewards[-half:])
+    return last - first > 0.05 * max(map(abs, rewards)), first, last, half
 
 
 def unit_costs(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -28,7 +28,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.run_folder import metrics_of, unit_costs
+from etude.run_folder import metrics_of, reward_trend, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -51,9 +51,8 @@ DATA_COLUMNS = (  # that `data_metrics` reads
 _OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for how long
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
-_CLEAR_CHANGE = 0.05  # of success, or of the largest mean reward
-_SUCCESS = 0.9  # from which on little is left to gain
-_FEWEST = 6  # steps, for a comparison of their halves
+_CLEAR_CHANGE = 0.05  # of success
+_SUCCESS, _MOSTLY = "reward/success/mean", 0.9  # from which on little is left to gain
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
@@ -343,14 +342,10 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
             "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
         )
-    rewards, successes = (
-        [record[name] for record in records if record["step"] > 0 and isinstance(record.get(name), float)]
-        for name in ("reward/total/mean", "reward/success/mean")
-    )
-    if (half := len(rewards) // 2) >= _FEWEST // 2:
-        first, last = fmean(rewards[:half]), fmean(rewards[-half:])
-        rose = last - first > _CLEAR_CHANGE * max(map(abs, rewards))
-        if not rose and fmean(successes[-half:] or [0.0]) < _SUCCESS:
+    successes = [each[_SUCCESS] for each in records if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
+    if (trend := reward_trend(records)) is not None:
+        rose, first, last, half = trend
+        if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:
             yield (
                 f"the reward did not rise: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}; "
                 f"`etude report {run_dir} --why` says what stood in the way, with examples"

@@ -16,7 +16,7 @@ from etude.checks.hacks import ALARM, find_hacks
 from etude.checks.step_warnings import find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, read_config, read_run_record
+from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -132,15 +132,12 @@ def why(run: RunView, step: int | None = None) -> Answer:
 
 
 def _trend(records: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the reward rose over the run, as a sentence; empty for fewer than four steps."""
-    rewards = [
-        float(r["reward/total/mean"]) for r in records if r["step"] > 0 and is_number(r.get("reward/total/mean"))
-    ]
-    if (half := len(rewards) // 2) < 2:
+    """Whether the reward rose over the run, as a sentence; empty for a few steps."""
+    if (trend := reward_trend(records)) is None:
         return ""
-    first, last = fmean(rewards[:half]), fmean(rewards[-half:])
-    rose = "rose" if last - first > 0.05 * max(map(abs, rewards)) else "did not rise"
-    return f"The reward {rose}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
+    rose, first, last, half = trend
+    how = "rose" if rose else "did not rise"
+    return f"The reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
 
 
 def _example(name: str, row: Row) -> Answer:

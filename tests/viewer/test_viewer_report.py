@@ -388,9 +388,18 @@ def rollouts(folder: Path) -> None:
     Tracking(["jsonl"], folder, "e").log({"rollout/infrastructure_failure_share": 0.25}, 7)
 
 
+def test_why_says_first_whether_the_reward_rose(tmp_path):
+    records = [{"step": n, "reward/total/mean": n / 8} for n in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    [first, second] = CliRunner().invoke(report, [str(tmp_path), "--why"]).output.splitlines()
+    assert first == "The reward rose: 0.312 in the first 4 steps, 0.812 in the last 4."
+    assert second.startswith("step 8: ")
+
+
 def test_why_the_loss_may_be_zero(tmp_path):
     rollouts(tmp_path)
     printed = CliRunner().invoke(report, [str(tmp_path), "--why"])
+    assert answers.why(RunView("", tmp_path))["verdict"]["trend"] == ""
     first, *causes = printed.output.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     assert first.startswith("step 7: 100 % of rollouts have the form of an answer and nothing in it")
     assert causes == [

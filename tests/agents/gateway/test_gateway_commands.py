@@ -295,6 +295,7 @@ def test_the_sandboxs_folders_and_limits(loop_of, limit, program, status):
 
 def test_the_sandboxs_folders_are_readable(loop_of):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # each rollout has a /tmp of its own
+        Path(folder).chmod(0o755)  # the sandbox's user is another
         (Path(folder) / "note").write_text("here")
         program = f"cat {folder}/note >/dev/null && exit 7"
         for folders, status in (((folder,), "status 7"), ((), "No such file")):
