@@ -1,4 +1,7 @@
-"""The ranks of `etude doctor --gpu --gpus N`: processes with a device each, which join as those of Ray do and learn."""
+"""The ranks of `etude doctor --gpu --gpus N`: processes with a device each.
+
+Invariant: they join and learn through the code that Ray's ranks run, and a failure of one ends all.
+"""
 
 from __future__ import annotations
 

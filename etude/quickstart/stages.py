@@ -53,7 +53,8 @@ class Quickstart:
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / _LEDGER
         self._got: dict[str, dict[str, float]] = {}
-        self._code, self._settings = "", ""
+        self._inputs = {"code": "", "settings": ""}  # digests of what made the rows, and of what the run was given
+        self._made_of = dict[str, str]()  # the same, of the run in the folder
         self._times = self._read_ledger()
 
     def _find_other(self, name: str | None) -> Quickstart | None:
@@ -68,6 +69,7 @@ class Quickstart:
         try:
             ledger = json.loads(self._ledger.read_text())
             name, seed, stages = ledger["example"], ledger["seed"], dict(ledger["stages"])
+            self._made_of = {each: ledger[each] for each in self._inputs if each in ledger}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._ledger} is no quickstart's record: give another --output-dir") from error
         if (name, seed) != (self.example.root, self.seed):
@@ -122,9 +124,9 @@ class Quickstart:
             self._times = self._read_ledger() | self._got
             files = [self.example.folder / name for name in ("agent.yaml", "example.yaml")]
             given = [*(each.read_text(encoding="utf-8") for each in files), *self.overrides, *self.warm_up_overrides]
-            self._settings = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+            settings = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
             prepare = self.example.prepare
-            self._code = "" if prepare is None else digest_code(prepare)
+            self._inputs = {"code": "" if prepare is None else digest_code(prepare), "settings": settings}
             self._refuse_changes()
             if prepare is not None:
                 text = "making tasks and demonstrations" if self.rows.demonstrations else "making tasks"
@@ -176,14 +178,12 @@ class Quickstart:
         return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
     def _write_ledger(self) -> None:
-        own = {"example": self.example.root, "seed": self.seed, "code": self._code, "settings": self._settings}
-        write_json(self._ledger, own | {"stages": self._times})
+        ledger = {"example": self.example.root, "seed": self.seed, **self._inputs, "stages": self._times}
+        write_json(self._ledger, ledger)
 
     def _refuse_changes(self) -> None:
         """Raises ConfigError if rows would be kept that other code has made, or the result of other settings."""
-        ledger = json.loads(self._ledger.read_text()) if self._ledger.exists() else {}
-        now = {"code": self._code, "settings": self._settings}
-        code, settings = (ledger.get(name, now[name]) != now[name] for name in now)
+        code, settings = (self._made_of.get(name, now) != now for name, now in self._inputs.items())
         fix = "give another --output-dir, or delete that folder and start anew"
         if code and "data" in self._times:
             made = f"changed since it made the rows in {self.folder}"

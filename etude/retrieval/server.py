@@ -123,8 +123,12 @@ class SearchQueue:
                 outcomes += [(each, [next(found) for _ in each.queries]) for each in same]
         except Exception as error:  # a bug, here or in a library: each of these requests is answered 500
             outcomes = [(each, error) for each in batch]
-        for request, outcome in outcomes:
-            loop.call_soon_threadsafe(set_outcome, request.done, outcome)
+
+        def settle_all() -> None:  # one wake-up of the loop for the whole batch
+            for request, outcome in outcomes:
+                set_outcome(request.done, outcome)
+
+        loop.call_soon_threadsafe(settle_all)
 
 
 def create_app(retriever: Retriever, options: ServerOptions | None = None) -> Starlette:

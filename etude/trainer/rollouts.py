@@ -244,7 +244,7 @@ def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """Counts of infrastructure failures and, among them, stalls; of rows dropped for these (including those cancelled
     because too few of their group were left) or for an agent's own error; of agents' errors, of rows dropped for a prompt
     that is too long, or for a conversation that the chat template cannot render; and, over the kept rows, of those without
-    a sampled token, failed releases of tools and unwritable answers."""
+    a sampled token, failed releases of tools, unread calls and unwritable answers."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),

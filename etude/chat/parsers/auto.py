@@ -75,9 +75,11 @@ def format_of(template: str) -> str:
 def find_other_format(text: str, chosen: ToolParser, tools: Iterable[str]) -> str | None:
     """Returns the name of a format, not that of `chosen`, in which `text` calls one of `tools`; None if there is none."""
     mentioned = {name for name in tools if name in text}
+    if not mentioned:
+        return None
     kind = type(chosen.parser) if isinstance(chosen, AutoToolParser) else type(chosen)
     usual_first = sorted(TOOL_PARSERS.names(), key=lambda name: name not in ("hermes", "pythonic"))
-    for name in usual_first if mentioned else ():
+    for name in usual_first:
         if name == "auto" or TOOL_PARSERS.get(name) is kind:
             continue
         with suppress(Exception):  # a format that needs a tokenizer, or one of the user's own

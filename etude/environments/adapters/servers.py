@@ -21,14 +21,13 @@ def fetch_json(package: str, url: str) -> dict[str, Any]:
     """
     try:
         with urllib.request.urlopen(url, timeout=_PATIENCE) as answer:
-            found: dict[str, Any] = json.load(answer)
-    except (OSError, ValueError, RecursionError) as error:
+            return json_object(url, answer.read())
+    except (OSError, InfrastructureError) as error:
         line = f"{package}: no such server answers at {url}: {one_line(error)}"
         raise ConfigError(line, fix="start it first") from error
-    return found
 
 
-def json_object(url: str, text: str) -> dict[str, Any]:
+def json_object(url: str, text: str | bytes) -> dict[str, Any]:
     """The JSON object that the server at `url` answered.
 
     Raises:
