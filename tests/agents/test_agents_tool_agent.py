@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
 from etude.agents.tool_messages import LEAST_TOKENS, shorten_texts
-from etude.chat import ToolParser
+from etude.chat import ParsedResponse, ToolParser
 from etude.checks.step_warnings import find_problems
 from etude.errors import DataError, InfrastructureError
+from etude.schemas import FunctionCall
 from etude.tools import TokenLimit, ToolResponse
 from etude.tools.truncation import shorten
 from etude.trainer.metrics import tool_metrics
@@ -212,6 +213,16 @@ def test_a_call_in_another_format_is_text_and_told_as_such(text, unread):
     figures = failure_metrics([Rollout([trajectory])])
     assert figures["rollout/unread_calls"] == unread
     assert ("rollout/unread_calls" in find_problems(figures)) == bool(unread)
+
+
+def test_a_parser_of_the_users_own_that_reads_calls_into_any_text_is_not_asked():
+    class Eager(ToolParser):
+        def parse(self, text, tools=None):
+            return ParsedResponse("", [FunctionCall(name="echo", arguments="{}")], [])
+
+    ToolParser.register("eager_reader")(Eager)
+    trajectory, _ = roll([says("echo says [a]")], [Echo()])
+    assert trajectory.metrics.get("unread_calls", 0) == 0
 
 
 def test_a_turn_of_nothing_but_a_malformed_call_is_answered():

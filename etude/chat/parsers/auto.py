@@ -73,16 +73,20 @@ def format_of(template: str) -> str:
 
 
 def find_other_format(text: str, chosen: ToolParser, tools: Iterable[str]) -> str | None:
-    """Returns the name of a format, not that of `chosen`, in which `text` calls one of `tools`; None if there is none."""
+    """Returns the name of a format, not that of `chosen`, in which `text` calls one of `tools`; None if there is none.
+
+    Only the formats of this package are tried: a parser of the user's own may read a call into any text.
+    """
     mentioned = {name for name in tools if name in text}
     if not mentioned:
         return None
     kind = type(chosen.parser) if isinstance(chosen, AutoToolParser) else type(chosen)
     usual_first = sorted(TOOL_PARSERS.names(), key=lambda name: name not in ("hermes", "pythonic"))
     for name in usual_first:
-        if name == "auto" or TOOL_PARSERS.get(name) is kind:
+        parser = TOOL_PARSERS.get(name)
+        if name == "auto" or parser is kind or not parser.__module__.startswith(f"{__package__}."):
             continue
-        with suppress(Exception):  # a format that needs a tokenizer, or one of the user's own
+        with suppress(Exception):  # a format that needs a tokenizer
             if any(call.name in mentioned for call in ToolParser.get_tool_parser(name).parse(text).calls):
                 return name
     return None
