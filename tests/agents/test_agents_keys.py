@@ -262,7 +262,9 @@ def openai_agent(folder):
     named = ("agent.default_agent_loop=openai_agent", f"agent.openai_agent.function={folder}/agent.py:run")
     assert played(*named).rewards.score == 0.25
     assert played(named[0], f"agent.openai_agent.command={command}").rewards.score == 0.5
-    judge = json.dumps([sys.executable, "-c", "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0.75')"])
+    judge = json.dumps(
+        [sys.executable, "-I", "-c", "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0.75')"]
+    )
     asks = json.dumps([sys.executable, "-c", program.partition("; open(")[0]])
     agent = (f"agent.openai_agent.command={asks}", f"agent.openai_agent.verifier={judge}")
     assert played(named[0], *agent, f"agent.openai_agent.workspace={folder}").rewards.score == 0.75

@@ -18,11 +18,13 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -193,7 +195,7 @@ class CommandAgent:
     and all that it started have ended, however they did. With a `sandbox` the agent runs in there, without a reward file.
 
     Raises:
-        ConfigError: a program or the folder does not exist.
+        ConfigError: a program or the folder does not exist, or the verifier's code would come from the workspace.
     """
 
     def __init__(
@@ -209,6 +211,12 @@ class CommandAgent:
         self._sandbox = sandbox if sandbox is not None and sandbox.enable else None
         self._workspace = None if workspace is None else Path(workspace).expanduser()
         self.name, self.has_verifier = command[0], bool(verifier)
+        if workspace is not None and verifier and (word := _within_reach(self._verifier)):
+            raise ConfigError(
+                f"rollout.agent.openai_agent.verifier: {word} is read from the workspace, which the agent can rewrite",
+                key="actor_rollout_ref.rollout.agent.openai_agent.verifier",
+                fix="name a file outside by its absolute path, or start Python with -I",
+            )
         outside = [] if self._sandbox else [(self.name, "agent")]
         for program, noun in (*outside, *((word, "verifier") for word in verifier[:1])):
             if shutil.which(program) is None:
@@ -265,6 +273,28 @@ class CommandAgent:
         if reward is None:
             raise InfrastructureError(f"{who} wrote no reward into {REWARD_FILE}")
         return reward
+
+
+_INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|bash|dash|zsh|sh|perl|ruby|php|Rscript|lua)[\d.]*$")
+
+
+def _within_reach(command: Sequence[str]) -> str | None:
+    """The word of a command whose code comes from the folder it runs in: a program or script with a relative path, or what
+    Python imports from there."""
+    program, *words = command
+    name = Path(program).name
+    if "/" in program and not Path(program).is_absolute():
+        return program
+    if not _INTERPRETER.match(name):
+        return None
+    options = list(takewhile(lambda word: word.startswith("-"), words))
+    python = name.startswith(("python", "pypy"))
+    letters = "cm" if python else "c" if "sh" in name else "e"
+    runs = any(re.match(rf"-\w*[{letters}]$", option) for option in options)  # code or a module, not a file
+    if python and runs:
+        return None if any(re.match(r"-\w*[IP]", option) for option in options) else f"what '{options[-1]}' imports"
+    script = None if runs else next(iter(words[len(options) :]), None)
+    return None if script is None or Path(script).is_absolute() else script
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ def test_a_command_finds_its_policy_in_a_clean_environment(loop_of, monkeypatch)
 
 
 def command(program):
-    return [sys.executable, "-c", program]
+    return [sys.executable, "-I", "-c", program]
 
 
 @pytest.mark.parametrize("printed", ["42", "nan", "1e400", "0.5\n"])
@@ -176,6 +176,21 @@ def test_a_workspace_that_does_not_exist_names_its_key(tmp_path):
     assert caught.value.key.endswith("openai_agent.workspace")
     with pytest.raises(ConfigError, match="verifier '/no/such/program' cannot be started"):
         check_openai_agent(OpenAIAgentOptions(command=(sys.executable,), verifier=("/no/such/program",)))
+
+
+HACK = "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('1')"  # what a model that wants the reward writes
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [["./json.py"], ["bash", "-e", "json.py"], [sys.executable, "json.py"], [sys.executable, "-m", "json"], None],
+)
+def test_a_verifier_that_the_agent_can_rewrite_is_refused(loop_of, tmp_path, verifier):
+    (tmp_path / "json.py").write_text("the honest one")
+    program = PROGRAM + f"open('json.py', 'w').write({HACK!r})"
+    judge = verifier or [sys.executable, "-c", "import json, os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0')"]
+    with pytest.raises(ConfigError, match=r"verifier: .* is read from the workspace, which the agent can rewrite"):
+        roll(loop_of(command=command(program), verifier=judge, workspace=str(tmp_path)), scored=False)
 
 
 def test_a_command_that_does_not_exist(loop_of):
