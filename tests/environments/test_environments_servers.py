@@ -75,6 +75,24 @@ async def test_json_that_is_too_deep_is_no_action_and_from_a_server_infrastructu
                 await session.step('{"a": "mirror"}')
 
 
+class Liar(OpenEnv):
+    lie = None
+
+    def _guess(self, data, state):
+        return self.lie
+
+
+async def test_an_answer_that_is_no_observation_is_infrastructure():
+    """One rollout is tried again; the run does not end, and no reward is made up."""
+    seen = {"observation": {}, "reward": 1.0, "done": False}
+    wrong = [[1], {"observation": {}, "done": False}, seen | {"done": "false"}, seen | {"observation": {"metadata": [1]}}]
+    with Liar() as server:
+        for server.lie in [*(("observation", each) for each in wrong), ("error", {})]:
+            async with session_of(server.url) as session:
+                with pytest.raises(InfrastructureError, match="step: unreadable answer"):
+                    await session.step("5")
+
+
 async def test_tools_of_a_server_are_called_in_steps_which_reward_them():
     with OpenEnv(tools=True) as server:
         async with session_of(server.url) as session:

@@ -17,7 +17,8 @@ import aiohttp
 
 from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema
 from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
-from etude.errors import InfrastructureError
+from etude.errors import InfrastructureError, describe_error
+from etude.rewards.number import as_flag, as_reward
 
 _LARGEST = 100 * 2**20  # bytes of a message
 _TOLD = ("execution_error", "invalid_args", "tool_not_found")  # of a call; the other errors are not the model's
@@ -115,13 +116,24 @@ class Session(Environment):
         if message.type != aiohttp.WSMsgType.TEXT:
             raise InfrastructureError(f"{self._url}: the connection was lost")
         answer = json_object(self._url, message.data)
-        found: dict[str, Any] = answer["data"]
-        if answer["type"] != "error":
-            return found
-        if found["code"] == "VALIDATION_ERROR" and kind == "step":
-            raise InvalidAction("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found["errors"]))
-        failed = EnvironmentFull if found["code"] == "CAPACITY_REACHED" else InfrastructureError
-        raise failed(f"{self._url}: {kind}: {found['message']}")
+        try:
+            found: dict[str, Any] = answer["data"]
+            if answer["type"] != "error":
+                if kind != "mcp":
+                    as_flag(found["done"])
+                    as_reward(found["reward"], self._url)
+                    self._say(found["observation"])
+                return found
+            code, text = found["code"], found["message"]
+            if code == "VALIDATION_ERROR" and kind == "step":
+                text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found["errors"])
+        except (AttributeError, KeyError, TypeError) as error:
+            line = f"{self._url}: {kind}: unreadable answer ({describe_error(error)}): {message.data:.80}"
+            raise InfrastructureError(line) from error
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise InvalidAction(text)
+        failed = EnvironmentFull if code == "CAPACITY_REACHED" else InfrastructureError
+        raise failed(f"{self._url}: {kind}: {text}")
 
     async def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         return await self._ask("mcp", {"jsonrpc": "2.0", "method": method, "params": params, "id": 1})
