@@ -241,6 +241,7 @@ class PPOTrainer:
             self.save()
         try:
             metrics = self.training_step(interrupts)
+            interrupts.step_seconds = metrics["perf/time_per_step"]
         except BaseException:
             if self.global_step > done:
                 self._budget.note(self._metrics_of_step)
