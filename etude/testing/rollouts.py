@@ -188,7 +188,7 @@ def _try_worked_examples(run: Inspection) -> Result:
         records = [
             each.trajectory.tool_calls for each in rollouts_of(worker.roll_out([row, row], play)) if each.trajectory
         ]
-        answers = [each[0].response for each in records if each]
+        answers = [each[0].response for each in records if each and each[0].error is None]
         if len(answers) == 2 and answers[0] == answers[1] != said:
             call = f"{calls[0].name} to {calls[0].arguments:.100}"
             line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {answers[0]!r:.100}"
