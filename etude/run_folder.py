@@ -88,9 +88,12 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 @contextmanager
-def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning."""
+def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None, resumed: bool = False) -> Iterator[None]:
+    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning. A
+    `resumed` run keeps when it first `started`."""
     record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
+    if resumed and (first := read_run_record(run_dir).get("started")):
+        record |= {"started": first, "resumed": record["started"]}
     write_json(run_dir / RUN_FILE, record)
 
     def end(how: str) -> None:

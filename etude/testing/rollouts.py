@@ -94,9 +94,9 @@ def _try_stops(run: Inspection, written: Mapping[str, list[int] | None]) -> Resu
 
 def _components(run: Inspection, rollouts: Sequence[Rollout]) -> Result:
     keys = run.options.algorithm.gdpo_reward_keys
-    known = reward_components([*rollouts])
     if (estimator := run.options.algorithm.estimator) is None or "reward_components" not in estimator.needs:
         return
+    known = reward_components([*rollouts])
     for key in keys:
         if key not in known or bool(known[key].isnan().any()):
             line = f"algorithm.gdpo_reward_keys: a rollout was scored without '{key}'; it had {', '.join(known)}"
