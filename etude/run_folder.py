@@ -130,11 +130,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read(100).strip() or "another process"
-            raise ConfigError(
-                f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir"
-            ) from None
+            raise _busy(folder) from None
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be locked against a second process: %s", folder, one_line(error))
         file.truncate(0)
@@ -146,6 +142,17 @@ def run_lock(folder: Path) -> Iterator[None]:
             yield
         finally:
             _HELD_LOCKS.discard((status.st_dev, status.st_ino))
+
+
+def _busy(folder: Path) -> ConfigError:
+    holder = (folder / LOCK_FILE).read_text(errors="replace")[:100].strip() or "another process"
+    return ConfigError(f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir")
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raises ConfigError if a process is training into `folder` now: at once, before what a run takes seconds to import."""
+    if is_locked(folder):
+        raise _busy(folder)
 
 
 def is_locked(folder: Path) -> bool:
