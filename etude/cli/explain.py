@@ -124,7 +124,8 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
 def _print_sequence(console: Console, number: int, count: int, sequence: Mapping[str, Any]) -> None:
     kind = "main" if number == count - 1 else "earlier"
     console.print()
-    console.print(Text(f"sequence {number} of {count} ({kind})", style="bold"), end="")
+    role = f", {sanitize_text(str(sequence['role']))}" if sequence.get("role") else ""
+    console.print(Text(f"sequence {number} of {count} ({kind}{role})", style="bold"), end="")
     console.print(Text(f" · prompt {len(sequence['prompt_ids'])} tokens · stop {sequence.get('stop_reason')}"))
 
 

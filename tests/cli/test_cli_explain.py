@@ -164,10 +164,12 @@ def test_the_model_is_loaded_once_for_all_sequences(run_dir, tmp_path, monkeypat
     )
     record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
     dump = tmp_path / "1.jsonl"
-    dump.write_bytes(json_line(record | {"earlier": [record, record]}))
+    dump.write_bytes(json_line(record | {"earlier": [record | {"role": "black"}, record]}))
     weights = run_dir / "global_step_1" / "actor" / "huggingface"
     run(cli, ["explain", str(dump), "--no-tokens", "--model", str(weights)])
-    assert capsys.readouterr().out.count("a full forward pass gives") == 3
+    shown = capsys.readouterr().out
+    assert shown.count("a full forward pass gives") == 3
+    assert ("sequence 0 of 3 (earlier, black)" in shown, "sequence 1 of 3 (earlier)" in shown) == (True, True)
     assert loads == [weights]
 
 

@@ -85,7 +85,12 @@ class Liar(OpenEnv):
 async def test_an_answer_that_is_no_observation_is_infrastructure():
     """One rollout is tried again; the run does not end, and no reward is made up."""
     seen = {"observation": {}, "reward": 1.0, "done": False}
-    wrong = [[1], {"observation": {}, "done": False}, seen | {"done": "false"}, seen | {"observation": {"metadata": [1]}}]
+    wrong = [
+        [1],
+        {"observation": {}, "done": False},
+        seen | {"done": "false"},
+        seen | {"observation": {"metadata": [1]}},
+    ]
     with Liar() as server:
         for server.lie in [*(("observation", each) for each in wrong), ("error", {})]:
             async with session_of(server.url) as session:
