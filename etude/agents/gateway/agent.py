@@ -24,7 +24,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -275,7 +274,8 @@ class CommandAgent:
         return reward
 
 
-_INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|bash|dash|zsh|sh|perl|ruby|php|Rscript|lua)[\d.]*$")
+_INTERPRETER = re.compile(r"(python|pypy|node|bash|dash|zsh|sh|perl|ruby|php|Rscript|lua)[\d.]*$")
+_TAKES_A_WORD = re.compile(r"-\w*[WXoO]$")  # options of Python and of shells
 
 
 def _within_reach(command: Sequence[str]) -> str | None:
@@ -287,14 +287,17 @@ def _within_reach(command: Sequence[str]) -> str | None:
         return program
     if not _INTERPRETER.match(name):
         return None
-    options = list(takewhile(lambda word: word.startswith("-"), words))
+    pairs = zip(["", *words], words)
+    at = next(
+        (n for n, (last, word) in enumerate(pairs) if word[:1] != "-" and not _TAKES_A_WORD.match(last)), len(words)
+    )
+    options, script = words[:at], next(iter(words[at:]), None)
     python = name.startswith(("python", "pypy"))
     letters = "cm" if python else "c" if "sh" in name else "e"
     runs = any(re.match(rf"-\w*[{letters}]$", option) for option in options)  # code or a module, not a file
     if python and runs:
         return None if any(re.match(r"-\w*[IP]", option) for option in options) else f"what '{options[-1]}' imports"
-    script = None if runs else next(iter(words[len(options) :]), None)
-    return None if script is None or Path(script).is_absolute() else script
+    return None if runs or script is None or Path(script).is_absolute() else script
 
 
 @contextlib.asynccontextmanager

@@ -186,6 +186,13 @@ HACK = "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('1')"  # wha
     [["./json.py"], ["bash", "-e", "json.py"], [sys.executable, "json.py"], [sys.executable, "-m", "json"], None],
 )
 def test_a_verifier_that_the_agent_can_rewrite_is_refused(loop_of, tmp_path, verifier):
+    honest = [
+        ["bash", "-eo", "pipefail", "-c", "true"],
+        [sys.executable, "-X", "dev", "/opt/judge.py"],
+        ["env", "true"],
+    ]
+    for each in (*honest, [sys.executable, "-I", "-m", "json"], ["bash", "-o", "pipefail", "/opt/judge.sh", "json.py"]):
+        check_openai_agent(OpenAIAgentOptions(command=("true",), workspace=str(tmp_path), verifier=tuple(each)))
     (tmp_path / "json.py").write_text("the honest one")
     program = PROGRAM + f"open('json.py', 'w').write({HACK!r})"
     judge = verifier or [sys.executable, "-c", "import json, os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('0')"]
