@@ -25,7 +25,7 @@ from etude.config import compose
 from etude.data.files import read_rows, write_parquet
 from etude.distributed import RayWorkerGroup
 from etude.distributed.queue_store import QueueStore
-from etude.dumps import read_rollouts
+from etude.dumps import read_rollouts, sequences_of
 from etude.errors import ConfigError
 from etude.rewards.reward_model import RewardModel
 from etude.trainer import worker_groups
@@ -212,6 +212,28 @@ def test_teachers_and_a_curriculum_teach_on_two_nodes_as_in_one_process(tiny, tm
         for each in ("one", "two")
     ]
     assert drawn[0] == drawn[1]  # after what the sampler was told of the first step
+
+
+def test_a_compacted_rollouts_summaries_are_learned_on_two_nodes(tiny, tmp_path, cluster):
+    """They are sequences of their rollout, of its advantage, and have the figures of one process."""
+    keys = ("at_tokens=76", "summary_tokens=8", "prompt='Sum up.'")
+    held = [f"{ROLLOUT}.multi_turn.compact.{key}" for key in keys]
+    held += [f"{ROLLOUT}.multi_turn.max_assistant_turns=3", f"{ACTOR}.ppo_mini_batch_size=1", VALUES]
+    held += ["data.max_prompt_length=60", "trainer.total_training_steps=2"]
+    train(tiny.config(tmp_path / "one", *held))
+    train(tiny.config(tmp_path / "two", *held, *cluster, *ONE_EACH))
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("actor/loss", "actor/grad_norm", "reward/total/mean", "actor/entropy"):
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-5, rel=1e-5)
+        assert two[1][name] == pytest.approx(one[1][name], abs=1e-3, rel=1e-3)
+    here, there = (list(read_rollouts(tmp_path / each / "rollouts" / "1.jsonl")) for each in ("one", "two"))
+    assert any(record["earlier"] for record in here)
+    for mine, other in zip(here, there, strict=True):
+        values = [[sequence["token_values"] for sequence in sequences_of(each)] for each in (mine, other)]
+        for first, second in zip(*values, strict=True):
+            assert second["log_probs"] == pytest.approx(first["log_probs"], abs=1e-5, nan_ok=True)
+            assert second["advantages"] == pytest.approx(first["advantages"], abs=1e-5, nan_ok=True)
+        assert len({round(each, 5) for sequence in values[1] for each in sequence["advantages"] if each}) <= 1
 
 
 def test_demonstrations_are_learned_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):

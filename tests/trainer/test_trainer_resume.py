@@ -1,6 +1,8 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
+import json
 import signal
+import sys
 import threading
 
 import pytest
@@ -24,6 +26,7 @@ SUICIDE = '''
 
 import os
 import signal
+import sys
 
 from etude.trainer import checkpoints, ppo
 
@@ -315,6 +318,7 @@ def test_a_scorer_edited_since_the_run_began_is_named(tiny, tmp_path, caplog):
     scorer.write_text(body.format(4))
     train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=3"))
     assert f"its content changed since the run last started: {scorer} (custom_reward_function.path)" in caplog.text
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["changed_at"] == 2
 
 
 def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path, caplog):
@@ -341,13 +345,15 @@ def test_a_moved_folder_of_the_same_model_is_the_same_model(tiny, tmp_path):
     assert steps(tmp_path / "run") == [1, 2]
 
 
-def test_one_folder_has_one_run(tiny, tmp_path, capsys):
+def test_one_folder_has_one_run(tiny, tmp_path, capsys, monkeypatch):
     run, tool = tmp_path / "run", Moody(tmp_path / "tool", "await asyncio.sleep(3600)", timeout=7200)
     launched = Launched(["train", *tiny.arguments(run, tool.override)], tmp_path / "log")
     while tool.count("mood") < 1:
         assert launched.process.is_alive(), launched.text()
         launched.process.join(0.05)
-    error = one_line_error(capsys, ["train", *tiny.arguments(run)])
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "etude.trainer.run", None)  # said before the trainer is imported
+        error = one_line_error(capsys, ["train", *tiny.arguments(run)])
     assert f"process {launched.process.pid} on " in error
     assert f" is training into {run}: wait for it, or set trainer.default_local_dir" in error
     launched.signal(signal.SIGKILL)
