@@ -27,7 +27,7 @@ WORKED_TURNS = [
     {"role": "tool", "content": "yes"},
     {"role": "assistant", "content": "3"},
 ]
-SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
+SAME = REWARD.replace("solution_str.split()[-1:] == [ground_truth]", "solution_str.strip() == ground_truth")
 FOREIGN_TURNS = [
     {"role": "user", "content": "Is it 3?"},
     {"role": "assistant", "content": "[guess(number=3)]"},
