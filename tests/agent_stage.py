@@ -71,7 +71,7 @@ REWARD = '''
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str.strip().endswith(ground_truth))
+    return float(solution_str.split()[-1:] == [ground_truth])
 '''
 
 

@@ -6,6 +6,7 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 
 
 @click.command()
-@click.argument("rollouts", type=click.Path(exists=True, path_type=Path))
+@click.argument("rollouts", type=click.Path(path_type=Path))
 @click.option("--row", type=click.IntRange(min=0), default=0, show_default=True, help="Which trajectory, from 0.")
 @click.option(
     "--model",
@@ -54,6 +55,8 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     verified, in time order; the last carries the rewards.
     """
     console = open_console()
+    if not rollouts.exists():
+        raise DataError(f"{rollouts}: no such file or folder; {_name_newest(rollouts)}")
     if rollouts.is_dir():
         rollouts = _newest_dump(rollouts)
     record = read_row(rollouts, row)
@@ -77,6 +80,18 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         _print_checks(console, [claims])
         checked.append(claims)
     return int(any(check.verdict is Verdict.FAILS for check in checked))
+
+
+def _name_newest(path: Path) -> str:
+    """Names the dump of rollouts whose path is most like a `path` that does not exist, else the newest one near."""
+    near = next(folder for folder in path.parents if folder.is_dir())
+    depths = ("", "*/", "*/*/")
+    found = [each for start in (near, Path()) for depth in depths for each in start.glob(f"{depth}rollouts/*.jsonl")]
+    if not found:
+        return "a run writes dumps into trainer.rollout_data_dir"
+    if close := get_close_matches(str(path), map(str, found), n=1):
+        return f"did you mean {close[0]}?"
+    return f"the newest dump here is {max(found, key=lambda each: each.stat().st_mtime)}"
 
 
 def _newest_dump(folder: Path) -> Path:

@@ -51,7 +51,7 @@ class RewardOptions:
         when=MANAGED,
     )
     tool_reward_weight: Number = key("Weight of the tools' rewards (step rewards and calc_reward).", default=1.0)
-    score_weight: Number = key("Weight of the manager's score.", default=1.0, when=MANAGED)
+    score_weight: Number = key("Weight of the reward function's score.", default=1.0, when=MANAGED)
     model: RewardModelOptions = key("", default_factory=RewardModelOptions)
     micro_batch_size_per_gpu: Count = key("Conversations that a classifier reads at once.", default=16, when=MODEL)
     max_length: Count | None = key(

@@ -138,6 +138,11 @@ def check_truth(data_source: str, ground_truth: Any) -> None:
 
 
 _NONE: Mapping[str, Any] = {}
+_OF_TRL = ("completions", "prompts", "completion_ids")
+_FROM_TRL = (
+    "that is a reward of TRL's, over lists: write `def compute_score(solution_str, ground_truth, extra_info=None)`, "
+    "which returns the number of one answer"
+)
 
 
 class UserFunction:
@@ -326,7 +331,8 @@ def declared_arguments(
         if parameter.default is parameter.empty and not variadic and not provided:
             raise ConfigError(
                 f"{where} requires '{parameter.name}', which nothing provides: its parameters are matched by name with "
-                f"{', '.join(given)} and {extra_key}"
+                f"{', '.join(given)} and {extra_key}",
+                fix=_FROM_TRL if parameter.name in _OF_TRL else "",
             )
     for key in extra:
         if key in given or not (takes_any or key in named):

@@ -106,6 +106,8 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
     scorer, files = advice.scorer(run.custom), run.rows_file
     fixes = {
         "a wrong answer": f"let {scorer} compare the answer with ground_truth, not only look at its form",
+        "a longer answer that contains the right one": f"let {scorer} compare the whole answer with ground_truth, not look "
+        "for it anywhere",
         "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
         "long nonsense": f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
@@ -134,6 +136,8 @@ def _junk(
 ) -> Iterator[tuple[str, str]]:
     if others:
         yield "a wrong answer", form.format(others[0])
+    if truth[:1].isdigit() or (truth[:3].isalpha() and len(truth) > 2):  # 4 March is in 14 March, correct in noncorrect
+        yield "a longer answer that contains the right one", form.format(f"{1 if truth[0].isdigit() else 'non'}{truth}")
     if _NUMBER.fullmatch(truth):
         yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
     words = min(run.options.rollout.response_length, 1000) // 4

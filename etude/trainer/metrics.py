@@ -28,7 +28,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.run_folder import metrics_of, reward_trend, unit_costs
+from etude.run_folder import metrics_of, read_run_record, reward_trend, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -330,9 +330,10 @@ class CostMeter:
 
 
 def find_disappointments(run_dir: Path) -> Iterator[str]:
-    """Says that a run's last validation was clearly worse than an earlier one, and that its answers did not become better;
-    nothing without a `metrics.jsonl`."""
-    records = metrics_of(run_dir)
+    """Says that a run's last validation was clearly worse than an earlier one, and that its answers did not become better,
+    both since its files last changed; nothing without a `metrics.jsonl`."""
+    changed = read_run_record(run_dir).get("changed_at", 0)  # files; what is measured may be another since
+    records = [each for each in metrics_of(run_dir) if each["step"] > changed or not changed]
     name = "val/reward/success/mean"
     validated = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
     if validated and max(validated)[0] - validated[-1][0] >= _CLEAR_CHANGE:

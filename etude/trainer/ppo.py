@@ -193,7 +193,7 @@ class PPOTrainer:
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:
-                    warn_of_changed_files(self.resumption.folder.parent, facts)
+                    warn_of_changed_files(self.resumption.folder.parent, facts, self.global_step)
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)

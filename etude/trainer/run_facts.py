@@ -113,12 +113,15 @@ def parent_of(run_dir: Path, checkpoint: Path, step: int) -> dict[str, Any] | No
     return {"run": str(checkpoint.parent.resolve()), "step": step}
 
 
-def warn_of_changed_files(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started."""
-    before = read_run_record(run_dir).get("files") or {}
+def warn_of_changed_files(run_dir: Path, facts: dict[str, Any], step: int) -> None:
+    """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started, and
+    notes in `facts` after which `step` they last changed: rewards before it are not comparable."""
+    record = read_run_record(run_dir)
+    before, facts["changed_at"] = record.get("files") or {}, record.get("changed_at", 0)
     for name, now in facts["files"].items():
         then = (before.get(name) or now)["sha256"]
         if None not in (then, now["sha256"]) and then != now["sha256"]:
+            facts["changed_at"] = step
             logger.warning("its content changed since the run last started: %s (%s)", name, now["key"])
 
 

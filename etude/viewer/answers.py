@@ -127,7 +127,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
-        "components": _components(metrics),
+        "components": _components(metrics, scorer),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
         "problems": [*problems.values()],
         "spread": _group_spread(rows),
@@ -208,15 +208,17 @@ def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list
     return chosen, steps, [row for row in rows if row.step == chosen]
 
 
-def _components(metrics: Mapping[str, Any]) -> list[Answer]:
-    """Mean of each reward source, and its share of the variance of the total."""
+def _components(metrics: Mapping[str, Any], scorer: str) -> list[Answer]:
+    """Mean of each reward source that is not 0 throughout, and its share of the variance of the total."""
     sources = {
         name.removeprefix("reward/").removesuffix("/mean"): value
         for name, value in metrics.items()
         if name.startswith("reward/") and name.endswith("/mean") and is_number(value)
     }
     spread = {name.removeprefix("reward/spread/"): value for name, value in metrics.items() if "reward/spread/" in name}
-    return [{"name": n, "mean": sources.get(n), "spread": spread.get(n)} for n in sorted({*sources, *spread})][:50]
+    names = {"score": scorer, "step": "tools, each step", "final": "tools, at the end"}
+    shown = [name for name in sorted({*sources, *spread}) if sources.get(name) or name in spread]
+    return [{"name": names.get(n, n), "mean": sources.get(n), "spread": spread.get(n)} for n in shown[:50]]
 
 
 def _group_spread(rows: Sequence[Row]) -> list[Answer]:

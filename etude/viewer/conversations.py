@@ -128,10 +128,10 @@ def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     rewards = record.get("rewards")
     if isinstance(rewards, Mapping):
         if is_number(rewards.get("score")):
-            yield "manager's score", f"{rewards['score']:.3g}"
+            yield "reward function", f"{rewards['score']:.3g}"
         final = rewards.get("final")
         for tool, value in islice(final.items(), 8) if isinstance(final, Mapping) else ():
-            yield f"{str(tool)[:60]} at the end", f"{value:.3g}" if is_number(value) else str(value)[:20]
+            yield f"reward of {str(tool)[:60]}, at the end", f"{value:.3g}" if is_number(value) else str(value)[:20]
     if isinstance(record.get("gts"), (str, int, float)):
         yield "expected", sanitize_text(str(record["gts"]))[:120]
     yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]

@@ -51,7 +51,7 @@ CHARTS = (
         "Reward",
         (
             Line("total", ("reward/total/mean", "critic/score/mean")),
-            Line("manager's score", ("reward/score/mean",)),
+            Line("reward function", ("reward/score/mean",)),
             Line("{}", ("reward/score/*/mean",)),
             Line("tools, each step", ("reward/step/mean",)),
             Line("tools, at the end", ("reward/final/mean",)),

@@ -140,6 +140,8 @@ def format_line(state: RunState) -> str:
     for row in ROWS:
         if (value := first_value(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
             parts.append(f"{row.short} {row.form(value)}")
+            if row.label == "success" and not value and (first_value(state.metrics, REWARD_KEYS) or 0) > 0:
+                parts[-1] += " (none has acc or a reward of 1)"
     validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
     parts += [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     if state.seconds:

@@ -188,3 +188,8 @@ def test_another_models_weights_are_refused(run_dir):
     )
     with pytest.raises(DataError, match="another model's"):
         check_sequence(record, run_dir / "global_step_1" / "actor" / "huggingface")
+
+
+def test_a_dump_that_is_not_there_names_the_nearest(run_dir, capsys):
+    wrong = run_dir / "rollout" / "2.jsonl"
+    assert f"did you mean {run_dir}/rollouts/2.jsonl?" in one_line_error(capsys, ["explain", str(wrong)])

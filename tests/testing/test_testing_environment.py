@@ -64,7 +64,7 @@ def test_a_tool_that_conforms(agent):
 
 def reward(expression):
     return lambda agent: agent.write(
-        "reward.py", REWARD.replace("solution_str.strip().endswith(ground_truth)", expression)
+        "reward.py", REWARD.replace("solution_str.split()[-1:] == [ground_truth]", expression)
     )
 
 
@@ -216,5 +216,5 @@ def test_the_command(agent, capsys):
     arguments = ["env", "test", *agent.arguments(), "--rows=2", "--json"]
     assert run(cli, arguments) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    agent.write("other.py", REWARD.replace("solution_str.strip().endswith(ground_truth)", "not solution_str.strip()"))
+    agent.write("other.py", REWARD.replace("solution_str.split()[-1:] == [ground_truth]", "not solution_str.strip()"))
     assert run(cli, [*arguments, f"custom_reward_function.path={agent.folder}/other.py"]) == 1

@@ -27,7 +27,7 @@ WORKED_TURNS = [
     {"role": "tool", "content": "yes"},
     {"role": "assistant", "content": "3"},
 ]
-SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
+SAME = REWARD.replace("solution_str.split()[-1:] == [ground_truth]", "solution_str.strip() == ground_truth")
 FOREIGN_TURNS = [
     {"role": "user", "content": "Is it 3?"},
     {"role": "assistant", "content": "[guess(number=3)]"},
@@ -238,6 +238,7 @@ def address(path=""):
 
 ERROR, WARNING = Level.ERROR, Level.WARNING
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+TRL_REWARD = "def correct(completions, **kwargs):\n    return [1.0]\n"
 OTHER_KWARGS = {"index": 0, "tools_kwargs": {"gues": {"create_kwargs": {"secret": 1}}}}
 NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 MISTYPED = SCHEMA["function"] | {"parameters": {"type": "object", "properties": {"number": {"type": "strin"}}}}
@@ -326,10 +327,18 @@ GROUPS = {
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
         ),
+        "reward of TRL's": (
+            lambda agent: agent.write("reward.py", TRL_REWARD) or ("custom_reward_function.name=correct",),
+            "write `def compute_score(solution_str, ground_truth",
+        ),
         "reward of another name": ("custom_reward_function.name=score", "did you mean 'compute_score'?"),
     },
     (WARNING, "reward"): {
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
+        "reward on a part of the answer": (
+            source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
+            "a longer answer that contains the right one earns 1",
+        ),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
     },

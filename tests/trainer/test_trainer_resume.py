@@ -1,5 +1,6 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
+import json
 import signal
 import sys
 import threading
@@ -317,6 +318,7 @@ def test_a_scorer_edited_since_the_run_began_is_named(tiny, tmp_path, caplog):
     scorer.write_text(body.format(4))
     train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=3"))
     assert f"its content changed since the run last started: {scorer} (custom_reward_function.path)" in caplog.text
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["changed_at"] == 2
 
 
 def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path, caplog):

@@ -86,6 +86,8 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     ):
         assert part in first
     assert "ci95" not in first
+    show(console, StepFinished(1, 10, METRICS | {"reward/success/mean": 0.0}))
+    assert "success 0 % (none has acc or a reward of 1)" in output(console)
     assert "dropped" not in first
     assert "dropped 3" in second
     assert note == "checkpoint written"

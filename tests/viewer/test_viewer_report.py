@@ -279,7 +279,7 @@ def test_blocks_follow_provenance_and_rewards_their_turn() -> None:
         ("reward", "+0.25"),
         ("sampled", "answer"),
     ]
-    assert dict(shown.facts)["calculator at the end"] == "0.5"
+    assert dict(shown.facts)["reward of calculator, at the end"] == "0.5"
     assert dict(shown.facts)["expected"] == "72"
 
 

@@ -24,13 +24,16 @@ export const h = (tag, props, ...children) => fill(document.createElement(tag), 
 export const svg = (tag, props, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
 
+export const lists = (value) => value !== null && value !== undefined;
 export const number = (value, digits = 3) => {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return Math.abs(value) >= 1e-3 || value === 0 ? String(Number(value.toPrecision(digits))) : value.toExponential(1);
 };
 export const signed = (value) => (value > 0 ? "+" : "") + number(value);
-export const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(0)} %` : "–");
+// Halves go to the even number, as in what Python writes.
+const whole = (value) => (Math.abs(value % 1) === 0.5 ? 2 * Math.round(value / 2) : Math.round(value));
+export const percent = (value) => (typeof value === "number" ? `${whole(100 * value)} %` : "–");
 export const seconds = (value) => (typeof value !== "number" ? "–" : value > 0 && value < 0.01 ? `${number(1000 * value, 2)} ms` : `${number(value)} s`);
 
 export const link = (page, params) => {

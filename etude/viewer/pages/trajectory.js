@@ -1,9 +1,8 @@
 // One trajectory: the conversation by provenance, its tool calls, and its tokens with the trainer's values.
 import { get } from "./api.js";
-import { block, h, link, number, seconds, signed } from "./dom.js";
+import { block, h, link, lists, number, seconds, signed } from "./dom.js";
 import { plainTable } from "./trajectories.js";
 
-const lists = (value) => value !== null && value !== undefined;
 const minus = (a, b) => (lists(a) && lists(b) ? a - b : null);
 
 // Quantities that can colour tokens: name, value of a token, kind of scale, note.
@@ -102,7 +101,7 @@ const head = ({ row, advantage }, beside = []) => {
   const gain = lists(advantage) ? ` · advantage ${signed(advantage)}` : beside.length > 1 ? ` · ${signed(row.score - mean)} to the mean of its prompt` : "";
   return [
     h("p", { class: "lead" }, "score ", h("b", { class: "score" }, number(row.score)), gain, ` · ${row.stop.replaceAll("_", " ")} · step ${row.step} · ${row.uid}${row.source ? ` · ${row.source}` : ""}`),
-    Object.keys(row.rewards).length ? h("p", null, Object.entries(row.rewards).map(([name, value]) => h("span", { class: "flag" }, `${name} ${number(value)}`))) : null,
+    Object.keys(row.rewards).length ? h("p", null, Object.entries(row.rewards).map(([name, value]) => h("span", { class: "flag" }, `${name === "score" ? "reward function" : `reward of ${name}`} ${number(value)}`))) : null,
   ];
 };
 

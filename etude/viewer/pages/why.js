@@ -1,7 +1,7 @@
 // Why is it not learning? What removed the learning signal from a step, with example trajectories.
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
-import { h, link, number, percent, select, table } from "./dom.js";
+import { h, link, lists, number, percent, select, table } from "./dom.js";
 
 const examples = (each, params) => (each.examples.length ? h("p", null, "look at ", each.examples.map(({ name, place, question }, i) => [
   i ? " · " : "", place ? h("a", { href: link("trajectory", { run: params.run, place }), title: name }, question || name) : name])) : null);
@@ -28,6 +28,7 @@ const spread = (groups, params) => {
 export const why = async ({ params, go, follow }) => {
   if (!params.step) await follow();
   const found = await get("why", { run: params.run, step: params.step });
+  const shares = found.components.some((part) => lists(part.spread));
   const withStep = { ...params, step: String(found.step) };
   return [
     h("h1", null, "Why is it not learning?"),
@@ -40,8 +41,9 @@ export const why = async ({ params, go, follow }) => {
     spread(found.spread, withStep),
     h("div", { class: "cards" },
       found.components.length ? h("section", { class: "card" }, h("h3", null, "Reward by source"),
-        table([h("th", null, "source"), h("th", { class: "n" }, "mean"), h("th", { class: "n", title: "its part of the variance of the total" }, "of the spread")],
-          found.components.map((part) => h("tr", null, h("td", null, part.name), h("td", { class: "n" }, number(part.mean)), h("td", { class: "n" }, percent(part.spread)))))) : null,
+        table([h("th", null, "source"), h("th", { class: "n" }, "mean"), shares ? h("th", { class: "n", title: "its part of the variance of the total" }, "of the spread") : null],
+          found.components.map((part) => h("tr", null, h("td", null, part.name), h("td", { class: "n" }, lists(part.mean) ? number(part.mean) : ""),
+            shares ? h("td", { class: "n" }, lists(part.spread) ? percent(part.spread) : "") : null)))) : null,
       Object.keys(found.mismatch).length ? h("details", { class: "card" }, h("summary", null, "Sampler–trainer mismatch"),
         table([h("th", null, "metric"), h("th", { class: "n" }, "value")],
           Object.entries(found.mismatch).map(([name, value]) => h("tr", null, h("td", null, name.replace("rollout_corr/", "")), h("td", { class: "n" }, number(value)))))) : null),
