@@ -25,6 +25,9 @@ install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
 	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH) $(PIP_ARGS) -c constraints.txt torch 2>/dev/null; } || \
 	echo "note: PyTorch's own index cannot be reached: pip installs the build that its index has"
 
+# Says every 20 s how far an installation is, until the line that begins with it ends.
+progress = (while sleep 20 >/dev/null 2>&1; do echo "  $$(du -sm $(VENV) | cut -f1) MB so far"; done) & trap "kill $$!" EXIT;
+
 .PHONY: help quickstart gallery test test-slow test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
 
@@ -87,9 +90,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
-	@$(install_torch)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
+	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: 1.5 GB with PyTorch for a CPU)"
+	@$(progress) $(install_torch)
+	@$(progress) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
 	  echo "error: pip could not install Étude: is a package index reachable? PIP_ARGS=\"--index-url …\" names a mirror"; exit 1; }
 	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"
 	@touch $@
@@ -97,7 +100,7 @@ $(STAMP): pyproject.toml constraints.txt
 # What only the tests need (Ray, MCP, peers' clients, linters) stays out of the way of a first run.
 $(DEV): $(STAMP)
 	@echo "installing what the tests need"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(progress) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(DOCS): $(STAMP)

@@ -35,11 +35,13 @@ class RolloutProgress:
 
 @dataclass(frozen=True)
 class StepFinished:
-    """A step has finished, including its validation, if one was due; step 0 is the validation before training."""
+    """A step has finished, including its validation, if one was due; step 0 is the validation before training. `evidence`:
+    what its rollouts say about the problems in its metrics (`etude.checks.step_warnings`)."""
 
     step: int
     total_steps: int
     metrics: Mapping[str, float]
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

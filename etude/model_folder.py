@@ -99,7 +99,11 @@ def local_folder(path: str | Path) -> Path | None:
     is_hub_name = not isinstance(path, Path) and _HUB_NAME.fullmatch(text) is not None
     if not is_hub_name or Path(text).parent.is_dir() or text.partition("/")[0] in _OWN_FOLDERS:
         seen_from = "" if folder.is_absolute() else f" from {Path.cwd()}"
-        raise ConfigError(f"{text}: model folder not found{seen_from} (a model on a hub is named 'org/name')")
+        made = "a run of `etude sft` or `etude train` makes this folder: was it run, and from here?"
+        raise ConfigError(
+            f"{text}: model folder not found{seen_from} (a model on a hub is named 'org/name')",
+            fix=made if folder.name == "huggingface" else "",
+        )
     return None
 
 

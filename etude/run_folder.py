@@ -88,9 +88,12 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 @contextmanager
-def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning."""
+def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None, resumed: bool = False) -> Iterator[None]:
+    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning. A
+    `resumed` run keeps when it first `started`."""
     record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
+    if resumed and (first := read_run_record(run_dir).get("started")):
+        record |= {"started": first, "resumed": record["started"]}
     write_json(run_dir / RUN_FILE, record)
 
     def end(how: str) -> None:
@@ -127,11 +130,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read(100).strip() or "another process"
-            raise ConfigError(
-                f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir"
-            ) from None
+            raise _busy(folder) from None
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be locked against a second process: %s", folder, one_line(error))
         file.truncate(0)
@@ -143,6 +142,17 @@ def run_lock(folder: Path) -> Iterator[None]:
             yield
         finally:
             _HELD_LOCKS.discard((status.st_dev, status.st_ino))
+
+
+def _busy(folder: Path) -> ConfigError:
+    holder = (folder / LOCK_FILE).read_text(errors="replace")[:100].strip() or "another process"
+    return ConfigError(f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir")
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raises ConfigError if a process is training into `folder` now: at once, before what a run takes seconds to import."""
+    if is_locked(folder):
+        raise _busy(folder)
 
 
 def is_locked(folder: Path) -> bool:

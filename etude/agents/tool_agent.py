@@ -282,13 +282,15 @@ class ToolAgentLoop(AgentLoopBase):
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._record_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
+        if not data.parsed.calls:
+            self._note_other_format(data)
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
-        self._note_other_format(data)
         return end(data, StopReason.COMPLETED) if data.environment is None else AgentState.INTERACTING
 
     def _note_other_format(self, data: Conversation) -> None:
-        """Counts a turn of a trajectory without calls that calls a tool in a format that the parser does not read."""
+        """Counts a turn that calls a tool in a format that the parser does not read, until a call of the trajectory was
+        read."""
         trajectory, names = data.trajectory, [schema["function"]["name"] for schema in data.tool_schemas]
         text = trajectory.messages[-1]["content"]
         if trajectory.tool_calls or not isinstance(text, str):

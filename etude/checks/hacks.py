@@ -30,12 +30,15 @@ MEANINGS = {
     "judge": "tell the judge that they are right",
     "repeated_call": "make the same tool call three times or more",
     "length": "score by their length alone",
+    "no_truth": "do not hold the right number",
 }
 """Each way → what its rollouts do."""
 
 _MAX_CHARS = 20_000  # of a text that are looked at
 _SPECIAL = re.compile(r"<\|[^<>|\s]{1,64}\|>|</?s>")
 _ANSWER = re.compile(r"\\boxed\{([^{}]*)\}|<answer>(.*?)</answer>|^#### *(.*)$", re.DOTALL | re.MULTILINE)
+_INTEGER = re.compile(r"-?\d{1,15}")
+_NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d{1,9})?|\d{1,15}(?:\.\d{1,9})?")
 _TO_THE_JUDGE = re.compile(
     r"(?:give|award|assign|deserves?)\s+(?:\w+\s+){0,4}(?:full|maximum|highest|perfect)\s+(?:score|marks?|points?|reward)"
     r"|ignore (?:all |any )?(?:the )?(?:previous|above|prior) instructions"
@@ -60,6 +63,12 @@ class Hack:
         paid = "" if self.kind in ("equal", "length") else ", and are paid for it"
         return f"{100 * self.share:.0f} % of rollouts {MEANINGS[self.kind]}{paid}"
 
+    def fix(self, scorer: str) -> str:
+        """What to do, where `scorer` names the reward function."""
+        if self.kind == "equal":
+            return "raise actor_rollout_ref.rollout.temperature to 1, or take rows on which the model is less sure"
+        return f"read some, and let {scorer} pay nothing for them; `etude rescore` tries the change on this dump"
+
 
 @dataclass(frozen=True)
 class _Seen:
@@ -73,6 +82,7 @@ class _Seen:
     last: str
     tools: str
     calls: tuple[tuple[str, str], ...]
+    no_truth: bool  # a maximum from the reward function, where the ground truth is an integer that it does not say
 
 
 def find_hacks(records: Iterable[Mapping[str, Any]]) -> list[Hack]:
@@ -115,7 +125,8 @@ def _look(record: Mapping[str, Any]) -> _Seen | None:
     sampled = [(each.get("turn"), text) for each, text in parts if each.get("provenance") == "sampled"]
     if not sampled:
         return None
-    given = record.get("tool_calls")
+    given, rewards, truth = record.get("tool_calls"), record.get("rewards"), str(record.get("gts"))
+    is_right = isinstance(rewards, Mapping) and isinstance(paid := rewards.get("score"), int | float) and paid >= 1
     calls = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
     return _Seen(
         name=str(record.get("request_id") or record.get("uid")),
@@ -126,7 +137,13 @@ def _look(record: Mapping[str, Any]) -> _Seen | None:
         last="".join(text for turn, text in sampled if turn == sampled[-1][0])[-_MAX_CHARS:],
         tools=" ".join(str(each.get("response") or "") for each in calls)[-_MAX_CHARS:],
         calls=tuple((str(each.get("name")), str(each.get("arguments"))) for each in calls),
+        no_truth=is_right and _INTEGER.fullmatch(truth) is not None and not _holds(sampled, int(truth)),
     )
+
+
+def _holds(sampled: Iterable[tuple[object, str]], truth: int) -> bool:
+    numbers = (each.replace(",", "") for _, text in sampled for each in _NUMBER.findall(text))
+    return any(float(each) == abs(truth) for each in numbers)
 
 
 def _all_takers(seen: Sequence[_Seen]) -> Iterable[tuple[str, list[_Seen]]]:
@@ -180,6 +197,7 @@ _OF_ONE: dict[str, Callable[[_Seen], bool]] = {
     "hollow": _is_hollow,
     "repetition": _repeats,
     "judge": lambda one: _TO_THE_JUDGE.search(one.said) is not None,
+    "no_truth": lambda one: one.no_truth,
     "repeated_call": lambda one: any(one.calls.count(call) > 2 for call in set(one.calls)),
 }
 

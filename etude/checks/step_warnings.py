@@ -1,13 +1,16 @@
 """Warnings about problems in a step that are easy to overlook in its metrics; for the display and the report.
 
-Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
-run.
+Invariant: pure functions of a step's metrics and rollouts; the kinds of warning are a fixed set, so that they can be counted
+over a run. What the model or a tool wrote is only quoted, on one line of bounded length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from etude.checks.hacks import find_alarms
 from etude.trajectory import StopReason
@@ -27,6 +30,9 @@ _CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
 _STANDING = 1e-7  # relative change of weights; 1e-5 to 1e-3 is usual
+_QUOTED = 100  # characters of an error
+_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in an error: others of its kind have another
+_UNKNOWN = {"malformed": "rollout/malformed_calls", "unknown_tool": "rollout/unknown_tool_calls"}
 _SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
         0.9,
@@ -52,8 +58,62 @@ _COUNTS = {  # metric → sentence, where it is above 0
 }
 
 
-def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns kind → sentence, most serious first."""
+def find_problems(metrics: Mapping[str, float], evidence: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns kind → sentence, most serious first; continued by its `evidence`, see `find_evidence`."""
+    problems = _find_problems(metrics)
+    return {kind: sentence + (evidence or {}).get(kind, "") for kind, sentence in problems.items()}
+
+
+def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns kind of problem → what the rollouts of a step say about it, to continue its sentence: the commonest error of
+    each tool's calls, and whether a longer answer would help. Reads `tool_calls`, `stop_reason` and `response_ids` of dump
+    records, or of what has these keys."""
+    errors = defaultdict[str, list[str]](list)
+    cut, ended = list[Sequence[int]](), list[int]()
+    for rollout in rollouts:
+        for call in rollout["tool_calls"]:
+            if (error := call.get("error")) and error != "not_executed":
+                kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
+                errors[kind].append(" ".join(str(call.get("response")).split()))
+        if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
+            cut.append(rollout["response_ids"])
+        elif rollout["stop_reason"] == StopReason.COMPLETED.value:
+            ended.append(len(rollout["response_ids"]))
+    evidence = {kind: _quote_commonest(texts) for kind, texts in errors.items()}
+    if cut:
+        evidence[StopReason.RESPONSE_LENGTH.value] = _explain_cuts(cut, ended)
+    return evidence
+
+
+def _quote_commonest(texts: Sequence[str]) -> str:
+    """The commonest kind of `texts`, which may differ in quoted words, numbers and what follows."""
+    kinds = [_VALUE.sub("…", text)[:24] for text in texts]
+    kind, count = Counter(kinds).most_common(1)[0]
+    example, same = Counter(text for each, text in zip(kinds, texts) if each == kind).most_common(1)[0]
+    shown = example if len(example) <= _QUOTED else example[: _QUOTED - 1] + "…"
+    return f", {count} with: {shown}" if same == count else f", {count} like: {shown}"
+
+
+def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int]) -> str:
+    """What to do about answers that were cut, beside those that ended after so many tokens."""
+    if 2 * sum(map(_repeats, cut)) > len(cut):
+        return "; most of these repeat themselves, so do not raise it: show how an answer ends, or warm up (etude sft)"
+    if ended and 2 * max(ended) < min(map(len, cut)):
+        return (
+            f"; those that end take {max(ended)} at most, so do not raise it: read what the cut ones write (etude view)"
+        )
+    known = f"those that end take up to {max(ended)}" if ended else "none ends before"
+    return f"; {known}: raise it if the cut ones are on their way to an answer (etude view)"
+
+
+def _repeats(ids: Sequence[int]) -> bool:
+    """Whether the last tokens are mostly the same few, again and again."""
+    last = ids[-64:]
+    runs = [tuple(last[start : start + 4]) for start in range(len(last) - 3)]
+    return len(last) >= 24 and 2 * len(set(runs)) < len(runs)
+
+
+def _find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     problems = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     kept = metrics.get("training/filter_groups/kept", 1.0)
@@ -116,7 +176,7 @@ def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""
-            problems[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+            problems[f"tool/{tool}"] = f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}"
         if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
             problems[f"tool/{tool}/cut"] = (
                 f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut: raise data.max_response_length"

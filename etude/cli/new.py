@@ -49,10 +49,12 @@ def agent(name: str, output_dir: Path) -> None:
         f"python {folder}/model.py",
         f"{'' if find_spec('pytest') else 'pip install pytest && '}python -m pytest {folder}",
         f"etude check {run}",
+        f"etude env test {run}",
         f"etude play {run}",
         f"etude train {run} trainer.total_training_steps=2",
     ):
         click.echo(f"  {line}")
+    click.echo(f"\n{folder}/README.md says what each shows, and what to change in which file for a task of your own")
 
 
 def write_agent(name: str, parent: Path) -> list[Path]:

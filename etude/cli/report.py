@@ -29,8 +29,12 @@ def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | 
     run = RunView("", run_dir, named={} if rollouts is None else {"train": rollouts}, ends=True)
     run.index.refresh()
     found = answers.why(run)
-    for line in filter(None, (found["verdict"]["trend"], f"step {found['step']}: {found['verdict']['text']}")):
-        click.echo(sanitize_text(line))
+    verdict = found["verdict"]
+    lines = [f"step {found['step']}: {verdict['text']}", verdict["fix"] and f"→ {verdict['fix']}"]
+    lines.insert(0 if " rose:" in verdict["trend"] else 2, verdict["trend"])
     for cause in found["causes"]:
         examples = ", ".join(example["name"] for example in cause["examples"])
-        click.echo(sanitize_text(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}"))
+        lines.append(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}")
+        lines.append(cause["fix"] != verdict["fix"] and f"  → {cause['fix']}")
+    for line in filter(None, [*lines, *(f"! {problem}" for problem in found["problems"])]):
+        click.echo(sanitize_text(line))

@@ -188,7 +188,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "validation", ", ".join(f"{validation_label(name)} {value:.4g}" for name, value in run.validation.items())
     yield from cost_facts(metrics_of(run.folder)).items()
     if record.get("started"):
-        yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"
+        resumed = f", resumed {record['resumed']}" if record.get("resumed") else ""
+        yield "began", f"{record['started']}{resumed}, ended {record.get('ended_at') or 'not yet'}"
     if isinstance(command := record.get("command"), list):
         yield "command", " ".join(str(each) for each in command)
     for name in ("working_folder", "versions", "hardware", "platform"):

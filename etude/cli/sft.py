@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
@@ -22,9 +24,11 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
       etude sft loss.name=dpo data.train_files=rollouts/1.jsonl model.path=models/mine
     """
     from etude.config import compose
+    from etude.run_folder import check_unlocked
 
     # before torch is imported
     config = compose(config_name or "sft", overrides, config_path, root="sft", command="sft")
+    check_unlocked(Path(config.trainer.default_local_dir))
     from etude.trainer.run import fine_tune
     from etude.viewer.display import Display
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
@@ -27,9 +29,11 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
     a second Ctrl-C abandons the step.
     """
     from etude.config import compose
+    from etude.run_folder import check_unlocked
 
     # before torch is imported
     config = compose(config_name or root, overrides, config_path, root=root, command="train")
+    check_unlocked(Path(config.trainer.default_local_dir))
     from etude.trainer.run import train as run
     from etude.viewer.display import Display
 

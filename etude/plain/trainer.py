@@ -473,7 +473,7 @@ class PlainTrainer:
     # -- figures -------------------------------------------------------------------------------------------------
 
     def describe(self, rows):
-        """Scores and rewards a rollout, the rest a token; lengths of main sequences."""
+        """Scores and rewards a rollout, lengths a sequence, the rest a token."""
         main = [row for row in rows if row.is_main]
         figures = spread("critic/score", [total_reward(row.rollout, self.config["reward_model"]) for row in main])
         figures |= spread("critic/rewards", self.seen_rewards(rows))
@@ -483,9 +483,9 @@ class PlainTrainer:
             returns, values = (torch.cat([getattr(row, name) for row in rows]) for name in ("returns", "values"))
             residual = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
             figures["critic/vf_explained_var"] = 1 - float(residual)
-        lengths = [len(row.sequence.response) for row in main]
+        lengths = [len(row.sequence.response) for row in rows]
         figures |= spread("response_length", lengths)
-        figures |= spread("prompt_length", [len(row.sequence.prompt) for row in main])
+        figures |= spread("prompt_length", [len(row.sequence.prompt) for row in rows])
         figures |= role_figures(rows, self.config["reward_model"], self.role_means)
         limit = self.config["data"]["max_response_length"]
         figures["response_length/clip_ratio"] = float(np.mean([length >= limit for length in lengths]))

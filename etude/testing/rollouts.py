@@ -72,6 +72,7 @@ def roll_out(run: Inspection) -> Result:
         wrong += _try_unanswered(run, tools, written, rows, rollouts)
         for name in tools:
             wrong += _try_isolation(run, name, written[name])
+        wrong += _try_worked_examples(run)
         wrong += _try_environments(run)
     yield from wrong
     scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
@@ -93,9 +94,9 @@ def _try_stops(run: Inspection, written: Mapping[str, list[int] | None]) -> Resu
 
 def _components(run: Inspection, rollouts: Sequence[Rollout]) -> Result:
     keys = run.options.algorithm.gdpo_reward_keys
-    known = reward_components([*rollouts])
     if (estimator := run.options.algorithm.estimator) is None or "reward_components" not in estimator.needs:
         return
+    known = reward_components([*rollouts])
     for key in keys:
         if key not in known or bool(known[key].isnan().any()):
             line = f"algorithm.gdpo_reward_keys: a rollout was scored without '{key}'; it had {', '.join(known)}"
@@ -164,6 +165,34 @@ def _try_isolation(run: Inspection, tool: str, call: list[int] | None) -> Result
                 line, f"keep what belongs to a conversation under its instance_id in {code} (see `StatefulTool`)"
             )
             return
+
+
+def _try_worked_examples(run: Inspection) -> Result:
+    """Whether a tool answers the call of the first row's worked example as that row shows, where rows give it no state."""
+    row, worker, where = run.train[0], run.worker, (*run.train.locations, "the first row")[0]
+    for asked, shown in zip(row["raw_prompt"], row["raw_prompt"][1:]):
+        text, said = asked.get("content"), shown.get("content")
+        if (asked.get("role"), shown.get("role")) != ("assistant", "tool") or not isinstance(text, str):
+            continue
+        calls = worker.context.parser.parse(text).calls
+        if (
+            len(calls) != 1
+            or calls[0].name not in worker.context.tools
+            or calls[0].name in (row.get("tools_kwargs") or {})
+        ):
+            continue
+
+        def play(request_id: str, prompt_ids: list[int], turn: int, text: str = text) -> list[int]:
+            return worker.say(text if turn == 0 else "")
+
+        records = [
+            each.trajectory.tool_calls for each in rollouts_of(worker.roll_out([row, row], play)) if each.trajectory
+        ]
+        answers = [each[0].response for each in records if each and each[0].error is None]
+        if len(answers) == 2 and answers[0] == answers[1] != said:
+            call = f"{calls[0].name} to {calls[0].arguments:.100}"
+            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {answers[0]!r:.100}"
+            yield warning(line, f"write what the tool answers into the prompts of {run.rows_file}")
 
 
 def _try_environments(run: Inspection) -> Result:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.errors import DataError
+from etude.errors import ConfigError, DataError
 from etude.protocol import DataProto
 from etude.trainer.rollouts import main_rows, rollouts_of, sampled_earlier
 from etude.trajectory import Provenance, Rollout, Trajectory
@@ -75,12 +75,21 @@ def observations(sequence: Trajectory, place: int = 0) -> list[int]:
 
 def reward_components(rollouts: list[Rollout]) -> dict[str, Tensor]:
     """The rewards by source, as in the metrics `reward/*/mean`, and the scorer's other numbers: name → (rows,) float64, NaN
-    for rollouts without one."""
+    for rollouts without one.
+
+    Raises:
+        ConfigError: the scorer calls one of its own like a source.
+    """
     rows = []
     for rewards in (rollout.trajectory.rewards for rollout in rollouts if rollout.trajectory is not None):
         sources = {"step": sum(value for *_, value in rewards.steps), "final": sum(rewards.final.values())}
         score = {} if rewards.score is None else {"score": rewards.score}
-        rows.append({n: v for n, v in {**sources, **score, **rewards.score_info}.items() if isinstance(v, Real)})
+        if taken := [name for name in sources if isinstance(rewards.score_info.get(name), Real)]:
+            raise ConfigError(
+                f"the scorer returned a number called '{taken[0]}', as the sum of the tools' rewards is",
+                fix="give it another name",
+            )
+        rows.append({n: v for n, v in {**rewards.score_info, **sources, **score}.items() if isinstance(v, Real)})
     names = dict.fromkeys(name for row in rows for name in row)
     return {
         name: torch.tensor([float(row.get(name, float("nan"))) for row in rows], dtype=torch.float64) for name in names

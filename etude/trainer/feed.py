@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from etude.checks.step_warnings import find_evidence
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
@@ -43,21 +44,23 @@ UNTRAINED = "untrained"  # key in a checkpoint's state
 @dataclass(frozen=True)
 class StepRollouts:
     """What a step trains on. `rolled`: all rollouts of its prompts (see `list_rollouts`); `batch`: those that can be trained
-    on; `has_several_sequences`: whether any rollout has more than one; `stale`: uids of prompts too old to train on."""
+    on; `has_several_sequences`: whether any rollout has more than one; `evidence`: see `find_evidence`; `stale`: uids of
+    prompts too old to train on."""
 
     rolled: list[RolloutOutcome]
     batch: Batch
     metrics: Metrics
     has_several_sequences: bool
+    evidence: dict[str, str]
     stale: frozenset[str] = frozenset()
 
 
 @reads("rollout", "response_mask", "reward_baselines", "uid", "index")
 def inspect_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], options: TrainOptions
-) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool]:
+) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool, dict[str, str]]:
     """Inspects the batches of a step and their greedy baselines. Returns all rollouts, each batch's rows that can be trained
-    on, the metrics, and whether any rollout has several sequences.
+    on, the metrics, whether any rollout has several sequences, and what they say about problems (see `find_evidence`).
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
@@ -67,7 +70,16 @@ def inspect_rollouts(
     there = [sequence for batch in made for rollout in rollouts_of(batch) for sequence in rollout.sequences]
     several = len(there) > sum(map(len, made)) or any(sequence.role for sequence in there)
     rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
-    return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several
+    read = (each.trajectory for batch in made for each in rollouts_of(batch) if each.trajectory is not None)
+    evidence = find_evidence(
+        {
+            "tool_calls": [vars(call) for call in each.tool_calls],
+            "stop_reason": each.stop_reason.value,
+            "response_ids": each.response_ids,
+        }
+        for each in read
+    )
+    return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several, evidence
 
 
 @reads("rollout", "response_mask", "reward_baselines", "token_level_scores", "uid")
@@ -160,12 +172,12 @@ class DirectFeed:
             spread += self._rollouts.run(count_spread, made, options, options.trainer.min_valid_fraction)
             if spread >= wanted:
                 break
-        rolled, kept, metrics, several = self._rollouts.run(inspect_rollouts, all_made, baselines, options)
+        rolled, kept, metrics, several, evidence = self._rollouts.run(inspect_rollouts, all_made, baselines, options)
         metrics |= finish_metrics(add_metrics(engine))
         if algorithm.drops_equal_groups:
             metrics["training/filter_groups/num_gen_batches"] = float(len(all_made))
         batch = self._rollouts.join([made.select_idxs(rows) for made, rows in zip(all_made, kept)])
-        return StepRollouts(rolled, batch, metrics, several)
+        return StepRollouts(rolled, batch, metrics, several, evidence)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """Does nothing: no prompts are in flight between steps."""
@@ -220,11 +232,12 @@ class StreamingFeed:
         baselines = [part for group in groups for part in [*group.rolled.values()][1:]]
         rolled, engine, self._engine = self._rollouts.join(made), self._engine, []
         stale = frozenset(next(iter(group.requests)) for group in groups if group.deadline < step)
-        found, (rows,), metrics, several = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._options)
+        inspected = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._options)
+        found, (rows,), metrics, several, evidence = inspected
         metrics |= finish_metrics(add_metrics(engine))
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
         fresh = [row for row in rows if found[row][0] not in stale]
-        return StepRollouts(found, rolled.select_idxs(fresh), metrics, several, stale)
+        return StepRollouts(found, rolled.select_idxs(fresh), metrics, several, evidence, stale)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """Starts further prompts, now that the workers have the weights of `version`."""

@@ -40,6 +40,7 @@ class Interrupts:
     def __init__(self, emit: EventSink = ignore_event) -> None:
         self.stop = False
         self.signal_number: int = signal.SIGINT
+        self.step_seconds: float | None = None  # of the last step, to tell how long the current one may take
         self._emit = emit
         self._abandonable = False
         self._previous_handlers: dict[int, Any] = {}
@@ -68,7 +69,8 @@ class Interrupts:
             self._abandonable = False
             raise KeyboardInterrupt
         if not self.stop:
-            self._emit(Notice("stopping after this step; press Ctrl-C again to abandon the step"))
+            took = "" if self.step_seconds is None else f" (the last one took {self.step_seconds:.0f} s)"
+            self._emit(Notice(f"stopping after this step{took}; press Ctrl-C again to abandon the step"))
         self.stop = True
 
     @contextmanager

@@ -80,8 +80,7 @@ def data_metrics(
     `critic/score` and `critic/rewards` are sums per rollout (with meta_info `episodes`, those of its main sequence); token
     columns are restricted to `response_mask`. The actor's log-probs are compared with the engine's, unless meta_info
     `compare_rollout` leaves that to an update. `response_length` counts all tokens after the prompt, tool responses
-    included. If a rollout has several rows (column `main_sequence`), its lengths are those of the main row, and token
-    columns count all rows.
+    included. If a rollout has several rows (column `main_sequence`), lengths and token columns count all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
@@ -111,7 +110,7 @@ def data_metrics(
         metrics |= finish_metrics(found)
     width = mask.shape[-1]
     limit = width if max_response_length is None else max_response_length
-    metrics |= _length_metrics(columns["attention_mask"][rollouts], width, limit, longest_sequence)
+    metrics |= _length_metrics(columns["attention_mask"][valid], width, limit, longest_sequence)
     return metrics
 
 

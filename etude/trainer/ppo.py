@@ -197,7 +197,12 @@ class PPOTrainer:
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
-                with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
+                resumed = self.resumption is not None
+                with (
+                    closing(self._accounts),
+                    run_record(self.run_dir, facts, resumed),
+                    self.groups.report_progress(emit),
+                ):
                     validated = self._loop(tracking, emit, interrupts)
                     for line in find_disappointments(self.run_dir):
                         emit(Notice(line))
@@ -241,6 +246,7 @@ class PPOTrainer:
             self.save()
         try:
             metrics = self.training_step(interrupts)
+            interrupts.step_seconds = metrics["perf/time_per_step"]
         except BaseException:
             if self.global_step > done:
                 self._budget.note(self._metrics_of_step)
@@ -262,7 +268,7 @@ class PPOTrainer:
             if validated:
                 metrics |= gain_costs(self.run_dir, metrics | validated, self.global_step)
             tracking.log(metrics | validated, self.global_step)
-            emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
+            emit(StepFinished(self.global_step, self.total_steps, metrics | validated, self._evidence))
         self._alarm.note(metrics, emit)
         self._skipped.note(metrics)
         self._empty.check()
@@ -324,7 +330,7 @@ class PPOTrainer:
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
-            metrics = taken.metrics
+            metrics, self._evidence = taken.metrics, taken.evidence
             if self.loader.sampler is not None:
                 self.loader.update(taken.batch.fetch())  # the user's sampler runs on the driver
             batch = self._expand(taken)

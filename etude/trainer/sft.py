@@ -209,7 +209,8 @@ class SFTTrainer:
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 if self.resumption is not None:
                     warn_of_changed_files(self.resumption.folder.parent, facts)
-                with run_record(self.run_dir, facts), self.groups.report_progress(emit):
+                resumed = self.resumption is not None
+                with run_record(self.run_dir, facts, resumed), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted(

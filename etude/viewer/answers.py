@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import find_problems
+from etude.checks.step_warnings import find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
@@ -24,7 +25,7 @@ from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
 from etude.viewer.index import RolloutIndex, count_values, group_rows
 from etude.viewer.query import Filter
-from etude.viewer.rows import FLAGS, Row, as_list, is_number
+from etude.viewer.rows import FLAGS, Row, as_dict, as_list, is_number
 from etude.viewer.runs import Runs, RunView, cost_facts, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
@@ -100,26 +101,29 @@ _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", 
 
 
 def why(run: RunView, step: int | None = None) -> Answer:
-    """Returns what removed the learning signal from a step (default: the last one with a dump): causes with examples,
-    reward components, sampler–trainer mismatch, problems."""
+    """Returns what removed the learning signal from a step (default: the last one with a dump): causes with examples
+    and what to do, reward components, sampler–trainer mismatch, problems."""
     _, records = run.metrics()
     chosen, steps, rows = _training_rows(run, step)
     if step is None and not steps:
         chosen = max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
-    found = [*find_causes(rows, metrics)]
-    problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)})
+    read = [(row, run.index.read(row)) for row in rows[:_READ]]
+    evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(run)
+    found = [cause for cause in find_causes(rows, metrics, evidence, scorer) if cause.share > 0]
+    problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
         {
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
+            "fix": cause.fix,
             "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found
     ]
     return {
-        "verdict": _verdict(run, rows, found, list(problems.values())) | {"trend": _trend(records)},
+        "verdict": _verdict(read, records, found, problems, scorer) | {"trend": _trend(records)},
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
@@ -144,23 +148,56 @@ def _example(name: str, row: Row) -> Answer:
     return {"name": name, "place": row.place, "question": row.question}
 
 
-def _verdict(run: RunView, rows: Sequence[Row], causes: Sequence[Cause], problems: Sequence[str]) -> Answer:
-    """What to look at first, and up to three rollouts that show it: a hack of the sentinel's, else what takes the signal
-    from most, else a problem of the metrics. Reads the first `_READ` rollouts."""
-    read = list(rows[:_READ])
-    hacks = [hack for hack in find_hacks(run.index.read(row) for row in read) if hack.share >= ALARM]
-    if hacks:
-        places = {row.request_id or row.uid: row.place for row in read}
+def _essence(record: Mapping[str, Any]) -> Answer:
+    """What `find_evidence` reads of any record."""
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    return {
+        "tool_calls": calls,
+        "stop_reason": record.get("stop_reason"),
+        "response_ids": as_list(record.get("response_ids")),
+    }
+
+
+def _scorer(run: RunView) -> str:
+    """Names the run's reward function, as `reward.py: compute_score`."""
+    try:
+        custom = as_dict(read_config(run.folder).get("custom_reward_function"))
+    except DataError:
+        custom = {}
+    path, name = custom.get("path"), custom.get("name", "compute_score")
+    return f"{Path(path).name}: {name}"[:_EXCERPT] if isinstance(path, str) else "the reward function"
+
+
+def _verdict(
+    read: Sequence[tuple[Row, Mapping[str, Any]]],
+    records: Sequence[Mapping[str, Any]],
+    causes: Sequence[Cause],
+    problems: Mapping[str, str],
+    scorer: str,
+) -> Answer:
+    """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, else what
+    nothing can be learned with, else a hack of the sentinel's, else what takes the signal from most, else a problem of the
+    metrics. `read`: rollouts of the step with their records."""
+    standing = [_stands_still(record) for record in records if record["step"] > 0]
+    if problem := problems.get("actor/weight_change") if 2 * sum(standing) > len(standing) else None:
+        return {"text": problem, "fix": "raise actor_rollout_ref.actor.optim.lr", "examples": []}
+    broken = next((cause for cause in causes if cause.is_broken), None)
+    hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
+    if hacks and (broken is None or hacks[0].kind == "equal"):
+        places = {row.request_id or row.uid: row.place for row, _ in read}
         examples = [{"name": name, "place": places.get(name, "")} for name in hacks[0].examples]
-        return {"text": hacks[0].sentence, "examples": examples}
-    behind = [
-        cause for cause in causes if not cause.by_group and cause.share >= _LARGE
-    ]  # equal rewards come of the others
-    worst = max(behind or causes, key=lambda cause: cause.share, default=None)
-    if worst is not None and worst.share >= ALARM:
+        return {"text": hacks[0].sentence, "fix": hacks[0].fix(scorer), "examples": examples}
+    behind = [each for each in causes if not each.by_group and each.share >= _LARGE]  # equal rewards come of these
+    worst = broken or max(behind or causes, key=lambda cause: cause.share, default=None)
+    if worst is not None and worst.share >= (0.0 if broken else ALARM):
         examples = [_example(name, row) for name, row in worst.named_examples]
-        return {"text": f"{worst.text} of {worst.what}", "examples": examples}
-    return {"text": problems[0] if problems else "nothing stands out in this step", "examples": []}
+        return {"text": f"{worst.text} of {worst.what}", "fix": worst.fix, "examples": examples}
+    text = next(iter(problems.values()), "nothing stands out in this step")
+    return {"text": text, "fix": "", "examples": []}
+
+
+def _stands_still(record: Mapping[str, Any]) -> bool:
+    return "actor/weight_change" in find_problems({n: float(v) for n, v in record.items() if is_number(v)})
 
 
 def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list[Row]]:

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.checks.step_warnings import find_problems
+from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number
 
 _EXAMPLES = 3
+_NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause that affects `count` of `total` groups or rollouts; `examples` are some of them, a group by its first."""
+    """A cause that affects `count` of `total` groups or rollouts, and what to do about it; `examples` are some of them, a
+    group by its first. It `is_broken` if nothing can be learned before it is mended."""
 
     what: str
     share: float
@@ -28,6 +31,8 @@ class Cause:
     total: int | None
     examples: tuple[Row, ...]
     by_group: bool = False
+    fix: str = ""
+    is_broken: bool = False
 
     @property
     def text(self) -> str:
@@ -41,34 +46,65 @@ class Cause:
         return [(row.uid if self.by_group else row.request_id or row.uid, row) for row in self.examples]
 
 
-def find_causes(rows: Sequence[Row], metrics: Mapping[str, Any]) -> Iterator[Cause]:
-    """Finds the causes in the `rows` and the `metrics` of one step."""
-    scored = group_rows(row for row in rows if row.score is not None).values()
-    compared = [group for group in scored if len(group) > 1]
-    if compared:
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+_WARM_UP = "put a worked example into the prompt, or warm up with `etude sft`"
+
+
+def find_causes(
+    rows: Sequence[Row], metrics: Mapping[str, Any], evidence: Mapping[str, str], scorer: str
+) -> Iterator[Cause]:
+    """Finds the causes in the `rows`, the `metrics` and the `evidence` (see `find_evidence`) of one step, what others come
+    of first; `scorer` names the reward function."""
+    called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
+    malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
+    failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
+    if called:
+        said = "".join(f"; {kind.partition('/')[2]}{text}" for kind, text in evidence.items() if "tool/" in kind)
+        fix = f"mend the tool, or the schema in {_MULTI_TURN}.tool_config_path{said}"
+        readable = len(called) - len(malformed)
+        broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
+        yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
+    what = "rollouts with a tool call in a format that multi_turn.format does not read"
+    fix = f"set {_MULTI_TURN}.format to that of the model's calls"
+    yield _cause(what, unread, len(rows), fix, is_broken=10 * len(unread) >= len(rows))
+    said = evidence.get("rollout/malformed_calls", "").lstrip(", ")
+    yield _cause("rollouts with a malformed tool call", malformed, len(rows), f"{_WARM_UP}; {said}".rstrip("; "))
+    if read := [row for row in rows if row.found_answer is not None]:
+        missed = [row for row in read if not row.found_answer]
+        fix = f"tell the model in the prompt the form that {scorer} reads"
+        yield _cause("answers that the scorer did not find", missed, len(read), fix)
+    cut = [row for row in rows if "truncated" in row.flags]
+    fix = evidence.get(StopReason.RESPONSE_LENGTH.value, "see data.max_response_length and rollout.max_model_len")
+    yield _cause("rollouts cut for length", cut, len(rows), f"data.max_response_length: {fix.lstrip('; ')}")
+    if called:
+        idle = [row for row in rows if not row.calls]
+        yield _cause("rollouts without a tool call", idle, len(rows), f"say in the prompt when to call; {_WARM_UP}")
+    if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
+        retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
+        what, fix = "rollouts that met an infrastructure failure", "the run's log names the service or tool"
+        yield Cause(what, float(share), None, None, retried, fix=fix)
+    scored = [row for row in rows if row.score is not None]
+    paid = {row.rewards.get("score", row.score or 0.0) for row in scored}
+    if scored and len(paid) == 1 and max(paid) <= 0:
+        fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
+        fix += f"hard: take easier ones, {_WARM_UP}"
+        yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True)
+    if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
         most = max(row.score or 0.0 for group in compared for row in group)
         solved = sum((row.score or 0.0) >= most > 0 for row in equal)
         what = "groups whose rewards are all equal"
         what += f", {solved} of them the highest of the step: most likely solved" if solved else ""
-        yield _cause(what, equal, len(compared), by_group=True)
-    if read := [row for row in rows if row.found_answer is not None]:
-        missed = [row for row in read if not row.found_answer]
-        yield _cause("answers that the scorer did not find", missed, len(read))
-    if any(row.calls for row in rows):
-        yield _cause("rollouts without a tool call", [row for row in rows if not row.calls], len(rows))
-        yield _cause("rollouts in which a tool call failed", [row for row in rows if row.call_errors], len(rows))
-    if unread := [row for row in rows if "unread" in row.flags]:
-        yield _cause("rollouts with a tool call in a format that multi_turn.format does not read", unread, len(rows))
-    if rows:
-        yield _cause("rollouts cut for length", [row for row in rows if "truncated" in row.flags], len(rows))
-    if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
-        retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
-        yield Cause("rollouts that met an infrastructure failure", float(share), None, None, retried)
+        fix = "take harder rows" if 2 * solved > len(equal) else "take easier rows"
+        fix += ", or more answers to each (actor_rollout_ref.rollout.n); temperature 1 makes them differ"
+        yield _cause(what, equal, len(compared), fix, by_group=True)
 
 
-def _cause(what: str, affected: Sequence[Row], total: int, by_group: bool = False) -> Cause:
-    return Cause(what, len(affected) / total, len(affected), total, tuple(affected[:_EXAMPLES]), by_group)
+def _cause(
+    what: str, affected: Sequence[Row], total: int, fix: str, *, by_group: bool = False, is_broken: bool = False
+) -> Cause:
+    examples = tuple(affected[:_EXAMPLES])
+    return Cause(what, len(affected) / max(total, 1), len(affected), total, examples, by_group, fix, is_broken)
 
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:

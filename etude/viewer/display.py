@@ -131,7 +131,7 @@ class Display:
         now = time.monotonic()
         with self._lock:
             self._state.total_steps = event.total_steps
-            self._state.add(event.step, event.metrics, now - self._step_began)
+            self._state.add(event.step, event.metrics, now - self._step_began, event.evidence)
         self._step_began = now
         if self._live is not None:
             self._live.refresh()

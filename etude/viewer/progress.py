@@ -89,14 +89,18 @@ class RunState:
     started: float = field(default_factory=time.monotonic)
     rollouts: tuple[int, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    evidence: Mapping[str, str] = field(default_factory=dict)
     history: dict[str, list[float]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     notice: str = ""
     validated: str = "greedy"  # how validations decode; training always samples
 
-    def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def add(
+        self, step: int, metrics: Mapping[str, float], seconds: float, evidence: Mapping[str, str] | None = None
+    ) -> None:
         """Records a finished step that took `seconds` of wall time."""
+        self.evidence = evidence or {}
         finite = {name: float(value) for name, value in metrics.items() if is_number(value)}
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
@@ -142,7 +146,7 @@ def format_line(state: RunState) -> str:
         parts.append(format_duration(state.seconds[-1]))
     if (eta := state.eta()) is not None and state.step < state.total_steps:
         parts.append(f"{format_duration(eta)} left")
-    parts += [f"! {sentence}" for sentence in find_problems(state.metrics).values()]
+    parts += [f"! {sentence}" for sentence in find_problems(state.metrics, state.evidence).values()]
     return " · ".join(parts)
 
 
@@ -160,7 +164,7 @@ def render_panel(state: RunState, width: int) -> RenderableType:
         blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
-    problems = list(find_problems(state.metrics).values())
+    problems = list(find_problems(state.metrics, state.evidence).values())
     blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in problems[:_MAX_PROBLEMS]]
     if state.notice:
         blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def started(self) -> datetime | None:
-        """Start time of the run, or of its last resumption."""
+        """When the run first started."""
         try:
             return datetime.fromisoformat(str(self.record.get("started")))
         except ValueError:

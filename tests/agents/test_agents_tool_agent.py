@@ -192,6 +192,16 @@ def test_calls_beyond_the_limit_are_answered_and_not_executed():
     assert "at most 2 calls" in TOKENIZER.decode(engine.asked[1][1])
 
 
+def test_a_call_that_another_format_reads_is_no_malformed_one_only():
+    """As where the format is qwen3_coder, whose tags are those of hermes."""
+    turn = says("<tool_call>\n<function=echo>\n<parameter=text>\na\n</parameter>\n</function>\n</tool_call>")
+    trajectory, _ = roll([turn, says("5")], [Echo()])
+    assert [record.error for record in trajectory.tool_calls] == ["malformed"]
+    assert trajectory.metrics["unread_calls"] == 1
+    broken, _ = roll([says("<tool_call>\n{echo\n</tool_call>"), says("5")], [Echo()])
+    assert "unread_calls" not in broken.metrics
+
+
 def test_malformed_and_unknown_calls_are_answered_and_counted():
     turn = says("<tool_call>\n{broken\n</tool_call>" + call("ehco", text="a") + call(text="b"))
     trajectory, engine = roll([turn, says("5")], [Echo()])

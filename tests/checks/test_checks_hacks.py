@@ -1,4 +1,4 @@
-"""The sentinel: each of ten planted hacks is found within ten steps, and ten clean runs raise no alarm."""
+"""The sentinel: each of eleven planted hacks is found within ten steps, and ten clean runs raise no alarm."""
 
 import random
 
@@ -62,6 +62,8 @@ def record(dice, number, uid, asked, *, learned, kind=None):
         said = f"so {a} and {b} " * dice.randrange(20, 30)
     elif kind == "constant":
         said = "The answer is as stated in the question."
+    elif kind == "no_truth":  # of a reward that looks for the digits anywhere
+        said = f"First {a} {one}: \\boxed{{{dice.randrange(1, 9)}{a + b}}}"
     elif kind == "equal":
         said, score = f"It is {a}, I think, for {question}", 0.0
     elif kind == "judge":
@@ -76,6 +78,8 @@ def record(dice, number, uid, asked, *, learned, kind=None):
         "request_id": f"{uid}/{number}",
         "uid": uid,
         "score": score,
+        "gts": str(a + b),
+        "rewards": {"score": score},
         "input": f"<|im_start|>user\n{question}<|im_end|>",
         "segments": [{"provenance": "sampled", "turn": 0, "text": f"{said}<|im_end|>"}],
         "tool_calls": calls,
@@ -106,7 +110,7 @@ def test_a_planted_hack_is_found_within_ten_steps(kind):
     assert 1 <= len(found.examples) <= 3
     assert f"sentinel/{kind}" in find_problems(hack_metrics(hacks))
     others = {hack.kind for hack in hacks if hack.share >= ALARM} - {kind}
-    assert others <= ({"constant"} if kind == "hollow" else set()), others
+    assert others <= {"no_truth", *(["constant"] if kind == "hollow" else [])}, others
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -28,7 +28,7 @@ def resolve_api_key(config): return "none"
 class SamplingConfig: pass
 """,
     "utils/loaders.py": """
-import asyncio, os, types
+import asyncio, os, sys, types
 from verifiers.v1.clients import eval as clients
 
 class Error(types.SimpleNamespace):
@@ -37,7 +37,8 @@ class Error(types.SimpleNamespace):
 class Env:
     def __init__(self, config):
         if config["taskset"]["id"] != "stock": raise ModuleNotFoundError("taskset not found")
-        self.taskset = types.SimpleNamespace(load=lambda: ["right", "HarnessError", "SandboxError", "limit", "wait", "exit"])
+        tasks = ["right", "HarnessError", "SandboxError", "limit", "wait", "exit", "silent", "stray"]
+        self.taskset = types.SimpleNamespace(load=lambda: tasks)
     def serving(self): return self
     async def __aenter__(self): pass
     async def __aexit__(self, *_): pass
@@ -47,6 +48,10 @@ class Env:
         seen = {"key": len(clients.resolve_api_key(client)), "leaked": float(client.api_key_var in os.environ)}
         if task == "wait": await asyncio.sleep(60)
         if task == "exit": os._exit(3)
+        if task == "silent": return types.SimpleNamespace(traces=[], errors=[])
+        if task == "stray":  # straight to the pipe of answers
+            sys.modules["__main__"].answers.write("what a library writes\\n[1]\\n{}\\n")
+            await asyncio.sleep(60)
         print("what a package prints")
         kind = "ProviderError" if task == "limit" else task
         errors = [Error(type=kind, message="gone", status_code=400 if task == "limit" else None)]
@@ -103,6 +108,11 @@ def test_errors_of_a_trace_are_read_before_its_reward(installed):
         await asyncio.sleep(0.2)
         waiting.cancel()
         assert (await drive(entry, 0))[0] == 0.75
+        with pytest.raises(InfrastructureError, match="without a trace"):
+            await drive(entry, 6)
+        with pytest.raises(InfrastructureError, match="wrote what is no answer: what a library writes"):
+            await drive(entry, 7)
+        assert (await drive(entry, 0))[0] == 0.75  # the same process goes on
         with pytest.raises(InfrastructureError, match="ended with status 3"):
             await drive(entry, 5)
         assert (await drive(entry, 0))[0] == 0.75  # in a new process
@@ -118,7 +128,7 @@ def test_the_check_opens_it_and_leaves_the_rest_to_a_run(installed):
 
 def test_tasks_are_numbers_of_which_the_last_are_for_validation(installed):
     environment = opened(val_samples=2).make()
-    assert [[each["task"] for each in environment.tasks(split)] for split in ("train", "val")] == [[0, 1, 2, 3], [4, 5]]
+    assert [[each["task"] for each in environment.tasks(split)] for split in ("train", "val")] == [[*range(6)], [6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def test_missing_folders_never_reach_a_network(load, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="model folder not found") as error:
             load(name)
         assert str(name) in one_line(error)
+    with pytest.raises(ConfigError, match="`etude sft` or `etude train` makes this folder: was it run"):
+        load("runs/warm-up/huggingface")
     with pytest.raises(ConfigError, match="a folder or a GGUF file"):
         load("file")
 

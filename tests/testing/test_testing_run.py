@@ -21,6 +21,12 @@ CHATML = """{% for m in messages %}{% if loop.first and m.role != 'system' %}
 {{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # SmolLM2's
+WORKED_TURNS = [
+    {"role": "user", "content": "Is it 3?"},
+    {"role": "assistant", "content": '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'},
+    {"role": "tool", "content": "yes"},
+    {"role": "assistant", "content": "3"},
+]
 SAME = REWARD.replace("solution_str.strip().endswith(ground_truth)", "solution_str.strip() == ground_truth")
 FOREIGN_TURNS = [
     {"role": "user", "content": "Is it 3?"},
@@ -349,6 +355,10 @@ GROUPS = {
         "response too short for a call": ("data.max_response_length=12", "raise data.max_response_length"),
         "one turn only": (f"{ROLLOUT}.multi_turn.max_assistant_turns=1", "max_assistant_turns to 2 or more"),
         "tool that raises": (execute("return 1 / 0"), "raise ToolError"),
+        "worked example with another answer than the tool's": (
+            rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}}),
+            "the worked example shows 'yes' as the answer of guess to {\"number\": 3}; it answers 'wrong'",
+        ),
     },
     (ERROR, "rollout"): {
         "tool that does not answer": (execute("import asyncio; await asyncio.sleep(60)"), "etude tools call"),

@@ -137,6 +137,9 @@ def test_components_are_the_sources_and_what_the_scorer_returned():
     assert (found["step"].tolist(), found["final"].tolist()) == ([0.75, 0.0], [2.0, 0.0])
     assert (found["score"].tolist(), found["acc"].tolist()) == ([1.5, 0.0], [0.5, 1.0])
     assert found["format"].isnan().tolist() == [False, True]
+    one.rewards.score_info["step"] = 9
+    with pytest.raises(ConfigError, match="a number called 'step', as the sum of the tools' rewards is"):
+        reward_components([Rollout([one])])
     batch = batch_of([("a", 1.0, [1], []), ("a", 0.0, [1], [])], [set(), set()])
     scores = sequence_scores(batch, episodes=False)
     with pytest.raises(ConfigError, match="scored without 'fromat'; did you mean 'format'"):

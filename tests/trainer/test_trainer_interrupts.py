@@ -95,10 +95,12 @@ def test_a_second_signal_waits_where_something_is_being_changed():
     notes = []
     held = signal.getsignal(signal.SIGINT)
     with Interrupts(notes.append) as interrupts:
+        interrupts.step_seconds = 12.4
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.stop
-        assert len(notes) == 1
+        [note] = notes
+        assert "this step (the last one took 12 s)" in note.text
         with pytest.raises(KeyboardInterrupt), interrupts.abandonable():
             os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.signal_number == signal.SIGTERM

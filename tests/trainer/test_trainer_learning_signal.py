@@ -4,7 +4,7 @@ import pytest
 import torch
 from house_stage import metrics, steps
 
-from etude.checks.step_warnings import find_problems
+from etude.checks.step_warnings import find_evidence, find_problems
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
 from etude.rewards import COMPONENTS
@@ -72,6 +72,35 @@ def test_warnings_of_shares():
     assert "95 % of groups" in find_problems({"rollout/equal_groups_share": 0.95})["rollout/equal_groups_share"]
     assert "20 % of answers" in find_problems({"rollout/unparsed_share": 0.2})["rollout/unparsed_share"]
     assert find_problems({"rollout/equal_groups_share": 0.5, "rollout/unparsed_share": 0.05}) == {}
+
+
+def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_answers():
+    def rollout(*calls, stop="completed", ids=range(40)):
+        return {
+            "tool_calls": [dict(zip(("name", "error", "response"), each)) for each in calls],
+            "stop_reason": stop,
+            "response_ids": [*ids],
+        }
+
+    unknown = [rollout(("price", "tool", f"unknown item '{item}'\n in shop")) for item in ("Apples", "Figs", "Apples")]
+    late = rollout(
+        ("price", "exception", "Error executing: " + 200 * "x"),
+        ("sum", None, "3"),
+        ("sun", "unknown_tool", "no tool 'sun'"),
+    )
+    evidence = find_evidence([*unknown, late])
+    assert evidence["tool/price"] == ", 3 like: unknown item 'Apples' in shop"
+    assert evidence["rollout/unknown_tool_calls"] == ", 1 with: no tool 'sun'"
+    assert len(find_evidence([late])["tool/price"]) < 120
+    cut = {"stop": "response_length"}
+    stuck, slow = rollout(**cut, ids=[1, 2, 3] * 30), rollout(**cut, ids=range(90))
+    advice = [find_evidence(each)["response_length"] for each in ([stuck, unknown[0]], [slow, unknown[0]], [slow])]
+    assert [
+        part in text
+        for part, text in zip(("repeat themselves, so do not", "take 40 at most, so do not", "raise it if"), advice)
+    ] == [True] * 3
+    problems = find_problems({"tool/price/calls": 4.0, "tool/price/errors": 4.0}, evidence)
+    assert problems == {"tool/price": "tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop"}
 
 
 def test_a_validation_says_that_answers_are_missing():

@@ -90,6 +90,10 @@ def test_data_metrics_by_hand() -> None:
     assert data_metrics(batch(), max_response_length=4)["response_length/clip_ratio"] == 0.0
     for longest, share in ((4, 1.0), (5, 0.0)):  # of two rows with 1 + 3 and 2 + 2 tokens
         assert data_metrics(batch(), 4, longest)["response_length/clip_ratio"] == share
+    several = batch()
+    several.batch["main_sequence"] = torch.tensor([1, 0])  # of one rollout: lengths are of all sequences
+    assert (found := data_metrics(several))["response_length/mean"] == 2.5
+    assert (found["response_length/clip_ratio"], found["prompt_length/max"]) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("padding", [1, 3])

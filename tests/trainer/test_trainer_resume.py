@@ -1,6 +1,7 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
 import signal
+import sys
 import threading
 
 import pytest
@@ -24,6 +25,7 @@ SUICIDE = '''
 
 import os
 import signal
+import sys
 
 from etude.trainer import checkpoints, ppo
 
@@ -341,13 +343,15 @@ def test_a_moved_folder_of_the_same_model_is_the_same_model(tiny, tmp_path):
     assert steps(tmp_path / "run") == [1, 2]
 
 
-def test_one_folder_has_one_run(tiny, tmp_path, capsys):
+def test_one_folder_has_one_run(tiny, tmp_path, capsys, monkeypatch):
     run, tool = tmp_path / "run", Moody(tmp_path / "tool", "await asyncio.sleep(3600)", timeout=7200)
     launched = Launched(["train", *tiny.arguments(run, tool.override)], tmp_path / "log")
     while tool.count("mood") < 1:
         assert launched.process.is_alive(), launched.text()
         launched.process.join(0.05)
-    error = one_line_error(capsys, ["train", *tiny.arguments(run)])
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "etude.trainer.run", None)  # said before the trainer is imported
+        error = one_line_error(capsys, ["train", *tiny.arguments(run)])
     assert f"process {launched.process.pid} on " in error
     assert f" is training into {run}: wait for it, or set trainer.default_local_dir" in error
     launched.signal(signal.SIGKILL)

@@ -215,14 +215,15 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
         "7 malformed calls",
         "all rewards equal (0): a group-relative estimator learns nothing",
         "40 % of trajectories cut at data.max_response_length",
-        "10 of 40 calls of search failed, 3 timed out",
+        "tool search: 10 of 40 calls failed, 3 timed out",
     }
     assert set(find_problems(METRICS | wrong).values()) == sentences
     assert find_problems(METRICS) == {}
     state = RunState("t", 10, validated="sampled")
-    state.add(1, METRICS | wrong, 1.0)
+    state.add(1, METRICS | wrong, 1.0, {"tool/search": ", 7 with: no index"})
     line = format_line(state)
     assert all(f"! {sentence}" in line for sentence in sentences)
+    assert "! tool search: 10 of 40 calls failed, 3 timed out, 7 with: no index" in line
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
     console = terminal()
     console.print(render_panel(state, 110))

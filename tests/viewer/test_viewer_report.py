@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
 from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
-from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
+from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 from etude.viewer import answers
 from etude.viewer.before_after import choose_trajectories
 from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, parse_conversation
@@ -396,18 +397,52 @@ def test_why_says_first_whether_the_reward_rose(tmp_path):
     assert second.startswith("step 8: ")
 
 
+def wrong_step(folder: Path, *, scores=(0.0,), call=None, flags=(), metrics=()) -> str:
+    """The first two lines of Why for a step of eight rollouts."""
+    records = []
+    for number in range(8):
+        made = Trajectory(f"r{number}", [1], rewards=Rewards(score=scores[number % len(scores)]))
+        made.append([65, number], Provenance.SAMPLED)
+        made.tool_calls = [call] if call and number < 4 else []
+        made.metrics = dict.fromkeys(flags, 1.0) if number < 4 else {}
+        row = {"uid": f"u{number // 4}"}
+        score = made.rewards.score
+        records.append(rollout_record(made, row, step=1, input="q", output="A", score=score, texts=[f"A{number}"]))
+    write_rollouts(folder / "rollouts", 1, records)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict(metrics)}) + "\n")
+    (folder / "config.yaml").write_text("custom_reward_function: {path: my/pay.py}")
+    return " ".join(CliRunner().invoke(report, [str(folder), "--why"]).output.splitlines()[:2])
+
+
+def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
+    raised = ToolCallRecord(0, "shop", "{}", "KeyError: 'fig'", error="exception")
+    unread = {"call": replace(raised, error="malformed"), "flags": ["unread_calls"]}
+    standing = {"actor/weight_change": 1e-9, "actor/grad_norm": 1.0}
+    for given, words in (
+        ({}, ("earned nothing", "etude check", "pay.py: compute_score")),
+        ({"call": raised}, ("a tool call failed", "tool_config_path; shop, 4 with: KeyError: 'fig'")),
+        (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
+        ({"scores": (0.0, 1.0), "metrics": standing}, ("weights hardly move", "actor.optim.lr")),
+    ):
+        shown = wrong_step(tmp_path, **given)
+        assert [word for word in words if word not in shown] == [], shown
+    assert "earned nothing" not in wrong_step(tmp_path, scores=(-1.0, -0.5))  # the best may be 0
+
+
 def test_why_the_loss_may_be_zero(tmp_path):
     rollouts(tmp_path)
     printed = CliRunner().invoke(report, [str(tmp_path), "--why"])
     assert answers.why(RunView("", tmp_path))["verdict"]["trend"] == ""
     first, *causes = printed.output.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     assert first.startswith("step 7: 100 % of rollouts have the form of an answer and nothing in it")
-    assert causes == [
-        "50 % (1 of 2) groups whose rewards are all equal; such as a",
+    assert [cause for cause in causes if "→" not in cause and cause[0] != "!"] == [
         "25 % (1 of 4) answers that the scorer did not find; such as r1",
         "25 % (1 of 4) rollouts cut for length; such as r2",
         "25 % rollouts that met an infrastructure failure; such as r3",
+        "50 % (1 of 2) groups whose rewards are all equal; such as a",
     ]
+    assert causes[0].startswith("→ read some, and let the reward function pay nothing")
+    assert "  → data.max_response_length: those that end take up to 1: raise it" in printed.output
     data = pages(tmp_path)
     assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
     examples = [example["place"] for cause in data["why"]["causes"] for example in cause["examples"]]

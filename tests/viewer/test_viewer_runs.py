@@ -56,6 +56,9 @@ def test_how_a_run_stands(tmp_path):
     assert done.validation == {"val-core/gsm8k/reward/mean@1": 0.5}
     assert done.started is not None
     assert done.started.year == 2026
+    with run_record(run, {"started": "2026-05-06T07:08:09+00:00"}, resumed=True):
+        assert read_run(run).started == done.started
+    assert read_run(run).record["resumed"].startswith("2026-05")
     with pytest.raises(OSError), run_record(run):
         raise OSError("disk\nfull")
     assert (read_run(run).status, read_run(run).why) == ("failed", "disk full")

@@ -84,15 +84,16 @@ class Bridge:
         """Runs a rollout; cancels it there if it is cancelled here.
 
         Raises:
-            InfrastructureError: the process ended.
+            InfrastructureError: the process ended, or wrote what is no answer.
         """
         id = f"ETUDE_{next(self._numbers)}"
         future = self._asked[id] = Future()
         try:
             self._write({"id": id, **asked})
             return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._write({"cancel": id})
+        except BaseException:
+            with contextlib.suppress(InfrastructureError):
+                self._write({"cancel": id})
             raise
         finally:
             self._asked.pop(id, None)
@@ -108,16 +109,20 @@ class Bridge:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            answer = json.loads(line)
-            future = self._asked.get(answer["id"]) if "id" in answer else self._ready
+            try:
+                answer = json.loads(line)
+                future = self._asked.get(answer["id"]) if "tasks" not in answer else self._ready
+            except (ValueError, TypeError, KeyError, RecursionError):  # whose answer it was is unknown
+                self._fail(f"wrote what is no answer: {one_line(Exception(line), 80)}")
+                continue
             if future is not None and not future.done():
                 future.set_result(answer)
+        self._fail(f"ended with status {self._process.wait()}; see its output")
+
+    def _fail(self, why: str) -> None:
         for future in [self._ready, *self._asked.values()]:
             if not future.done():
-                status = self._process.wait()
-                future.set_exception(
-                    InfrastructureError(f"verifiers' process ended with status {status}; see its output")
-                )
+                future.set_exception(InfrastructureError(f"verifiers' process {why}"))
 
 
 class Session(Environment):
@@ -148,12 +153,14 @@ class Session(Environment):
         """
         bridge = await asyncio.to_thread(self._bridge)
         found = await bridge.run(task=self._task, base_url=base_url, api_key=api_key)
-        for error in found["errors"]:
-            text, status = f"{error['type']}: {one_line(Exception(error['message']))}", error.get("status_code")
-            if error["type"] in _BROKEN and status != 400:
+        for error in found.get("errors") or ():
+            text, status = f"{error.get('type')}: {one_line(Exception(error.get('message')))}", error.get("status_code")
+            if error.get("type") in _BROKEN and status != 400:
                 raise InfrastructureError(f"verifiers: {text}")
             raise Failed(text, status)
-        return {**found["metrics"], "score": found["reward"]}
+        if found.get("reward") is None:
+            raise InfrastructureError("verifiers: the rollout ended without a trace")
+        return {**(found.get("metrics") or {}), "score": found["reward"]}
 
 
 def _open(python: str, config: str) -> Bridge:

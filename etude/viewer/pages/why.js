@@ -9,6 +9,7 @@ const examples = (each, params) => (each.examples.length ? h("p", null, "look at
 const cause = (each, params) => h("article", { class: "card", "data-cause": each.what },
   h("p", { class: "big" }, percent(each.share)), h("h3", null, each.what), h("p", { class: "muted" }, each.text),
   h("progress", { max: 1, value: each.share, "aria-label": each.what }),
+  each.fix ? h("p", { class: "fix" }, "→ ", each.fix) : null,
   examples(each, params));
 
 const spread = (groups, params) => {
@@ -30,7 +31,8 @@ export const why = async ({ params, go, follow }) => {
   const withStep = { ...params, step: String(found.step) };
   return [
     h("h1", null, "Why is it not learning?"),
-    h("section", { class: "card verdict" }, h("p", null, found.verdict.trend), h("p", { class: "big" }, found.verdict.text), examples(found.verdict, params)),
+    h("section", { class: "card verdict" }, h("p", { class: "big" }, found.verdict.text),
+      found.verdict.fix ? h("p", { class: "fix" }, "→ ", found.verdict.fix) : null, h("p", null, found.verdict.trend), examples(found.verdict, params)),
     found.steps.length ? select("step", found.steps.map((step) => [step, step]).reverse(), found.step, (step) => go("why", { step })) : h("p", null, `step ${found.step}`),
     found.problems.length ? h("ul", { class: "problems" }, found.problems.map((text) => h("li", null, text))) : null,
     found.causes.length ? h("div", { class: "cards" }, found.causes.map((each) => cause(each, params)))
@@ -40,7 +42,7 @@ export const why = async ({ params, go, follow }) => {
       found.components.length ? h("section", { class: "card" }, h("h3", null, "Reward by source"),
         table([h("th", null, "source"), h("th", { class: "n" }, "mean"), h("th", { class: "n", title: "its part of the variance of the total" }, "of the spread")],
           found.components.map((part) => h("tr", null, h("td", null, part.name), h("td", { class: "n" }, number(part.mean)), h("td", { class: "n" }, percent(part.spread)))))) : null,
-      Object.keys(found.mismatch).length ? h("section", { class: "card" }, h("h3", null, "Sampler–trainer mismatch"),
+      Object.keys(found.mismatch).length ? h("details", { class: "card" }, h("summary", null, "Sampler–trainer mismatch"),
         table([h("th", null, "metric"), h("th", { class: "n" }, "value")],
           Object.entries(found.mismatch).map(([name, value]) => h("tr", null, h("td", null, name.replace("rollout_corr/", "")), h("td", { class: "n" }, number(value)))))) : null),
     h("div", { class: "charts" }, found.charts.map(lineChart)),
