@@ -37,6 +37,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 _SMALL = {"loss": 0.1, "gradient norm": 1e-3, "learning rate": 0.0, "weight change": 0.0}
 """A smaller figure is held to what this one is; others to what 1 is."""
 _TENSORS = 1e-2  # how far a role's change may be from the plain one: Adam divides small gradients by their own size
+_FOLLOWING = ("actor/", "distillation/")  # figures that also are of updates after the first, which moved the policy
 _CLIPPED = ("pg_clipfrac", "vf_clipfrac")  # shares of tokens, one of which rounding may put on the other side
 
 TERMS = {
@@ -312,23 +313,43 @@ def _compare(
 ) -> Iterator[tuple[str, Term]]:
     """Yields (name, term) of each term of which the run recorded something."""
     recorded = _recorded_rows(records)
-    tokens = sum(map(len, rows))
+    tokens, longest = sum(map(len, rows)), max(map(len, rows), default=0)
+    moved = _moves(rows) if figures.get("actor/optimizer_steps", 1) > 1 else torch.zeros(1)
+    largest, usual = float(moved.max()), float(moved.square().mean().sqrt())
+    deepest = max(
+        (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
+    )
     if any(values for _, values in recorded):
         yield "mask", _worst("mask", tokens, _mask_differences(recorded))
     for name, sources in TERMS.items():
         smallest, gaps = _SMALL.get(name, 1.0), list[tuple[float, str]]()
         for source in sources:
             if source.startswith("token:"):
-                gaps += _token_differences(source.removeprefix("token:"), recorded, rows, tolerance)
+                slack = tolerance + (_TENSORS * largest if name == "log-prob in the update" else 0.0)
+                gaps += _token_differences(source.removeprefix("token:"), recorded, rows, slack)
                 continue
             for figure in sorted(each for each in figures if each.startswith(source)):
                 ours, theirs = figures[figure], logged.get(figure)
                 if not isinstance(theirs, int | float) or figure.endswith("log_prob_diff_p99"):
                     continue
-                allowed = tolerance * max(abs(ours), smallest) + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
+                slack = tolerance
+                if figure.endswith("chi2_seq"):  # a square of a product over tokens
+                    slack *= 2 * longest
+                elif figure.endswith("_diff_max"):  # the rounding of the engine and of the trainer, where it is largest
+                    slack *= 10
+                if figure.startswith(_FOLLOWING) and name != "learning rate":
+                    slack += _TENSORS * usual
+                size = max(abs(ours), smallest, deepest if figure.startswith("rollout_corr/") else 0.0)
+                allowed = slack * size + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
                 gaps.append((_share(theirs - ours, allowed), f"{figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
+
+
+def _moves(rows: Sequence[Row]) -> torch.Tensor:
+    """How far the log-prob of each token had moved when it was last trained on (T,)."""
+    known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
+    return torch.cat([torch.zeros(1), *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
 
 
 def _recorded_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:

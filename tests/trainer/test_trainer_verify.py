@@ -63,6 +63,24 @@ def test_a_step_is_equal_live_and_from_its_folder_alone(done, twice, tmp_path, c
     assert "the reference model is not on this machine" in said
 
 
+def test_what_follows_the_first_update_may_differ_by_a_hundredth_of_what_it_moved(twice, tmp_path):
+    """Adam divides a gradient that rounding alone decides by its own size."""
+    moved = []
+    for line in (twice / "rollouts" / "2.jsonl").read_text().splitlines():
+        values = json.loads(line)["token_values"]
+        moved += [new - old for new, old in zip(values["log_probs"], values["old_log_probs"]) if new is not None]
+    usual = (sum(each**2 for each in moved) / len(moved)) ** 0.5
+    for share, equal in ((0.5, True), (2.5, False)):
+        copy = tmp_path / str(share)
+        shutil.copytree(twice, copy)
+        first, second = metrics(copy)
+        second["actor/grad_norm"] *= 1 + share * 0.01 * usual
+        (copy / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (first, second)))
+        found = {term.name: term for term in verify_step(copy, 2).terms}
+        assert found["gradient norm"].equal == equal
+        assert found["advantage"].equal
+
+
 FAULTS = {  # what the configuration says and the run did not do → the term that differs first
     "reward": ("reward_model.score_weight", 2.0),
     "advantage": ("algorithm.norm_adv_by_std_in_grpo", False),
