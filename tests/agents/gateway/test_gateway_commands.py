@@ -17,6 +17,7 @@ from etude.agents.gateway import check_openai_agent
 from etude.errors import ConfigError, EtudeError
 from etude.options import AgentSandboxOptions, OpenAIAgentOptions
 from etude.sandbox import SandboxClient, SandboxUnavailableError
+from etude.sandbox.jail import hidden
 from etude.trajectory import StopReason
 
 REWARD = "open(os.environ['ETUDE_REWARD_FILE'], 'w').write('{}')\n"
@@ -154,15 +155,20 @@ def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(
 
 
 @pytest.mark.skipif(shutil.which("mini") is None, reason="pip install mini-swe-agent; put its folder on PATH")
-def test_mini_swe_agent_is_trained_as_it_is(loop_of, tmp_path):
+@pytest.mark.parametrize("walls", [False, True])
+def test_mini_swe_agent_is_trained_as_it_is(loop_of, tmp_path, walls):
     """Real, and unchanged; its only tool is bash, and it ends when that prints its word."""
     (tmp_path / "task").mkdir()
-    quiet = ["env", "MSWEA_CONFIGURED=true", "MSWEA_COST_TRACKING=ignore_errors", f"HOME={tmp_path}"]
-    mini = ["mini", "-m", "openai/policy", "-t", "Write 5.", "-y", "--exit-immediately", "-o", "log.json"]
+    mini = Path(shutil.which("mini")).absolute()
+    if walls and hidden(str(mini)):
+        pytest.skip("its environment is below /tmp, of which each rollout has its own")
+    quiet = ["MSWEA_CONFIGURED=true", "MSWEA_COST_TRACKING=ignore_errors", *([] if walls else [f"HOME={tmp_path}"])]
+    task = ["-m", "openai/policy", "-t", "Write 5.", "-y", "--exit-immediately", "-o", "log.json"]
     script = ["echo 0.5 > done.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     verify = "import os\n" + REWARD.format("' + open('done.txt').read() + '")
     given = {"workspace": str(tmp_path / "task"), "verifier": command(verify)}
-    name = loop_of(command=[*quiet, *mini], **given)
+    given["sandbox"] = {"enable": walls, "folders": [str(mini.parents[1])] if walls else []}
+    name = loop_of(command=["env", *quiet, str(mini), *task], **given)
     turns = [says(call("bash", command=each)) for each in script]
     limits = {"prompt_length": 8000, "response_length": 4000}
     [result], _ = roll(name, lambda _, __, turn: turns[turn], scored=False, **limits)
