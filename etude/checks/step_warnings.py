@@ -40,8 +40,9 @@ _SHARES = {  # metric → (threshold, sentence)
     ),
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
+_PLURAL = re.compile(r"(?<=^1 )((?:malformed |infrastructure )?\w+?)(?:(ie)s|s)\b")
 _COUNTS = {  # metric → sentence, where it is above 0
-    "rollout/unread_calls": "{:,.0f} answers call a tool in a format that multi_turn.format does not read",
+    "rollout/unread_calls": "{:,.0f} answers with a call in a format that multi_turn.format does not read",
     "actor/skipped_steps": "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": "critic update skipped: its gradient is not finite",
     "sft/skipped_steps": "update skipped: its gradient is not finite",
@@ -114,7 +115,10 @@ def _repeats(ids: Sequence[int]) -> bool:
 
 
 def _find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    problems = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    counted = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    problems = {
+        key: _PLURAL.sub(lambda word: word[1] + ("y" if word[2] else ""), text) for key, text in counted.items()
+    }
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     kept = metrics.get("training/filter_groups/kept", 1.0)
     # a penalty in the reward makes equal rewards differ, and a group's standard deviation scales it up to full advantages
