@@ -131,9 +131,9 @@ class AtlasAgentLoop(AgentLoopBase):
 
 # 4. The scoring function (custom_reward_function), and the reward manager that calls it.
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 where the last line ends in the capital. Declare any of data_source, solution_str, ground_truth, extra_info."""
+    """1.0 where the last line names the capital. Declare any of data_source, solution_str, ground_truth, extra_info."""
     lines = solution_str.strip().splitlines()
-    return float(bool(lines) and f" {lines[-1]}".rstrip(". ").endswith(f" {ground_truth}"))
+    return float(bool(lines) and ground_truth in lines[-1])
 
 
 @register_reward_manager("brief")
