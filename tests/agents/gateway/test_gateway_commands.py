@@ -310,15 +310,21 @@ def test_a_command_in_the_sandbox_reaches_its_policy_and_nothing_else(loop_of, t
 
 
 @pytest.mark.parametrize(
-    ("limit", "program", "status"),
+    ("limit", "program", "statuses"),
     [
-        ({"disk_mb": 20}, "head -c 30M /dev/zero >big || exit 8", "status 8"),
-        ({"memory_mb": 50}, "x=$(head -c 100M /dev/zero | tr '\\0' x); exit 9", "cannot allocate"),
+        ({"disk_mb": 20}, "head -c 30M /dev/zero >big || exit 8", ("status 8",)),
+        (
+            {"memory_mb": 50},
+            "x=$(head -c 100M /dev/zero | tr '\\0' x); exit 9",
+            ("cannot allocate", "status memory_limit"),
+        ),
     ],
 )
-def test_the_sandboxs_folders_and_limits(loop_of, limit, program, status):
+def test_the_sandboxs_folders_and_limits(loop_of, limit, program, statuses):
+    """Whoever notices the memory first says so: the program or the sandbox."""
     [result], _ = roll(loop_of(command=["bash", "-c", program], sandbox={"enable": True, **limit}), scored=False)
-    assert (result.dropped, status in result.cause) == (StopReason.AGENT_ERROR, True), result.cause
+    assert result.dropped is StopReason.AGENT_ERROR
+    assert any(status in result.cause for status in statuses), result.cause
 
 
 def test_the_sandboxs_folders_are_readable(loop_of):
