@@ -215,6 +215,24 @@ def test_the_reward_is_that_of_verify_whatever_the_row_and_its_other_numbers_are
         assert asyncio.run(play(EnvironmentSession(entry, {**made, "group_seed": 0}))) == (0.25, {"seen": 2})
 
 
+@pytest.mark.parametrize("answer", [{}, {"result": None}, {"result": {"tools": [3]}}, {"result": {}}, {"error": "no"}])
+def test_an_unreadable_answer_of_a_resources_server_is_infrastructure(answer, rows, monkeypatch):
+    async def mcp(self, request):
+        return web.json_response(answer)
+
+    async def begin(session):
+        async with session:
+            pass
+
+    monkeypatch.setattr(NemoGym, "_mcp", mcp)
+    with NemoGym(mcp=True) as server:
+        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
+        [entry] = load_environments([options]).entries.values()
+        made = next(iter(task_rows(entry, "train", None)))
+        with pytest.raises(InfrastructureError, match="tools/list: unreadable answer"):
+            asyncio.run(begin(EnvironmentSession(entry, {**made, "group_seed": 0})))
+
+
 async def broken(session):
     async with session:
         await session.call_tool("increment_counter", {"count": 13})

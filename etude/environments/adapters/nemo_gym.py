@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema
+from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema, reading
 from etude.environments.base import Environment, InvalidAction, Step
 from etude.errors import ConfigError
 from etude.jsonl import read_json_lines
@@ -44,8 +44,10 @@ class Session(Environment):
         params = task["responses_create_params"]
         tools = params.get("tools") or ()
         if self._mcp is not None:
-            tools = (await self._request("tools/list", {}))["tools"]
-        return Step(_messages(params["input"]), tools=[openai_schema(each) for each in tools])
+            tools = (await self._request("tools/list", {})).get("tools")
+        with reading(f"{self._url}: tools/list"):
+            shown = [openai_schema(each) for each in tools]
+        return Step(_messages(params["input"]), tools=shown)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool.
@@ -58,7 +60,8 @@ class Session(Environment):
         refused = False
         if self._mcp is not None:
             result = await self._request("tools/call", {"name": name, "arguments": arguments})
-            text, refused = as_text(result), bool(result.get("isError"))
+            with reading(f"{self._url}: {name}"):
+                text, refused = as_text(result), bool(result.get("isError"))
         else:
             try:
                 text = json.dumps(await self._post(name, arguments))
@@ -102,11 +105,11 @@ class Session(Environment):
     async def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         assert self._mcp is not None
         asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-        answer = await self._post(self._mcp["url_path"].strip("/"), asked, {**_JSON, **self._mcp["headers"]})
-        if "error" in answer:
-            raise InvalidAction(str(answer["error"].get("message")))
-        found: dict[str, Any] = answer["result"]
-        return found
+        with reading(f"{self._url}: {method}"):
+            answer = await self._post(self._mcp["url_path"].strip("/"), asked, {**_JSON, **self._mcp["headers"]})
+            if "error" in answer:
+                raise InvalidAction(str(answer["error"].get("message")))
+            return dict(answer["result"])
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema
+from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema, reading
 from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
-from etude.errors import InfrastructureError, describe_error
+from etude.errors import InfrastructureError
 from etude.rewards.number import as_flag, as_reward
 
 _LARGEST = 100 * 2**20  # bytes of a message
@@ -58,10 +58,11 @@ class Session(Environment):
         self._http = aiohttp.ClientSession()
         self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST)
         first = await self._ask("reset", {"seed": seed, **task})
-        listed = await self._request("tools/list", {})
-        if "error" in listed and self._steps_call:
-            raise InfrastructureError(f"{self._url}: tools/list: {listed['error'].get('message')}")
-        tools = [openai_schema(each) for each in listed.get("result", {}).get("tools", ())]
+        with reading(f"{self._url}: tools/list"):
+            listed = await self._request("tools/list", {})
+            if "error" in listed and self._steps_call:
+                raise InfrastructureError(f"{self._url}: tools/list: {listed['error'].get('message')}")
+            tools = [openai_schema(each) for each in listed.get("result", {}).get("tools", ())]
         shown = [self._say(first["observation"]), "" if tools else self._rule]
         return Step("\n".join(filter(None, shown)), done=first["done"], tools=tools)
 
@@ -90,16 +91,18 @@ class Session(Environment):
         """
         if not self._steps_call:
             answer = await self._request("tools/call", {"name": name, "arguments": dict(arguments)})
-            if "error" in answer:
-                raise InvalidAction(str(answer["error"].get("message")))
-            return as_text(answer["result"])
+            with reading(f"{self._url}: {name}"):
+                if "error" in answer:
+                    raise InvalidAction(str(answer["error"].get("message")))
+                return as_text(answer["result"])
         found = await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
-        step = self._acts(found, as_text(found["observation"].get("result")))
-        if (error := found["observation"].get("error")) and error.get("error_type") not in _TOLD:
-            raise InfrastructureError(f"{self._url}: {name}: {error.get('message')}")
-        if error and not step.done:
-            raise InvalidAction(str(error.get("message")), step.reward)
-        return step
+        with reading(f"{self._url}: {name}"):
+            step = self._acts(found, as_text(found["observation"].get("result")))
+            if (error := found["observation"].get("error")) and error.get("error_type") not in _TOLD:
+                raise InfrastructureError(f"{self._url}: {name}: {error.get('message')}")
+            if error and not step.done:
+                raise InvalidAction(str(error.get("message")), step.reward)
+            return step
 
     def score(self) -> float | None:
         """Returns 0.0 for an episode without an action; otherwise its steps' rewards are all."""
@@ -116,7 +119,7 @@ class Session(Environment):
         if message.type != aiohttp.WSMsgType.TEXT:
             raise InfrastructureError(f"{self._url}: the connection was lost")
         answer = json_object(self._url, message.data)
-        try:
+        with reading(f"{self._url}: {kind}"):
             found: dict[str, Any] = answer["data"]
             if answer["type"] != "error":
                 if kind != "mcp":
@@ -124,16 +127,10 @@ class Session(Environment):
                     as_reward(found["reward"], self._url)
                     self._say(found["observation"])
                 return found
-            code, text = found["code"], found["message"]
-            if code == "VALIDATION_ERROR" and kind == "step":
-                text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found["errors"])
-        except (AttributeError, KeyError, TypeError) as error:
-            line = f"{self._url}: {kind}: unreadable answer ({describe_error(error)}): {message.data:.80}"
-            raise InfrastructureError(line) from error
-        if code == "VALIDATION_ERROR" and kind == "step":
-            raise InvalidAction(text)
-        failed = EnvironmentFull if code == "CAPACITY_REACHED" else InfrastructureError
-        raise failed(f"{self._url}: {kind}: {text}")
+            if found["code"] == "VALIDATION_ERROR" and kind == "step":
+                raise InvalidAction("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found["errors"]))
+            failed = EnvironmentFull if found["code"] == "CAPACITY_REACHED" else InfrastructureError
+            raise failed(f"{self._url}: {kind}: {found['message']}")
 
     async def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         return await self._ask("mcp", {"jsonrpc": "2.0", "method": method, "params": params, "id": 1})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from etude.errors import ConfigError, InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
 from etude.tools.base import function_schema
 
 _PATIENCE = 10.0  # seconds
@@ -40,6 +41,15 @@ def json_object(url: str, text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InfrastructureError(f"{url}: the answer is JSON, but no object: {text[:80]!r}")
     return found
+
+
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Within it, an answer that lacks what is read, or has another type, is an InfrastructureError of `url`."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise InfrastructureError(f"{url}: unreadable answer: {describe_error(error)}") from error
 
 
 def openai_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
