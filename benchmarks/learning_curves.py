@@ -26,6 +26,7 @@ from etude.run_folder import METRICS_FILE, read_metrics
 
 _ESTIMATOR, _ACTOR = "algorithm.adv_estimator", "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+_CORRECTION = "algorithm.rollout_correction"
 _KEEP = "algorithm.filter_groups.enable=false"  # keeps groups of equal scores, which have gradients here
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -58,6 +59,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "gspo": (f"{_LOSS}=gspo",),
     "cispo": (f"{_LOSS}=cispo",),
     "dppo_tv": (f"{_LOSS}=dppo_tv",),
+    "dppo_kl": (f"{_LOSS}=dppo_kl",),
+    "top_p": ("actor_rollout_ref.rollout.top_p=0.95",),
+    "score_centering": (f"{_CORRECTION}.score_centering_topk=16", f"{_CORRECTION}.rollout_is=token"),
     "distillation": ("distillation.teachers={{default: {teacher}}}", _KEEP),
     "distillation_topk": (
         "distillation.teachers={{default: {teacher}}}",

@@ -6,7 +6,6 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     """
     console = open_console()
     if not rollouts.exists():
-        raise DataError(f"{rollouts}: no such file or folder; {_name_newest(rollouts)}")
+        raise DataError(f"{rollouts}: no such file or folder; {_name_nearest(rollouts)}")
     if rollouts.is_dir():
         rollouts = _newest_dump(rollouts)
     record = read_row(rollouts, row)
@@ -82,16 +81,14 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     return int(any(check.verdict is Verdict.FAILS for check in checked))
 
 
-def _name_newest(path: Path) -> str:
-    """Names the dump of rollouts whose path is most like a `path` that does not exist, else the newest one near."""
+def _name_nearest(path: Path) -> str:
+    """Names a dump of rollouts near a `path` that does not exist: the one of its name, else the newest."""
     near = next(folder for folder in path.parents if folder.is_dir())
-    depths = ("", "*/", "*/*/")
-    found = [each for start in (near, Path()) for depth in depths for each in start.glob(f"{depth}rollouts/*.jsonl")]
+    places = ("*.jsonl", "rollouts/*.jsonl", "*/rollouts/*.jsonl", "*/*/rollouts/*.jsonl")
+    found = next(filter(None, (list(start.glob(place)) for start in (near, Path()) for place in places)), [])
     if not found:
         return "a run writes dumps into trainer.rollout_data_dir"
-    if close := get_close_matches(str(path), map(str, found), n=1):
-        return f"did you mean {close[0]}?"
-    return f"the newest dump here is {max(found, key=lambda each: each.stat().st_mtime)}"
+    return f"did you mean {max(found, key=lambda each: (each.name == path.name, each.stat().st_mtime))}?"
 
 
 def _newest_dump(folder: Path) -> Path:
