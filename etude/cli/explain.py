@@ -84,7 +84,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
 def _name_nearest(path: Path) -> str:
     """Names a dump of rollouts near a `path` that does not exist: the one of its name, else the newest."""
     near = next(folder for folder in path.parents if folder.is_dir())
-    places = ("*.jsonl", "rollouts/*.jsonl", "*/rollouts/*.jsonl", "*/*/rollouts/*.jsonl")
+    places = ("[0-9]*.jsonl", "rollouts/*.jsonl", "*/rollouts/*.jsonl", "*/*/rollouts/*.jsonl")
     found = next(filter(None, (list(start.glob(place)) for start in (near, Path()) for place in places)), [])
     if not found:
         return "a run writes dumps into trainer.rollout_data_dir"
