@@ -35,6 +35,6 @@ def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | 
     for cause in found["causes"]:
         examples = ", ".join(example["name"] for example in cause["examples"])
         lines.append(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}")
-        lines.append(cause["fix"] != verdict["fix"] and f"  → {cause['fix']}")
+        lines.append(cause["fix"] and cause["fix"] != verdict["fix"] and f"  → {cause['fix']}")
     for line in filter(None, [*lines, *(f"! {problem}" for problem in found["problems"])]):
         click.echo(sanitize_text(line))

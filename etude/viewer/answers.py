@@ -97,6 +97,7 @@ def curves(run: RunView, version: str = "") -> Answer:
 
 _READ = 256
 _LARGE = 0.25  # share of a step's rollouts
+_RARE = 0.05  # likewise: listed last, and without what to do
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
@@ -111,13 +112,14 @@ def why(run: RunView, step: int | None = None) -> Answer:
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(run)
     found = [cause for cause in find_causes(rows, metrics, evidence, scorer) if cause.share > 0]
+    found.sort(key=lambda cause: cause.share < _RARE)
     problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
         {
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
-            "fix": cause.fix,
+            "fix": cause.fix if cause.share >= _RARE else "",
             "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found

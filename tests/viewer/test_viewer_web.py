@@ -401,7 +401,7 @@ def test_why_it_does_not_learn_is_one_screen_with_examples(tab):
     tab.open("why?run=big")
     causes = dict(zip(tab.texts("[data-cause] h3"), tab.texts("[data-cause] .big")))
     assert causes == {"rollouts that met an infrastructure failure": "2 %"}
-    assert "the run's log names the service" in tab.text("[data-cause] .fix")
+    assert tab.page.query_selector("[data-cause] .fix") is None  # too rare to be mended first
     assert len(tab.texts(".squares a")) == 25
     assert "step/calculator" in tab.text("main")
     assert {"Nothing to learn from", "Sampler–trainer mismatch"} <= set(tab.texts("figure h3"))
