@@ -61,7 +61,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "dppo_tv": (f"{_LOSS}=dppo_tv",),
     "dppo_kl": (f"{_LOSS}=dppo_kl",),
     "top_p": ("actor_rollout_ref.rollout.top_p=0.95",),
-    "score_centering": (f"{_CORRECTION}.score_centering_topk=16", f"{_CORRECTION}.rollout_is=token"),
+    "score_centering": (
+        f"{_CORRECTION}.bypass_mode=false",
+        f"{_CORRECTION}.score_centering_topk=16",
+        f"{_CORRECTION}.rollout_is=token",
+    ),
     "distillation": ("distillation.teachers={{default: {teacher}}}", _KEEP),
     "distillation_topk": (
         "distillation.teachers={{default: {teacher}}}",

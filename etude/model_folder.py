@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError, one_line
-from etude.registry import did_you_mean
+from etude.registry import did_you_mean, suggestion
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OWN_FOLDERS = frozenset(
@@ -102,7 +102,7 @@ def local_folder(path: str | Path) -> Path | None:
         made = "a run of `etude sft` or `etude train` makes this folder: was it run, and from here?"
         raise ConfigError(
             f"{text}: model folder not found{seen_from} (a model on a hub is named 'org/name')",
-            fix=made if folder.name == "huggingface" else "",
+            fix=made if folder.name == "huggingface" else suggestion(text, NAMED_MODELS),
         )
     return None
 

@@ -295,9 +295,8 @@ class ToolAgentLoop(AgentLoopBase):
         text = trajectory.messages[-1]["content"]
         if trajectory.tool_calls or not isinstance(text, str):
             return
-        if (other := find_other_format(text, self.tool_parser, names)) is not None:
+        if find_other_format(text, self.tool_parser, names) is not None:
             trajectory.metrics["unread_calls"] = trajectory.metrics.get("unread_calls", 0.0) + 1
-            _warn_of_other_format(other, self.context.options.multi_turn.format)
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
         """Applies the arguments of a generation handler, which a subclass may have changed.
@@ -595,16 +594,6 @@ class EnvAgentLoop(ToolAgentLoop):
         if self.context.environment is None:
             raise EtudeError("the agent loop 'env_agent' needs an environment: set env, or actor_rollout_ref.env.name")
         return self.context.environment.pick(row)
-
-
-@cache
-def _warn_of_other_format(other: str, chosen: str) -> None:
-    logger.warning(
-        "an answer calls a tool in the format %s, which multi_turn.format=%s does not read: it stays text (set the format, "
-        "or show the model calls of the other form)",
-        other,
-        chosen,
-    )
 
 
 @cache

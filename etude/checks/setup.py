@@ -278,7 +278,8 @@ def warn_of_tools(rows: RLDataset) -> None:
         logger.warning(
             WARNING,
             "the chat template does not show the model its tools, and rows name them without the arguments they require",
-            "set actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write schemas and call format",
+            "show a call in a worked example, as turns before each question (a small model needs one), or set "
+            "actor_rollout_ref.rollout.multi_turn.tools_in_system=true to write schemas and call format",
         )
 
 
@@ -300,8 +301,9 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
     if setup.options.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
         logger.warning(
             WARNING,
-            "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice",
-            "set reward_model.enable=false or one of the weights to 0",
+            "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice if "
+            "calc_reward pays for it",
+            "leave ground_truth out of create_kwargs, or set reward_model.enable=false or one of the weights to 0",
         )
 
 

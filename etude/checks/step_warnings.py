@@ -21,7 +21,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
     StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
-    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for what a tool or environment says next",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room (data.max_response_length) for what a tool or environment says",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
@@ -75,7 +75,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
                 kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
-                errors[kind].append(" ".join(str(call.get("response")).split()))
+                errors[kind].append(" ".join(str(call.get("response")).splitlines()))
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:

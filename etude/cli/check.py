@@ -56,10 +56,10 @@ def check(
     from etude.quickstart.prepare import example_inputs
     from etude.testing import inspect_run
 
-    with example_inputs(config_path, config_name, overrides) as made:
-        findings = inspect_run(
-            config_name, (*made, *overrides), config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft
-        )
+    made = example_inputs(config_path, config_name, overrides)
+    findings = inspect_run(
+        config_name, (*made, *overrides), config_path, rows=rows, seconds=timeout, rolls_out=rolls_out, sft=sft
+    )
     return print_findings(findings, as_json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from etude.cli.check import json_option, print_findings
@@ -44,7 +45,7 @@ def list_environments(package: str | None, plugins: tuple[str, ...]) -> int:
         return 0
     table = Table("id", "what", "installed", box=None)
     for prefix, adapter in ADAPTERS.items():
-        missing = f"no: pip install 'etude[{adapter.extra}]'"
+        missing = escape(f"no: pip install 'etude[{adapter.extra}]'")
         table.add_row(
             f"{prefix}:{adapter.name}", adapter.what, adapter.version or "yes" if adapter.is_installed else missing
         )
@@ -110,7 +111,9 @@ def test(
     Example:
       etude env test --config-path shop --config-name agent
     """
+    from etude.quickstart.prepare import example_inputs
     from etude.testing import inspect_environment
 
-    findings = inspect_environment(config_name, overrides, config_path, rows=rows, seed=seed, seconds=timeout)
+    made = example_inputs(config_path, config_name, overrides)
+    findings = inspect_environment(config_name, (*made, *overrides), config_path, rows=rows, seed=seed, seconds=timeout)
     return print_findings(findings, as_json)

@@ -45,6 +45,7 @@ def play(
       etude play --config-path shop --config-name agent --row 3
       etude play gym:FrozenLake-v1 is_slippery=false
     """
+    from etude.quickstart.prepare import example_inputs
     from etude.testing.play import play as play_row
 
     if overrides and "=" not in overrides[0]:
@@ -59,7 +60,7 @@ def play(
         return 0 if earned is not None else 1
     scored = play_row(
         config_name,
-        overrides,
+        (*example_inputs(config_path, config_name, overrides), *overrides),
         config_path,
         row=row,
         validation=validation,

@@ -40,7 +40,7 @@ from etude.errors import ConfigError, raise_faults
 from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
-from etude.registry import one_edit_from, suggestion
+from etude.registry import suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -258,11 +258,8 @@ def _anchor(value: Any, folder: Path, or_folder: bool) -> Any:
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
     near = folder / name
     exists = near.is_file() or (or_folder and near.is_dir())
-    named = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
-    misspelt = named and one_edit_from(
-        near.name, (each.name for each in near.parent.iterdir())
-    )  # the error will suggest the file next to it
-    return f"{near}{colon}{attribute}" if exists or misspelt else value
+    missing = near.suffix in _SUFFIXES and not or_folder and near.parent.is_dir() and not Path(name).exists()
+    return f"{near}{colon}{attribute}" if exists or missing else value  # the error names this place
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:

@@ -105,7 +105,9 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
         if override.is_sweep_override():
             raise ConfigError(f"'{override.input_line}' is a sweep", fix="give one value, or write a list as [a,b]")
         if override.is_delete():
-            raise ConfigError(f"'{override.input_line}': keys cannot be removed", fix="set it to null instead")
+            raise ConfigError(
+                f"'{override.input_line}': keys cannot be removed", fix="`etude config KEY` says what turns it off"
+            )
         try:
             OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
         except OmegaConfBaseException as error:

@@ -90,7 +90,7 @@ class RLDataset:
         self._interactions = list(interactions)
         self._agent_loops, self._shows_tools, self._environments = agent_loops, shows_tools, environments
         self.options = options
-        self.overlong = 0
+        self.overlong, self._longest = 0, 0
         self.describes_tools = True
         self._scored = scored
         self._images = images
@@ -181,6 +181,7 @@ class RLDataset:
             size = f"{length} tokens, tool schemas included"
             raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}", fix=fix)
         self.overlong += 1
+        self._longest = max(self._longest, length)
         return False
 
     def _report_overlong(self) -> None:
@@ -188,7 +189,7 @@ class RLDataset:
         names = ", ".join(self.files)
         if not kept:
             problem = f"{names}: every prompt is longer than data.max_prompt_length={limit} tokens"
-            raise DataError(problem, fix="raise data.max_prompt_length")
+            raise DataError(problem, fix=f"raise data.max_prompt_length: the longest prompt has {self._longest}")
         if self.overlong:
             total = kept + self.overlong
             line = "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens with their tool schemas"

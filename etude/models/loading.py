@@ -255,7 +255,8 @@ def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | 
             return load(target, local_files_only=folder is not None, **options)
     except Exception as error:  # for a broken folder, transformers raises anything from OSError to TypeError
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
-        raise ConfigError(f"{target}: {where}: {one_line(error)}") from error
+        here = "`etude models list` names models that need no hub" if folder is None else ""
+        raise ConfigError(f"{target}: {where}: {one_line(error)}", fix=here) from error
 
 
 def _load_model(

@@ -5,14 +5,13 @@ Invariant: everything follows from the seed. A `model` folder that `prepare` wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.model_folder import NAMED_MODELS, named_folder
+from etude.model_folder import NAMED_MODELS, cache_folder, named_folder
 from etude.quickstart.example import CALCULATOR, Example, Rows, Tables, find_example
 
 TOOLS = (
@@ -33,31 +32,32 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
     assert example.prepare is not None
     tables = example.prepare(folder, seed, rows)
     if not isinstance(tables, dict) or not set(TABLES[:3]) <= set(tables) <= set(TABLES):
-        raise ConfigError(f"{example.folder / 'agent.py'}: prepare must return the tables {', '.join(TABLES)}")
+        raise ConfigError(
+            f"{example.folder / 'agent.py'}: prepare must return the tables {', '.join(TABLES[:3])}, "
+            "and demonstrations where example.yaml asks for some"
+        )
     for name, table in tables.items():
         write_parquet(list(table), folder / "data" / f"{name}.parquet")
 
 
-@contextmanager
-def example_inputs(folder: str | None, name: str | None, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Yields overrides for what the quickstart of the example in `folder`, if it is one, would make: its rows, in a
-    temporary folder, and the model, if it is here. Nothing that `overrides` name is made.
+def example_inputs(folder: str | None, name: str | None, overrides: Sequence[str]) -> list[str]:
+    """Returns overrides for what the quickstart of the example in `folder`, if it is one, would make: its rows, made anew in
+    a folder of the cache, and the model, if it is here. Nothing that `overrides` name is made.
 
     Raises:
         ConfigError: the example cannot be read, or `prepare` did not return the expected tables.
     """
     if folder is None or name not in (None, "agent") or not (Path(folder) / "example.yaml").is_file():
-        yield []
-        return
+        return []
     example, made, given = Example.read(Path(folder)), list[str](), {each.partition("=")[0] for each in overrides}
     model = example.options.model
     if model is not None and (here := named_folder(model) if model in NAMED_MODELS else Path(model)).is_dir():
         made.append(f"actor_rollout_ref.model.path={here}")
-    with TemporaryDirectory(prefix="etude-example-") as place:
-        if example.prepare is not None and "data.train_files" not in given:
-            write_tables(example, Path(place), 1, example.options.rows)
-            made += [f"data.{split}_files={place}/data/{split}.parquet" for split in ("train", "val")]
-        yield [each for each in made if each.partition("=")[0] not in given]
+    if example.prepare is not None and "data.train_files" not in given:
+        place = cache_folder() / "examples" / hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]
+        write_tables(example, place, 1, example.options.rows)
+        made += [f"data.{split}_files={place}/data/{split}.parquet" for split in ("train", "val")]
+    return [each for each in made if each.partition("=")[0] not in given]
 
 
 def show_example(tables: Tables, turns: Sequence[Mapping[str, Any]]) -> Tables:

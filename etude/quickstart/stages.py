@@ -272,6 +272,7 @@ class Quickstart:
                 f"actor_rollout_ref.model.path={self._warm_model}",
                 f"trainer.default_local_dir={self.folder}",
                 f"trainer.rollout_data_dir={self.folder}/rollouts",
+                "trainer.report=false",  # written at the end, with the evaluations
                 "trainer.rollout_token_values=true",
                 f"trainer.seed={self.seed}",
                 *([f"distillation.teachers={{default: {teacher}}}"] if teacher else []),

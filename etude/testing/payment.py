@@ -112,7 +112,7 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         "long nonsense": f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
     }
-    earned: dict[str, list[tuple[float, float]]] = {name: [] for name in fixes}
+    earned: dict[str, list[tuple[float, float, str]]] = {name: [] for name in fixes}
 
     async def score_all(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
         return list(await asyncio.gather(*(_score(run, row, text) for text in texts)))
@@ -121,14 +121,14 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
     for row, truth in zip(rows, truths):
         junk = dict(_junk(run, row, truth, [other for other in truths if other != truth], form))
         best, *scores = run.worker._run(score_all(row, [form.format(truth), *junk.values()]))
-        for name, score in zip(junk, scores):
-            earned[name].append((score, best))
+        for (name, text), score in zip(junk.items(), scores):
+            earned[name].append((score, best, text))
     for name, scores in earned.items():
         paid = [pair for pair in scores if pair[0] > _DUST and pair[0] >= pair[1] - _DUST]
         if 2 * len(paid) > len(scores):
-            score, right = paid[0]
+            score, right, text = paid[0]
             line = f"{source}: {name} earns {score:g} in {len(paid)} of {len(scores)} rows, the right one {right:g}"
-            yield warning(line, fixes[name])
+            yield warning(f"{line}: {text!r:.60}", fixes[name])
 
 
 def _junk(

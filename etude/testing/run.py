@@ -41,6 +41,7 @@ from etude.workers.context import ToolCatalogue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
+_MANY = 8  # rows, of which not all should have one ground truth
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
@@ -78,6 +79,10 @@ def inspect_run(
             fix = "; ".join(filter(None, (fault.fix, says)))
             if fault.key in _EXAMPLE_MAKES and config_path and (Path(config_path) / "example.yaml").is_file():
                 fix = f"an example's rows and model are made by `etude quickstart --example {config_path}`"
+                if fault.key == _EXAMPLE_MAKES[1]:
+                    fix = f"{fix}; `etude models get smollm2` downloads the model alone"
+            elif fault.key == _EXAMPLE_MAKES[0] and config_path and (Path(config_path) / "agent.py").is_file():
+                fix = f"{fix}; an example, whose agent.py makes its rows, also needs example.yaml in {config_path}"
             yield ConfigError(fault.message, fix=fix)
         for line in found.remarks:
             key = re.split(r"[=: ]", line, maxsplit=1)[0]
@@ -267,6 +272,12 @@ def _read_rows(run: Inspection) -> Result:
         if contrary:
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
             yield warning(line, f"one of each two is wrong: {_mend_row(files)}")
+        truths = {truth for truth, _ in asked.values()}
+        if key == "data.train_files" and len(lengths) >= _MANY and len(truths) == 1 and (same := truths.pop()):
+            line = (
+                f"{key}: all {len(lengths)} rows have the ground truth {same!r:.60}: a model can say it without looking"
+            )
+            yield warning(line, f"{_mend_row(files)}; nothing to do if your scorer judges by something else")
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
             if files:

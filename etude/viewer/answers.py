@@ -96,7 +96,7 @@ def curves(run: RunView, version: str = "") -> Answer:
 
 
 _READ = 256
-_LARGE = 0.25  # share of a step's rollouts
+_LARGE = 0.1  # share of a step's rollouts
 _RARE = 0.05  # likewise: listed last, and without what to do
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
@@ -111,7 +111,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
     metrics = next((record for record in records if record["step"] == chosen), {})
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(run)
-    found = [cause for cause in find_causes(rows, metrics, evidence, scorer) if cause.share > 0]
+    found = [cause for cause in find_causes(rows, metrics, evidence, scorer, _has_tools(run)) if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
@@ -160,12 +160,21 @@ def _essence(record: Mapping[str, Any]) -> Answer:
     }
 
 
+def _config(run: RunView) -> Mapping[str, Any]:
+    try:
+        return read_config(run.folder)
+    except DataError:
+        return {}
+
+
+def _has_tools(run: RunView) -> bool:
+    rollout = as_dict(as_dict(_config(run).get("actor_rollout_ref")).get("rollout"))
+    return bool(as_dict(rollout.get("multi_turn")).get("tool_config_path"))
+
+
 def _scorer(run: RunView) -> str:
     """Names the run's reward function, as `reward.py: compute_score`."""
-    try:
-        custom = as_dict(read_config(run.folder).get("custom_reward_function"))
-    except DataError:
-        custom = {}
+    custom = as_dict(_config(run).get("custom_reward_function"))
     path, name = custom.get("path"), custom.get("name", "compute_score")
     return f"{Path(path).name}: {name}"[:_EXCERPT] if isinstance(path, str) else "the reward function"
 
@@ -195,7 +204,8 @@ def _verdict(
         examples = [_example(name, row) for name, row in worst.named_examples]
         return {"text": f"{worst.text} of {worst.what}", "fix": worst.fix, "examples": examples}
     text = next(iter(problems.values()), "nothing stands out in this step")
-    return {"text": text, "fix": "", "examples": []}
+    fix = "" if read else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
+    return {"text": text, "fix": fix, "examples": []}
 
 
 def _stands_still(record: Mapping[str, Any]) -> bool:

@@ -51,10 +51,10 @@ _WARM_UP = "put a worked example into the prompt, or warm up with `etude sft`"
 
 
 def find_causes(
-    rows: Sequence[Row], metrics: Mapping[str, Any], evidence: Mapping[str, str], scorer: str
+    rows: Sequence[Row], metrics: Mapping[str, Any], evidence: Mapping[str, str], scorer: str, has_tools: bool = False
 ) -> Iterator[Cause]:
     """Finds the causes in the `rows`, the `metrics` and the `evidence` (see `find_evidence`) of one step, what others come
-    of first; `scorer` names the reward function."""
+    of first; `scorer` names the reward function, and the run `has_tools`, whether they were called or not."""
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
     failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
@@ -64,9 +64,18 @@ def find_causes(
         readable = len(called) - len(malformed)
         broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
         yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
+        wrong = [row for row in called if not (row.call_errors or row.flags or (row.score or 0.0) > 0)]
+        fix = "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
+        fix += "kind of question, or let the tool refuse what was not asked for"
+        yield _cause("rollouts whose calls were answered, and whose answer earned nothing", wrong, len(rows), fix)
     what = "rollouts with a tool call in a format that multi_turn.format does not read"
     fix = f"set {_MULTI_TURN}.format to that of the model's calls"
     yield _cause(what, unread, len(rows), fix, is_broken=10 * len(unread) >= len(rows))
+    if called or has_tools:
+        idle = [row for row in rows if not row.calls and "unread" not in row.flags]
+        unpaid = sum((row.score or 0.0) <= 0 for row in idle)
+        fix, broken = f"say in the prompt when to call; {_WARM_UP}", unpaid >= max(_NEARLY_ALL * len(rows), 1)
+        yield _cause("rollouts without a tool call", idle, len(rows), fix, is_broken=broken)
     said = evidence.get("rollout/malformed_calls", "").lstrip(", ")
     yield _cause("rollouts with a malformed tool call", malformed, len(rows), f"{_WARM_UP}; {said}".rstrip("; "))
     if read := [row for row in rows if row.found_answer is not None]:
@@ -76,9 +85,6 @@ def find_causes(
     cut = [row for row in rows if "truncated" in row.flags]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, "see data.max_response_length and rollout.max_model_len")
     yield _cause("rollouts cut for length", cut, len(rows), f"data.max_response_length: {fix.lstrip('; ')}")
-    if called:
-        idle = [row for row in rows if not row.calls]
-        yield _cause("rollouts without a tool call", idle, len(rows), f"say in the prompt when to call; {_WARM_UP}")
     if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
         retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
         what, fix = "rollouts that met an infrastructure failure", "the run's log names the service or tool"

@@ -390,7 +390,7 @@ def test_the_alias_overrides_a_roots_default():
 
 def test_the_alias_overrides_a_listed_roots_default(tmp_path):
     write(tmp_path, "mine.yaml", f"defaults: [quickstart, _self_]\n{OmegaConf.to_yaml(_nested(ALIAS, 'a.yaml'))}")
-    assert both(compose("mine", [], tmp_path)) == ["a.yaml"]
+    assert both(compose("mine", [], tmp_path)) == [str(tmp_path / "a.yaml")]
 
 
 def test_a_key_and_its_alias_set_apart_are_refused(tmp_path):

@@ -256,15 +256,15 @@ def test_rows_of_other_code_and_results_of_other_settings_are_not_kept(tmp_path,
         start().run()
 
 
-def test_check_makes_the_rows_of_an_example_for_itself(tmp_path, capsys):
+def test_what_tries_an_example_makes_its_rows_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("ETUDE_CACHE", str(tmp_path / "cache"))
     own_example(tmp_path / "mine")
-    with example_inputs(str(tmp_path / "mine"), "agent", ("data.val_files=x",)) as made:
-        [train] = made
+    for _ in range(2):
+        [train] = example_inputs(str(tmp_path / "mine"), "agent", ("data.val_files=x",))
+        assert Path(train.removeprefix("data.train_files=")).is_relative_to(tmp_path / "cache")
         assert Path(train.removeprefix("data.train_files=")).is_file()
-    assert not Path(train.removeprefix("data.train_files=")).exists()
     for folder, name in ((str(tmp_path / "mine"), "other"), (str(tmp_path), None), (None, None)):
-        with example_inputs(folder, name, ()) as made:
-            assert made == []
+        assert example_inputs(folder, name, ()) == []
 
 
 def test_a_second_process_says_that_it_waits(tmp_path):

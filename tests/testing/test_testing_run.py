@@ -151,6 +151,11 @@ def different_lengths(agent):
     return SHORT
 
 
+def one_truth(agent):
+    made = [agent.row(0) | {"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(8)]
+    agent.rows([row | {"reward_model": {"ground_truth": "4"}} for row in made])
+
+
 def two_truths(agent):
     """The third row asks what the first asks, and has another truth."""
     made = [agent.row(number) for number in range(4)]
@@ -295,6 +300,7 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*FOREIGN_TURNS, *row["prompt"]]}),
             "rows.jsonl:1: an assistant's turn calls a tool in the format pythonic, which multi_turn.format=hermes does not",
         ),
+        "one ground truth in all rows": (one_truth, "all 8 rows have the ground truth '4': a model can say it"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
         "a truth that the validation contradicts": (

@@ -392,12 +392,13 @@ def rollouts(folder: Path) -> None:
 def test_why_says_first_whether_the_reward_rose(tmp_path):
     records = [{"step": n, "reward/total/mean": n / 8} for n in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
-    [first, second] = CliRunner().invoke(report, [str(tmp_path), "--why"]).output.splitlines()
+    [first, second, third] = CliRunner().invoke(report, [str(tmp_path), "--why"]).output.splitlines()
     assert first == "The reward rose: 0.312 in the first 4 steps, 0.812 in the last 4."
     assert second.startswith("step 8: ")
+    assert third.startswith("→ set trainer.rollout_data_dir")  # there are no rollouts to look at
 
 
-def wrong_step(folder: Path, *, scores=(0.0,), call=None, flags=(), metrics=()) -> str:
+def wrong_step(folder: Path, *, scores=(0.0,), call=None, flags=(), metrics=(), has_tools=False) -> str:
     """The first two lines of Why for a step of eight rollouts."""
     records = []
     for number in range(8):
@@ -410,7 +411,10 @@ def wrong_step(folder: Path, *, scores=(0.0,), call=None, flags=(), metrics=()) 
         records.append(rollout_record(made, row, step=1, input="q", output="A", score=score, texts=[f"A{number}"]))
     write_rollouts(folder / "rollouts", 1, records)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict(metrics)}) + "\n")
-    (folder / "config.yaml").write_text("custom_reward_function: {path: my/pay.py}")
+    config = {"rollout": {"multi_turn": {"tool_config_path": "tools.yaml" if has_tools else None}}}
+    (folder / "config.yaml").write_text(
+        json.dumps({"custom_reward_function": {"path": "my/pay.py"}, "actor_rollout_ref": config})
+    )
     return " ".join(CliRunner().invoke(report, [str(folder), "--why"]).output.splitlines()[:2])
 
 
@@ -420,6 +424,11 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     standing = {"actor/weight_change": 1e-9, "actor/grad_norm": 1.0}
     for given, words in (
         ({}, ("earned nothing", "etude check", "pay.py: compute_score")),
+        ({"has_tools": True}, ("without a tool call", "say in the prompt when to call; put a worked example")),
+        (
+            {"call": replace(raised, error=None), "scores": [0.0] * 4 + [1.0] * 4},
+            ("whose calls were answered, and whose answer earned nothing", "the arguments were wrong"),
+        ),
         ({"call": raised}, ("a tool call failed", "tool_config_path; shop, 4 with: KeyError: 'fig'")),
         (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
         ({"scores": (0.0, 1.0), "metrics": standing}, ("weights hardly move", "actor.optim.lr")),
