@@ -60,7 +60,7 @@ def find_causes(
     failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
     if called:
         said = "".join(f"; {kind.partition('/')[2]}{text}" for kind, text in evidence.items() if "tool/" in kind)
-        fix = f"mend the tool, or the schema in {_MULTI_TURN}.tool_config_path{said}"
+        fix = f"mend the tool, or tell the model what is allowed: in its schema, {_MULTI_TURN}.tool_config_path{said}"
         readable = len(called) - len(malformed)
         broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
         yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
