@@ -32,6 +32,9 @@ def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | 
     verdict = found["verdict"]
     lines = [f"step {found['step']}: {verdict['text']}", verdict["fix"] and f"→ {verdict['fix']}"]
     lines.insert(0 if " rose:" in verdict["trend"] else 2, verdict["trend"])
+    for example in verdict["examples"][:1]:
+        file, _, line = example["place"].rpartition(":")
+        lines.append(file and f"read one: etude explain {run_dir / file} --row {int(line) - 1}")
     for cause in found["causes"]:
         examples = ", ".join(example["name"] for example in cause["examples"])
         lines.append(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}")

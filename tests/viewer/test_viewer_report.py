@@ -443,14 +443,16 @@ def test_why_the_loss_may_be_zero(tmp_path):
     printed = CliRunner().invoke(report, [str(tmp_path), "--why"])
     assert answers.why(RunView("", tmp_path))["verdict"]["trend"] == ""
     first, *causes = printed.output.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    shown = int(answers.why(RunView("", tmp_path))["verdict"]["examples"][0]["name"].removeprefix("r"))
     assert first.startswith("step 7: 100 % of rollouts have the form of an answer and nothing in it")
+    assert causes[0].startswith("→ read some, and let the reward function pay nothing")
+    assert causes.pop(1) == f"read one: etude explain {tmp_path}/rollouts/7.jsonl --row {shown}"
     assert [cause for cause in causes if "→" not in cause and cause[0] != "!"] == [
         "25 % (1 of 4) answers that the scorer did not find; such as r1",
         "25 % (1 of 4) rollouts cut for length; such as r2",
         "25 % rollouts that met an infrastructure failure; such as r3",
         "50 % (1 of 2) groups whose rewards are all equal; such as a",
     ]
-    assert causes[0].startswith("→ read some, and let the reward function pay nothing")
     assert "  → data.max_response_length: those that end take up to 1: raise it" in printed.output
     data = pages(tmp_path)
     assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
