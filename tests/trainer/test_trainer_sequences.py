@@ -260,8 +260,13 @@ def test_figures_count_rollouts_and_tokens_of_all_sequences():
         each.batch["advantages"], _ = advantages("grpo", each, episodes=False)
     ours, theirs = data_metrics(batch, 16), data_metrics(plain, 16)
     for name in theirs:
-        if name.split("/")[0] in ("response_length", "prompt_length") or "score" in name:
+        if "score" in name:
             assert ours[name] == theirs[name]
+    sequences = [each for result in results for each in (*result.earlier, result.trajectory) if any(each.response_mask)]
+    lengths = [len(each.response_ids) for each in sequences]
+    assert ours["response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert (ours["response_length/max"], ours["response_length/min"]) == (max(lengths), min(lengths))
+    assert ours["prompt_length/max"] == max(len(each.prompt_ids) for each in sequences)
     mask = batch.batch["response_mask"].bool()
     expected = float(batch.batch["advantages"][mask].double().mean())
     assert ours["critic/advantages/mean"] == pytest.approx(expected)
