@@ -75,7 +75,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
                 kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
-                errors[kind].append(" ".join(str(call.get("response")).splitlines()))
+                errors[kind].append(" ".join(map(str.strip, str(call.get("response")).splitlines())))
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:
