@@ -56,6 +56,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         f"{_ACTOR}.clip_ratio_high=0.28",
         f"{_ACTOR}.loss_agg_mode=token-mean",
     ),
+    "hierarchical_grpo": (f"{_ESTIMATOR}=hierarchical_grpo", _KEEP),
+    "rae": (f"{_ESTIMATOR}=rae", _KEEP),
     "gspo": (f"{_LOSS}=gspo",),
     "cispo": (f"{_LOSS}=cispo",),
     "dppo_tv": (f"{_LOSS}=dppo_tv",),
