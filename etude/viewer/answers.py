@@ -110,8 +110,9 @@ def why(run: RunView, step: int | None = None) -> Answer:
         chosen = max((each["step"] for each in records), default=0)
     metrics = next((record for record in records if record["step"] == chosen), {})
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
-    evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(run)
-    found = [cause for cause in find_causes(rows, metrics, evidence, scorer, _has_tools(run)) if cause.share > 0]
+    config = _config(run)
+    evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(config)
+    found = [cause for cause in find_causes(rows, metrics, evidence, scorer, _has_tools(config)) if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
@@ -167,14 +168,14 @@ def _config(run: RunView) -> Mapping[str, Any]:
         return {}
 
 
-def _has_tools(run: RunView) -> bool:
-    rollout = as_dict(as_dict(_config(run).get("actor_rollout_ref")).get("rollout"))
+def _has_tools(config: Mapping[str, Any]) -> bool:
+    rollout = as_dict(as_dict(config.get("actor_rollout_ref")).get("rollout"))
     return bool(as_dict(rollout.get("multi_turn")).get("tool_config_path"))
 
 
-def _scorer(run: RunView) -> str:
+def _scorer(config: Mapping[str, Any]) -> str:
     """Names the run's reward function, as `reward.py: compute_score`."""
-    custom = as_dict(_config(run).get("custom_reward_function"))
+    custom = as_dict(config.get("custom_reward_function"))
     path, name = custom.get("path"), custom.get("name", "compute_score")
     return f"{Path(path).name}: {name}"[:_EXCERPT] if isinstance(path, str) else "the reward function"
 
@@ -189,8 +190,8 @@ def _verdict(
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, else what
     nothing can be learned with, else a hack of the sentinel's, else what takes the signal from most, else a problem of the
     metrics. `read`: rollouts of the step with their records."""
-    standing = [_stands_still(record) for record in records if record["step"] > 0]
-    if problem := problems.get("actor/weight_change") if 2 * sum(standing) > len(standing) else None:
+    problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
+    if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
         return {"text": problem, "fix": "raise actor_rollout_ref.actor.optim.lr", "examples": []}
     broken = next((cause for cause in causes if cause.is_broken), None)
     hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
